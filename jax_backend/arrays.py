@@ -139,6 +139,14 @@ def measured(measure: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Arr
     return [measure(array) for array in arrays]  # XLA knows where the parts are
 
 
+def finite(arrays: Sequence[jax.Array | None]) -> jax.Array:
+    """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
+    all_finite = jnp.asarray(True)
+    for array in arrays:
+        all_finite = all_finite if array is None else jnp.isfinite(array).all() & all_finite
+    return all_finite
+
+
 def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
     if _private.is_traced(weight) or not isinstance(weight, jax.Array):

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from funcga._backend.prefixes import leaf_paths, named_by_leaf
-from funcga._types import Array, Tree
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
@@ -218,6 +218,11 @@ def _unbound(name: str) -> FuncgaError:
         f'across="{name}" is no axis of the mesh of this jax.shard_map, which has {listed(mesh.axis_names)}. Write '
         f'across="{mesh.manual_axes[0]}".'
     )
+
+
+def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
+    """The sum of a scalar over the replicas, which hold these."""
+    return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
 
 
 def check_step_merges() -> None:

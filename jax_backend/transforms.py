@@ -1,4 +1,4 @@
-"""What a fold that is spread over calls needs of this framework: its sums, its branch, and its replicas."""
+"""What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._fold import LeafFold, Tally
+from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Memory
 from funcga._transform.multi_steps import MultiSteps
@@ -22,80 +22,17 @@ from jax_backend.gradients import apply_updates
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
 
-# -- the sums of a window. Nothing is ever written to.
-
-# In JAX the caller says what is given away, by jax.jit(donate_argnums=...). A donated array is matched with the first
-# result of its shape: where results come in another order than arguments, XLA copies.
-donates = False
-
-
-def add(
-    folds: Sequence[LeafFold | None],
-    accumulators: Sequence[Reduced],
-    leaves: Sequence[Array],
-    weight: Scalar,
-    donate: bool,
-) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value of this weight, and whether nobody else has their memory."""
-    triples = zip(folds, accumulators, leaves, strict=True)
-    return [
-        None if fold is None else fold.combine(accumulator, fold.lift(leaf, weight))
-        for fold, accumulator, leaf in triples
-    ], True
-
-
-def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
-    """What one value of this weight contributes to the accumulator of each leaf."""
-    return [None if fold is None else fold.lift(leaf, weight) for fold, leaf in zip(folds, leaves, strict=True)]
-
-
-def finish(
-    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
-) -> list[Reduced]:
-    """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
-    pairs = zip(folds, accumulators, strict=True)
-    if donate:
-        return [None if fold is None else fold.normalize(accumulator, tally) for fold, accumulator in pairs]
-    return [None if fold is None else fold.result(accumulator, tally) for fold, accumulator in pairs]
-
-
-def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
-    """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
-    wide = [None if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
-    return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in wide]
-
-
-def emptied(
-    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
-) -> list[Reduced]:
-    """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
-    pairs = zip(folds, accumulators, strict=True)
-    return [
-        None if fold is None else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, accumulator), accumulator)
-        for fold, accumulator in pairs
-    ]
-
-
-def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
-    """The constant, sharded as the accumulator is.
-
-    The compiler is free to place a constant, and would give each device all of it.
-    """
-    # A choice that is never taken, which the compiler cannot see through: the result has the sharding of both.
-    never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
-    return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)
-
-
 # -- the branch that ends a window
 
 
-def widened(params: Tree, copy: bool = False) -> Tree:
-    """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits.
+def widened(params: Tree, copies: bool = False, donate: bool = False) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way back.
 
-    `copy` is for torch: here nothing is ever written to.
+    Nothing is ever written to, so there are neither copies nor memory that is donated.
     """
     leaves, structure = trees.flatten(params)
-    return trees.unflatten(structure, [_wide(leaf) for leaf in leaves])
+    wide = trees.unflatten(structure, [*map(_wide, leaves)])
+    return wide, partial(jax.tree.map, _in_dtype_of, params)
 
 
 def _wide(leaf: Array) -> Array:
@@ -104,11 +41,6 @@ def _wide(leaf: Array) -> Array:
         return leaf
     wide = arrays.accumulator_dtype(leaf.dtype)
     return leaf if leaf.dtype == wide else arrays.cast(leaf, wide)
-
-
-def narrowed(wide: Tree, params: Tree, donate: bool) -> Tree:
-    """The params that were `widened` and updated, in their own dtypes; in their memory if that is donated."""
-    return jax.tree.map(_in_dtype_of, params, wide)
 
 
 def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
@@ -223,19 +155,14 @@ def _typed(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(arrays.typed, tree, types)
 
 
-def finite(leaves: Sequence[Array]) -> jax.Array:
-    """Whether every number is finite: a 0-d array."""
-    all_finite = jnp.asarray(True)
-    for leaf in leaves:
-        all_finite = all_finite if leaf is None else jnp.isfinite(leaf).all() & all_finite
-    return all_finite
-
-
 # -- over replicas
 
 
-def check_merged(leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Replicas | None) -> None:
-    """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+def check_gradients(
+    leaves: Sequence[Array], accumulators: Sequence[Reduced], paths: Callable[[], list[str]], replicas: Replicas | None
+) -> None:
+    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged over the replicas."""
+    # Nothing would merge them, or they are merged already.
     if replicas is None:
         check_step_merges()
         return
@@ -265,41 +192,27 @@ def merged(
     return together, folded.total
 
 
-def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
-    """The sum of a scalar over the replicas, which hold these."""
-    return lax.psum(as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
+def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+    """The parts of a state's window that are this replica's; without replicas all parts, from several states.
 
-
-def parts(window: Window, replicas: Replicas | None) -> list[Window]:
-    """The parts that are this replica's, of a window as a state has it where replicas fold apart.
-
-    It is one, or several of a state that was made on more devices.
+    Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on more devices a replica
+    has several parts.
     """
-    count = window.rejected.shape[0]
-    return [jax.tree.map(lambda leaf, part=part: leaf[part], window) for part in range(count)]
-
-
-def in_order(windows: Sequence[Window]) -> list[Window]:
-    """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
-    if len(windows) > 1 or not windows[0].rejected.ndim:
+    first, *others = windows
+    if others or not first.rejected.ndim:
         raise FuncgaError(
             "merge was given states that are not one state of multi_steps(..., across=), which in JAX has the parts "
             "of all devices. Give that one, as it is outside of shard_map: tx.merge([state])."
         )
-    return parts(windows[0], None)
+    return [jax.tree.map(lambda leaf, part=part: leaf[part], first) for part in range(first.rejected.shape[0])]
 
 
-def rejoined(windows: Sequence[Window]) -> Window:
-    """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
-    stacked: Window = jax.tree.map(lambda *parts: jnp.stack(parts), *windows)
+def closed(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+    """A window as a state has it where replicas fold apart; without replicas from the parts of all of them."""
+    # A leading axis of the parts, which the specs of the state lay over the devices.
+    names = () if replicas is None else replicas.names
+    stacked: Window = jax.tree.map(lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows)
     return stacked
-
-
-def parted(window: Window, replicas: Replicas, is_empty: bool) -> Window:
-    """A window as a state has it where replicas fold apart."""
-    # A leading axis of one part, which the specs of the state lay over the devices.
-    with_axis: Window = jax.tree.map(lambda leaf: as_varying(leaf, replicas.names)[None], window)
-    return with_axis
 
 
 def state_specs(tx: MultiSteps) -> MultiStepsState:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from funcga._backend.prefixes import leaf_paths, named_by_leaf
-from funcga._types import Tree
+from funcga._types import Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
@@ -168,6 +168,17 @@ def names_leaves(across: Any) -> bool:
     is_function = callable(across) and not isinstance(across, type)
     is_of_all = across is None or is_group(across) or isinstance(across, InTurn)
     return not is_of_all and (is_function or bool(trees.children(across)))
+
+
+def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
+    """The sum of a scalar over the replicas, which hold these."""
+    device = next(
+        (accumulator.device for accumulator in accumulators if isinstance(accumulator, torch.Tensor)),
+        torch.device("cpu"),
+    )
+    total = torch.as_tensor(number, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=replicas.group)
+    return arrays.scalar(total)
 
 
 # ---------------------------------------------------------------------------------------------------------- the channel

@@ -8,7 +8,6 @@ import torch
 
 from funcga._fold import LeafFold, Tally
 from funcga._types import Array, Reduced, Scalar, Tree
-from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import local
@@ -83,16 +82,7 @@ def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Sc
 
 
 def _is_addend(accumulator: Reduced, leaf: torch.Tensor) -> bool:
-    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout.
-
-    Raises FuncgaError if it lies on another device.
-    """
-    if type(accumulator) is torch.Tensor and accumulator.device != leaf.device:
-        raise FuncgaError(
-            f"a gradient, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for params on "
-            f"{accumulator.device}. Move it: grad.to({str(accumulator.device)!r}); or make a state where the params "
-            f"are now."
-        )
+    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout."""
     if type(accumulator) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         return (
             accumulator.dtype is leaf.dtype or torch.promote_types(accumulator.dtype, leaf.dtype) is accumulator.dtype

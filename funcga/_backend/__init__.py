@@ -103,6 +103,10 @@ class Arrays(Protocol):
         """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
         ...
 
+    def finite(self, arrays: Sequence[Array]) -> Array:
+        """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
+        ...
+
     # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does not wait for.
 
     def scalar(self, weight: Any) -> Any:
@@ -252,6 +256,10 @@ class Replicas(Protocol):
         """`across=` without what it says of single leaves: what the weights of a window are counted over."""
         ...
 
+    def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
+        """The sum of a scalar over the replicas, which hold these."""
+        ...
+
     def check_replicas(self, params: Tree, across: Any) -> None:
         """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
         ...
@@ -301,15 +309,12 @@ class Sums(Protocol):
 class Transforms(Protocol):
     """What a fold that is spread over calls needs of a framework: its branch, and how replicas join their windows."""
 
-    def widened(self, params: Tree, copy: bool = False) -> Tree:
-        """The params as a wrapped transform sees them: arrays in no graph, and floats in at least 32 bits.
+    def widened(self, params: Tree, copies: bool = False, donate: bool = False) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way back.
 
-        If `copy`, in memory of their own.
+        `copies`: they have memory of their own. The way back is a function of such params after an update: they come in
+        the dtypes of the params, and in the memory of these if that is donated.
         """
-        ...
-
-    def narrowed(self, wide: Tree, params: Tree, donate: bool) -> Tree:
-        """The params that were `widened` and updated, in their own dtypes; in their memory if that is donated."""
         ...
 
     def added(self, params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
@@ -331,40 +336,29 @@ class Transforms(Protocol):
         """
         ...
 
-    def finite(self, leaves: Sequence[Array]) -> Array:
-        """Whether every number is finite: a 0-d array."""
+    def check_gradients(
+        self, leaves: Sequence[Array], accumulators: Sequence[Reduced], paths: Callable[[], list[str]], replicas: Any
+    ) -> None:
+        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged over the replicas."""
         ...
 
-    # Over replicas.
+    # Over replicas, which fold apart until an update.
 
-    def check_merged(self, leaves: Sequence[Array], paths: Callable[[], list[str]], replicas: Any) -> None:
-        """Raises FuncgaError for gradients that nothing would merge over the replicas, or that are merged already."""
+    def opened(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
+        """The parts of a state's window that are this replica's; without replicas all parts, from several states.
+
+        Raises FuncgaError if a part is missing, or is another replica's.
+        """
+        ...
+
+    def closed(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
+        """A window as a state has it where replicas fold apart; without replicas from the parts of all of them."""
         ...
 
     def merged(
         self, outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Any, memory: Memory
     ) -> tuple[list[Reduced], Tally]:
         """What all replicas hold together."""
-        ...
-
-    def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
-        """The sum of a scalar over the replicas, which hold these."""
-        ...
-
-    def parts(self, window: Window, replicas: Any) -> list[Window]:
-        """The parts that are this replica's, of a window as a state has it where replicas fold apart."""
-        ...
-
-    def parted(self, window: Window, replicas: Any, is_empty: bool) -> Window:
-        """A window as a state has it where replicas fold apart."""
-        ...
-
-    def in_order(self, windows: Sequence[Window]) -> list[Window]:
-        """The parts of one window, in the order of the replicas. Raises FuncgaError if one is missing."""
-        ...
-
-    def rejoined(self, windows: Sequence[Window]) -> Window:
-        """A window of all replicas, and empty ones for the others, as the state has them that each goes on from."""
         ...
 
 

@@ -33,6 +33,13 @@ class Accumulation(NamedTuple):
         accumulators, owned = backend.sums.add(self.outputs.folds, self.accumulators, leaves, weight, donate)
         return self._replace(accumulators=accumulators, tally=self.tally_after(weight), owned=owned)
 
+    def emptied(self, donate: bool = False, taken: Tree = None) -> "Accumulation":
+        """The window when nothing is folded; in the same memory if that is donated, and not taken by other arrays."""
+        backend = self.outputs.backend
+        accumulators = backend.sums.emptied(self.outputs.folds, self.accumulators, donate, taken)
+        zero = Tally(backend.arrays.addends(0, wide=len(self.tally.weight) == 1), backend.arrays.integer(0))
+        return Accumulation(self.outputs, accumulators, zero, backend.arrays.integer(0))
+
     def of_value(self) -> "Accumulation":
         """The part of it that accumulates what grad_fn returns, without what observers have folded."""
         return self._replace(outputs=self.outputs.of_value, accumulators=self.accumulators[self.outputs.before :])

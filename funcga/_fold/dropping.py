@@ -41,7 +41,7 @@ class Dropping:
         """
         # One answer for all leaves. Where the host sees it, it is a bool, and nothing is computed for a dropped one.
         if self.test is None:
-            return backend.arrays.scalar(backend.transforms.finite(leaves))
+            return backend.arrays.scalar(backend.arrays.finite(leaves))
         try:
             answer = self.test(value)
         except Exception as error:

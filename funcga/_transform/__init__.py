@@ -32,50 +32,56 @@ class Transform(NamedTuple):
     update: Callable[..., tuple[Tree, Any]]
 
 
+class Traits(NamedTuple):
+    """What one of funcga's own transforms says of itself."""
+
+    scales: bool = False
+    """Whether the gradients come multiplied by a loss scale, which it divides them by."""
+    leaves_gradients: bool = False
+    """Whether nothing that it returns, a state included, can lie in the memory of the gradients."""
+    takes_weight: bool = False
+    """Whether it is to be told the weight of a window, `weight=`."""
+
+
 class UpdateFunction:
-    """The `update` of one of funcga's own transforms: a callable object, which can say what it does."""
+    """The `update` of one of funcga's own transforms: a callable object, all of whose functions are one step."""
 
     @property
-    def scales(self) -> bool:
-        """Whether the gradients come multiplied by a loss scale."""
-        return False
+    def traits(self) -> Traits:
+        """What it says of itself."""
+        return Traits()
 
-    @property
-    def leaves_gradients(self) -> bool:
-        """Whether nothing that it returns, a state included, can lie in the memory of the gradients."""
-        return False
-
-    @property
-    def takes_weight(self) -> bool:
-        """Whether it is to be told the weight of a window, `weight=`."""
-        return False
-
-    def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: Any) -> tuple[Tree, Any]:
-        """(params, state) after the update. If `donate`, all that is given may be written to, and come back."""
+    def stepped(
+        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+    ) -> tuple[Tree, Any]:
+        """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
         raise NotImplementedError
+
+    def __call__(self, grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """(updates, state)."""
+        return self.stepped(False, None, grads, state, params, extra)
+
+    def donated(self, grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """The same, which may write to the gradients and the state."""
+        return self.stepped(True, None, grads, state, params, extra)
+
+    def applied(self, donate: bool, /, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
+        """(params, state) after the update. If `donate`, all that is given may be written to, and come back."""
+        return self.stepped(donate, donate, grads, state, params, extra)
 
     def __deepcopy__(self, memo: object) -> Self:
         """Itself, as a function is its own copy."""
         return self
 
 
-def is_scaled(tx: Transform) -> bool:
-    """Whether a transform is given gradients that are multiplied by a loss scale, which it divides them by."""
+def traits_of(tx: Transform) -> Traits:
+    """What a transform says of itself; of one of others it is only known whether it takes the weight of a window."""
     update: object = tx.update
-    return isinstance(update, UpdateFunction) and update.scales
-
-
-def leaves_gradients(tx: Transform) -> bool:
-    """Whether nothing that a transform returns, a state included, can lie in the memory of its gradients."""
-    update: object = tx.update
-    return isinstance(update, UpdateFunction) and update.leaves_gradients
+    return update.traits if isinstance(update, UpdateFunction) else Traits(takes_weight=takes_weight(tx.update))
 
 
 def takes_weight(function: Callable[..., object]) -> bool:
-    """Whether a function, such as the update of a transform, is to be told the weight of a window, `weight=`."""
-    update: object = function
-    if isinstance(update, UpdateFunction):
-        return update.takes_weight
+    """Whether a function is to be told the weight of a window, `weight=`."""
     try:
         # By its name alone: what takes any argument may hand it on to what does not take this one.
         return "weight" in inspect.signature(function).parameters

@@ -1,11 +1,15 @@
-"""`apply`: an update as new parameters, without the difference between new and old."""
+"""`apply`: an update as new parameters, without the difference between new and old.
 
-from typing import Any
+And `Step`: what wraps another transform can be asked for updates, and for new parameters. It is written once for both.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 
 
@@ -45,12 +49,14 @@ def apply(tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = Fal
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
-    is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
     if params is None:
         raise FuncgaError(
             "params are None, and apply returns what becomes of them: params, state = funcga.apply(tx, grads, state, "
             "params)."
         )
+    if donate:
+        check_donates(backend_of([params, grads], lambda: ["params", "grads"]))
+    is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
     return applied(tx if is_known else wrapped_transform(tx), donate, grads, state, params, extra)
 
 
@@ -61,12 +67,56 @@ def applied(
     update: object = tx.update
     if isinstance(update, UpdateFunction):
         return update.applied(donate, grads, state, params, **extra)
-    backend = backend_of([params, grads], lambda: ["params", "grads"])
-    if donate:
-        check_donates(backend)
     function = tx.donated if donate and isinstance(tx, DonatingTransform) else tx.update
     updates, after = function(grads, state, params, **extra)
+    backend = backend_of([params, grads], lambda: ["params", "grads"])
     return backend.transforms.added(params, updates, after, donate), after
+
+
+class Step(NamedTuple):
+    """One step of a wrapped transform. Its result are updates, or with `into` the params after them.
+
+    `owned`: whether it may write to the gradients and the state. `into`: None for updates, and else whether it may
+    write to the params, too.
+    """
+
+    tx: Transform
+    backend: Backend
+    owned: bool
+    into: bool | None = None
+
+    def run(self, state: Tree, params: Tree, given: tuple[Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
+        """(result, state) of the transform; `given` are the gradients, and further arguments."""
+        grads, extra = given
+        # Where the gradients and the state are given away and the params are not, copies of these are.
+        copies = self.into is False and self.owned
+        wide, narrowed = self.backend.transforms.widened(params, copies, bool(self.into))
+        if self.into is None:
+            update = self.tx.donated if self.owned and isinstance(self.tx, DonatingTransform) else self.tx.update
+            return update(grads, state, wide, **extra)
+        after, state = applied(self.tx, self.owned, grads, state, wide, extra)
+        return narrowed(after), state
+
+    def when(
+        self,
+        predicate: Scalar,
+        run: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+        state: Tree,
+        params: Tree,
+        given: Tree,
+        like: Tree,
+        views: bool = False,
+    ) -> tuple[Tree, Tree, Scalar]:
+        """(result, state, the predicate): what `run(state, params, given)` returns if it holds, else nothing changes.
+
+        Updates are then zeros `like` these; `views`: they need no memory, and are not to be written to.
+        """
+        when = self.backend.transforms.when
+        if self.into is None:
+            return when(predicate, lambda state, both: run(state, *both), state, (params, given), like, views)
+        emit = lambda carried, given: ((), run(carried[1], carried[0], given))
+        _, (after, state), ran = when(predicate, emit, (params, state), given, ())
+        return after, state, ran
 
 
 def check_donates(backend: Backend) -> None:

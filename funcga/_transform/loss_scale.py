@@ -1,6 +1,5 @@
 """`loss_scaled`: a dynamic loss scale around an optimizer, for gradients in float16."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,13 +9,13 @@ from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
 from funcga._transform import (
     DonatingTransform,
+    Traits,
     Transform,
     UpdateFunction,
-    leaves_gradients,
-    takes_weight,
+    traits_of,
     wrapped_transform,
 )
-from funcga._transform.apply import applied, check_donates
+from funcga._transform.apply import Step
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -122,63 +121,22 @@ class _ScaledUpdate(UpdateFunction):
     across: object
 
     @property
-    def scales(self) -> bool:
-        """Whether the gradients come multiplied by a loss scale."""
-        return True
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """Whether nothing that it returns can lie in the memory of the gradients."""
-        return leaves_gradients(self.tx)
-
-    @property
-    def takes_weight(self) -> bool:
-        """Whether it is to be told the weight of a window, `weight=`."""
-        return takes_weight(self.tx.update)
+    def traits(self) -> Traits:
+        """What it says of itself."""
+        return traits_of(self.tx)._replace(scales=True)
 
     def init(self, params: Tree) -> LossScaledState:
         """The state before the first update."""
         backend = backend_of([params], lambda: ["params"])
         arrays = backend.arrays
         scale = arrays.cast(arrays.as_array(self.init_scale), arrays.as_dtype("float32"))
-        inner = self.tx.init(backend.transforms.widened(params))
+        inner = self.tx.init(backend.transforms.widened(params)[0])
         return LossScaledState(inner, scale, arrays.integer(0), arrays.integer(0))
 
-    def __call__(
-        self, grads: Tree, state: LossScaledState, params: Tree = None, **extra: Any
+    def stepped(
+        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
     ) -> tuple[Tree, LossScaledState]:
-        """(updates, state): zeros, and a smaller scale, if a gradient is not finite."""
-        return self._updated(grads, state, params, extra, donate=False)
-
-    def donated(
-        self, grads: Tree, state: LossScaledState, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, LossScaledState]:
-        """The same, which may write to the gradients and the state."""
-        return self._updated(grads, state, params, extra, donate=True)
-
-    def _updated(
-        self, grads: Tree, state: LossScaledState, params: Tree, extra: dict[str, Any], donate: bool
-    ) -> tuple[Tree, LossScaledState]:
-        backend, leaves, structure, finite = self._tested(grads, state)
-        run = partial(self._run, backend, structure, donate)
-        operands = leaves, state.scale, params, extra
-        updates, inner, used = backend.transforms.when(finite, run, state.inner, operands, grads)
-        return updates, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
-
-    def applied(
-        self, donate: bool, /, grads: Tree, state: LossScaledState, params: Tree, **extra: Any
-    ) -> tuple[Tree, LossScaledState]:
-        """(params, state) after the update: params as they are, and a smaller scale, if a gradient is not finite."""
-        backend, leaves, structure, finite = self._tested(grads, state)
-        if donate:
-            check_donates(backend)
-        run = partial(self._run_into, backend, structure, donate)
-        operands = leaves, state.scale, extra
-        _, (params, inner), used = backend.transforms.when(finite, run, (params, state.inner), operands, ())
-        return params, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
-
-    def _tested(self, grads: Tree, state: LossScaledState) -> tuple[Backend, list[Array], Structure, bool | Array]:
-        """(backend, leaves and structure of the gradients, whether they are finite)."""
+        """(result, state): zeros or the params as they are, and a smaller scale, if a gradient is not finite."""
         if not isinstance(state, LossScaledState):
             raise FuncgaError(
                 f"the state is of type {type(state).__name__}, and that of loss_scaled is a LossScaledState: "
@@ -187,42 +145,21 @@ class _ScaledUpdate(UpdateFunction):
         # The scaled gradients are tested, and divided only if they are finite.
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
-        return backend, leaves, structure, backend.arrays.scalar(self._is_finite(leaves, backend))
+        finite = backend.arrays.scalar(self._is_finite(leaves, backend))
+        step = Step(self.tx, backend, owned, into)
+        run = partial(_run_unscaled, step, structure)
+        given = leaves, state.scale, extra
+        result, inner, used = step.when(finite, run, state.inner, params, given, grads)
+        return result, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
 
     def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
         """Whether the gradients are finite, on all replicas."""
-        finite = backend.transforms.finite(leaves)
+        finite = backend.arrays.finite(leaves)
         if self.across is None:
             return finite
         # The number of replicas with gradients that are not finite. Unless it is 0, all of them skip the window.
         infinite = backend.arrays.cast(~finite, backend.arrays.as_dtype("float32"))
-        return backend.transforms.summed(infinite, leaves, backend.replicas.replicas_of(self.across)) == 0
-
-    def _run(
-        self, backend: Backend, structure: Structure, donate: bool, inner: Tree, operands: tuple[Any, ...]
-    ) -> tuple[Tree, Tree]:
-        """(updates, state) of one update of the wrapped transform."""
-        leaves, scale, params, extra = operands
-        update = self.tx.donated if donate and isinstance(self.tx, DonatingTransform) else self.tx.update
-        with _Unscaled(leaves, scale, donate, backend) as unscaled:
-            grads = backend.trees.unflatten(structure, unscaled)
-            return update(grads, inner, backend.transforms.widened(params), **extra)
-
-    def _run_into(
-        self,
-        backend: Backend,
-        structure: Structure,
-        donate: bool,
-        carried: tuple[Tree, Tree],
-        operands: tuple[Any, ...],
-    ) -> tuple[tuple[()], tuple[Tree, Tree]]:
-        """No updates, and (params, state) after one update of the wrapped transform."""
-        (params, inner), (leaves, scale, extra) = carried, operands
-        wide = backend.transforms.widened(params)
-        with _Unscaled(leaves, scale, donate, backend) as unscaled:
-            grads = backend.trees.unflatten(structure, unscaled)
-            after, inner = applied(self.tx, donate, grads, inner, wide, extra)
-        return (), (backend.transforms.narrowed(after, params, donate), inner)
+        return backend.replicas.summed(infinite, leaves, backend.replicas.replicas_of(self.across)) == 0
 
     def _adjusted(self, state: LossScaledState, inner: Tree, used: Array, backend: Backend) -> LossScaledState:
         """The state after a window that was used, or not: its scale backs off, grows or stays."""
@@ -238,17 +175,17 @@ class _ScaledUpdate(UpdateFunction):
         return LossScaledState(inner, scale, growth, state.skipped + backend.arrays.cast(~used, zero.dtype))
 
 
-class _Unscaled(AbstractContextManager[list[Array]]):
-    """Gradients divided by their scale; after an error those that were divided in place are scaled again."""
-
-    def __init__(self, leaves: list[Array], scale: Any, donate: bool, backend: Backend):
-        self.scale, self.donate, self.sums = backend.arrays.scalar(scale), donate, backend.sums
-        self.leaves = self.sums.scaled(leaves, 1.0 / self.scale, donate)
-
-    def __enter__(self) -> list[Array]:
-        return self.leaves
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # So they are as good as before.
-        if self.donate and kind is not None and issubclass(kind, Exception):
-            self.sums.scaled(self.leaves, self.scale, donate=True)
+def _run_unscaled(
+    step: Step, structure: Structure, inner: Tree, params: Tree, given: tuple[Any, ...]
+) -> tuple[Tree, Tree]:
+    """(result, state) of a step, from gradients that are divided by their scale."""
+    leaves, scale, extra = given
+    scale, scaled = step.backend.arrays.scalar(scale), step.backend.sums.scaled
+    unscaled = scaled(leaves, 1.0 / scale, step.owned)
+    try:
+        return step.run(inner, params, (step.backend.trees.unflatten(structure, unscaled), extra))
+    except Exception:
+        # Those that were divided in place are as good as before.
+        if step.owned:
+            scaled(unscaled, scale, donate=True)
+        raise

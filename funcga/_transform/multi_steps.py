@@ -2,46 +2,44 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial, reduce
 from typing import Any, Literal
 
-from funcga._backend import Arrays, Backend
+from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, nothing
-from funcga._fold.outputs import Outputs, bind_outputs
+from funcga._fold.outputs import Outputs
 from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
-from funcga._replicas import Memory, check_one_for_all, step_of
+from funcga._replicas import check_one_for_all, step_of
 from funcga._transform import (
-    DonatingTransform,
+    Traits,
     Transform,
     UpdateFunction,
-    is_scaled,
-    leaves_gradients,
     libraries,
-    takes_weight,
+    traits_of,
     wrapped_transform,
 )
-from funcga._transform.apply import applied, check_donates
-from funcga._transform.observing import ObservingUpdates, selected
+from funcga._transform.apply import Step, check_donates
 from funcga._transform.window import (
     Dropped,
     DroppingUpdates,
+    Folding,
     MultiStepsState,
     Parts,
     Window,
     matched_grads,
     matched_params,
-    restored_params,
+    with_others,
 )
 from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
-from funcga._types import Array, Dtype, Reduced, Scalar, Structure, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError, explains_arguments
-from funcga.folds import FoldTree, mean, sum
+from funcga.folds import FoldTree, mean
 
 
 class MultiSteps(Transform):
@@ -81,7 +79,9 @@ class MultiSteps(Transform):
         Example:
             >>> state = tx.accumulate(grads, state, weight=12)
         """
-        return self.update.accumulate(grads, state, weight)
+        update = self.update
+        window, replicas = update.opened(state, _backend_of_state(state))
+        return update.added(grads, window, state, weight, replicas, update.donate)[1]
 
     def flush(self, state: MultiStepsState, params: Tree = None, **extra: Any) -> tuple[Tree, MultiStepsState]:
         """The update of the micro-batches that are in the window, however few they are; the window is then empty.
@@ -103,7 +103,22 @@ class MultiSteps(Transform):
         Example:
             >>> updates, state = tx.flush(state, params)
         """
-        return self.update.flush(state, params, extra)
+        if extra:
+            _check_extra(extra)
+        update = self.update
+        backend = _backend_of_state(state)
+        window, _ = update.opened(state, backend)
+        arrays = backend.arrays
+        params, leaves = matched_params(params, window if update.folding.observers is None else window.of_value())
+        offered = arrays.scalar(state.offered)
+        if not arrays.is_array(offered) and offered == 0:
+            raise FuncgaError(
+                "the window is empty: nothing was accumulated since the last update, so there is nothing to flush. "
+                "After the last window ask first: if state.offered > 0."
+            )
+        # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides in the program.
+        step = Step(update.tx, backend, update.donate)
+        return update.emptied(step, leaves, step.owned, offered > 0, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -145,7 +160,27 @@ class MultiSteps(Transform):
             >>> dist.all_gather_object(states, state)
             >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on: tx.update(...)
         """
-        return self.update.merge(states, replicas)
+        update = self.update
+        if isinstance(states, MultiStepsState):
+            states = [states]
+        if not states:
+            raise FuncgaError("there are no states to merge. Give those of all replicas: tx.merge(states).")
+        backend, first = _backend_of_state(states[0]), states[0]
+        times = [(int(state.updates), int(state.offered)) for state in states]
+        if len({*times}) > 1:
+            listed = ", ".join(f"{offered} after update {updates}" for updates, offered in times)
+            raise FuncgaError(
+                f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
+                f"Save them after the same call on every replica."
+            )
+        if backend.replicas.names_leaves(update.across):
+            raise _of_different_experts()
+        # One replica goes on from all that was folded, and the others from empty windows: the sum is the same.
+        parts = backend.transforms.opened([state.window for state in states], None)
+        whole = reduce(Accumulation.merge, [update.read(part, backend) for part in parts])
+        empty = _closed(whole.emptied(), None)
+        windows = [_closed(whole, None), *[empty] * (replicas - 1)]
+        return first._replace(window=backend.transforms.closed(windows, None, is_empty=False))
 
     @property
     def across(self) -> Any:
@@ -226,37 +261,21 @@ def multi_steps(
     if callable(fold):
         raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
     read = wrapped_transform(tx)
-    if drop is not None and is_scaled(read):
+    traits = traits_of(read)
+    if drop is not None and traits.scales:
         raise FuncgaError(
             f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
             f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
         )
-    observing = None if observe is None else ObservingUpdates(Observers(observe), fold)
-    binding = _Binding(Memory(None if across is None else step_of(read.update)), takes_weight(read.update))
+    step = None if across is None else step_of(read.update)
+    folding = Folding(fold, step, None if observe is None else Observers(observe))
     dropping = DroppingUpdates(drop, drop_if)
-    update = MultiStepsUpdate(read, check_target(n), fold, dropping, across, donate, binding, observing)
+    update = MultiStepsUpdate(read, check_target(n), folding, dropping, across, donate, traits)
     # Out in the type that the library's own combinators take, as it came in.
     transform = MultiSteps(update.init, update)
     for library in libraries():
         transform = library.exported(transform)
     return transform
-
-
-@dataclass(eq=False)
-class _Binding:
-    """What a transform keeps from one call to the next, so as not to work it out again.
-
-    `outputs` is its fold bound to gradients in a `structure`, with dtypes and shapes, their `kinds`. `counted` is the
-    same with the number of rejected micro-batches as one more leaf, for `merging` over replicas. `tells_weight`:
-    whether the wrapped transform gets the weight of a window.
-    """
-
-    merging: Memory
-    tells_weight: bool
-    kinds: list[tuple[Dtype, object]] | None = None
-    structure: Structure = None
-    outputs: Outputs | None = None
-    counted: Outputs | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,24 +284,16 @@ class MultiStepsUpdate(UpdateFunction):
 
     tx: Transform
     n: WindowSize
-    fold: FoldTree
+    folding: Folding
     dropping: DroppingUpdates
     across: Any
     donate: bool
-    binding: _Binding = field(repr=False)
-    observing: ObservingUpdates | None = None
+    inner: Traits  # what the wrapped transform says of itself
 
     @property
-    def scales(self) -> bool:
-        """Whether the gradients come multiplied by a loss scale."""
-        return is_scaled(self.tx)
-
-    def __reduce__(self) -> Any:
-        """How it is pickled: what is kept between calls can be worked out again."""
-        binding = _Binding(Memory(self.binding.merging.step), self.binding.tells_weight)
-        observing = None if self.observing is None else ObservingUpdates(self.observing.observers, self.fold)
-        choices = self.tx, self.n, self.fold, self.dropping, self.across, self.donate, binding, observing
-        return MultiStepsUpdate, choices
+    def traits(self) -> Traits:
+        """What it says of itself."""
+        return Traits(scales=self.inner.scales)
 
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
@@ -295,21 +306,16 @@ class MultiStepsUpdate(UpdateFunction):
         backend = _backend_of(params, "params")
         self._check_params(params, backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
-        arrays, wide = backend.arrays, backend.transforms.widened(params)
-        leaves, structure = backend.trees.flatten(
-            wide if self.observing is None else self.observing.with_room(wide, backend)
-        )
-        outputs = self._bound(leaves, structure, backend)
+        arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
+        leaves, structure = backend.trees.flatten(self.folding.with_room(wide, backend))
+        outputs = self.folding.bound(leaves, structure, backend)
         # Every count is an array of its own, since one buffer cannot be donated twice.
         zero = partial(arrays.integer, 0)
         empty = Accumulation(outputs, outputs.identities(leaves), nothing(outputs), zero())
-        window = self._closed(empty, self._replicas(backend), is_empty=True)
-        observed: Tree = ()
-        if self.observing is not None:
-            observed = self.observing.unobserved(empty, wide)
-        return MultiStepsState(
-            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), Dropped(zero(), zero()), observed
-        )
+        replicas = None if self.across is None else self._replicas(backend)
+        window = _closed(empty, replicas, is_empty=True)
+        dropped, observed = Dropped(zero(), zero()), self.folding.unobserved(empty)
+        return MultiStepsState(self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed)
 
     def _check_params(self, params: Tree, backend: Backend) -> None:
         """Raises FuncgaError for params that are not there yet, and for choices that are another framework's."""
@@ -335,108 +341,139 @@ class MultiStepsUpdate(UpdateFunction):
         params and extra go to the wrapped transform. Raises FuncgaError if the gradients have another structure, or
         the weight is seen to be negative.
         """
-        backend, param_leaves, owned, full, trained, state = self._filled(grads, state, params, weight, extra)
-        # A Python branch where the host sees whether the window is full, else a conditional of the program.
-        emit = partial(self._emitted, backend, param_leaves, owned, True)
-        like = trained if trained is not None else grads
-        updates, state, _ = backend.transforms.when(full, emit, state, (trained, extra), like, self.donate)
-        return updates, state
+        return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
 
-    def applied(
-        self, donate: bool, /, grads: Tree, state: MultiStepsState, params: Tree, *, weight: Scalar = 1, **extra: Any
+    def stepped(
+        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
     ) -> tuple[Tree, MultiStepsState]:
-        """(params, state): as they are until the window is full, and then after the update of what was folded."""
-        if donate and not self.donate:
-            return self._donating(state).applied(donate, grads, state, params, weight=weight, **extra)
-        backend, param_leaves, owned, full, trained, state = self._filled(grads, state, params, weight, extra)
-        emit = partial(self._emitted_into, backend, param_leaves, owned, True, donate)
-        _, (trained_after, state), _ = backend.transforms.when(full, emit, (trained, state), extra, ())
-        return restored_params(params, trained, trained_after, backend), state
-
-    def _donating(self, state: MultiStepsState) -> "MultiStepsUpdate":
-        """The same transform, which is given its states and gradients away."""
-        check_donates(_backend_of_state(state))
-        return replace(self, donate=True)
-
-    def _filled(
-        self, grads: Tree, state: MultiStepsState, params: Tree, weight: Scalar, extra: dict[str, Any]
-    ) -> tuple[Backend, list[Array], bool, bool | Array, Tree, MultiStepsState]:
-        """The state with one more micro-batch, whether its window is full, and what an update of it needs.
-
-        (backend, leaves of the params, whether the accumulators may be written to, full, params of the state, state)
-        """
+        """(result, state) with one more micro-batch: zeros or the params as they are, unless it fills the window."""
+        extra, owned = {**extra}, owned or self.donate
+        weight = extra.pop("weight", 1)
         if extra:
             _check_extra(extra)
         backend = _backend_of_state(state)
-        replicas = self._replicas(backend)
-        window = self._opened(state.window, backend, replicas)
-        params, param_leaves = matched_params(params, window if self.observing is None else window.of_value())
+        window, replicas = self.opened(state, backend)
+        trained, leaves = matched_params(params, window if self.folding.observers is None else window.of_value())
         # All checks come before anything is added, so that after an error the state is as good as before.
         target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
-        window, state = self._added(grads, window, state, weight, replicas)
+        window, state = self.added(grads, window, state, weight, replicas, owned)
         # The usual n, a number, spares the host all questions to a schedule.
-        if type(target) is int and type(self.n) is int:
+        if type(self.n) is int:
             full = state.offered >= target
         else:
             full = is_full(self.n, target, state.offered, partial(_total_weight, window, replicas), backend.arrays)
-        state = state._replace(window=self._closed(window, replicas))
-        return backend, param_leaves, self.donate or window.owned, full, params, state
+        # A Python branch where the host sees whether the window is full, else a conditional of the program.
+        step = Step(self.tx, backend, owned, into)
+        emptied = partial(self.emptied, step, leaves, owned or window.owned, True)
+        like = grads if trained is None else trained
+        result, state, _ = step.when(full, emptied, state, trained, extra, like, views=owned)
+        is_part = into is not None and trained is not params
+        return with_others(result, params, backend) if is_part else result, state
 
-    def accumulate(self, grads: Tree, state: MultiStepsState, weight: Scalar) -> MultiStepsState:
-        """The state with one more micro-batch in its window."""
-        backend = _backend_of_state(state)
-        replicas = self._replicas(backend)
-        window, state = self._added(grads, self._opened(state.window, backend, replicas), state, weight, replicas)
-        return state._replace(window=self._closed(window, replicas))
+    def added(
+        self, grads: Tree, window: Accumulation, state: MultiStepsState, weight: Scalar, replicas: Any, owned: bool
+    ) -> tuple[Accumulation, MultiStepsState]:
+        """The window with one more micro-batch, and the state with it; if `owned`, in the same memory."""
+        backend, observers = window.outputs.backend, self.folding.observers
+        of_value = window if observers is None else window.of_value()
+        leaves = matched_grads(grads, of_value)
+        paths = partial(of_value.outputs.paths, "grads")
+        backend.transforms.check_gradients(leaves, of_value.accumulators, paths, replicas)
+        weight = _checked_weight(weight, window, replicas)
+        keep, dropped = self.dropping.scope is None or self.dropping.is_kept(grads, leaves, backend), state.dropped
+        after = window
+        if keep is not False:
+            # Where the host does not see whether to keep it, both windows are needed: nothing is written in place.
+            leaves = leaves if observers is None else [*self.folding.readings.told(leaves, weight), *leaves]
+            after = window.add(leaves, weight, owned and keep is True)
+        if keep is not True:
+            without = window._replace(rejected=window.rejected + 1)
+            after = without if keep is False else after.where(keep, without)
+            # With replicas the counts are summed at the end of the window.
+            if replicas is None:
+                dropped = dropped._replace(microbatches=dropped.microbatches + (after.rejected - window.rejected))
+        offered, flag = state.offered + 1, backend.arrays.as_array(False)
+        return after, state._replace(window=_closed(after, replicas), offered=offered, updated=flag, dropped=dropped)
 
-    def flush(self, state: MultiStepsState, params: Tree, extra: dict[str, Any]) -> tuple[Tree, MultiStepsState]:
-        """(updates, state) of what is in the window."""
-        backend, leaves, trained, has_any = self._flushed(state, params, extra)
-        return self._emitted(backend, leaves, self.donate, has_any, state, (trained, extra))
+    def emptied(
+        self,
+        step: Step,
+        param_leaves: Sequence[Array],
+        owned: bool,
+        has_any: bool | Array,
+        state: MultiStepsState,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, MultiStepsState]:
+        """(result, state): a step of the wrapped transform with what the windows of all replicas hold, which end empty.
 
-    def _flushed(
-        self, state: MultiStepsState, params: Tree, extra: dict[str, Any]
-    ) -> tuple[Backend, list[Array], Tree, bool | Array]:
-        """(backend, leaves of the params, params of the state, whether anything is in the window)."""
-        _check_extra(extra)
-        backend = _backend_of_state(state)
-        window = self._opened(state.window, backend, self._replicas(backend))
-        params, leaves = matched_params(params, window if self.observing is None else window.of_value())
-        offered = backend.arrays.scalar(state.offered)
-        if not backend.arrays.is_array(offered) and offered == 0:
-            raise FuncgaError(
-                "the window is empty: nothing was accumulated since the last update, so there is nothing to flush. "
-                "After the last window ask first: if state.offered > 0."
-            )
-        # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides in the program.
-        return backend, leaves, params, offered > 0
+        param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any: whether there is a
+        micro-batch in the window.
+        """
+        # The windows of all replicas become one, which shows whether there is an update at all.
+        window, replicas = self.opened(state, step.backend)
+        arrays, sums, merged = step.backend.arrays, step.backend.sums, window
+        if replicas is not None:
+            merged = self.folding.merged(window, replicas)
+        total = _seen(merged)
+        keep, dropped = has_any, state.dropped
+        if self.dropping.scope is not None:
+            keep, dropped = self.dropping.at_the_end(dropped, total.steps, merged.rejected, replicas, arrays)
+        # The sums are divided by what was folded, and the wrapped transform makes an update of them.
+        if merged.outputs.may_be_lost:
+            merged.check_known("grads")
+        folds = _result_folds(merged.outputs, param_leaves)
+        gradients = sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
+        whole, observers = window.outputs.structure_of(gradients), self.folding.observers
 
-    def merge(self, states: Sequence[MultiStepsState], replicas: int) -> MultiStepsState:
-        """The state of all replicas, from the states that each of them has."""
-        if isinstance(states, MultiStepsState):
-            states = [states]
-        if not states:
-            raise FuncgaError("there are no states to merge. Give those of all replicas: tx.merge(states).")
-        backend, first = _backend_of_state(states[0]), states[0]
-        times = [(int(state.updates), int(state.offered)) for state in states]
-        if len({*times}) > 1:
-            listed = ", ".join(f"{offered} after update {updates}" for updates, offered in times)
-            raise FuncgaError(
-                f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
-                f"Save them after the same call on every replica."
-            )
-        if backend.replicas.names_leaves(self.across):
+        def run(carried: tuple[Tree, Tree], params: Tree, given: tuple[Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
+            (inner, observed), (grads, extra) = carried, given
+            if observers is not None:
+                observed, grads = self.folding.observed(grads, inner), grads[1]
+            result, inner = step.run(inner, params, (grads, extra))
+            return result, (inner, observed)
+
+        carried, like = (state.inner, state.observed), whole if observers is None else whole[1]
+        given = whole, {**extra, "weight": total.total} if self.inner.takes_weight else extra
+        try:
+            result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
+        except Exception:
+            # What is donated was divided in place; the caller's state is to hold the sums again, to rounding.
+            if step.owned and replicas is None:
+                pairs = zip(merged.accumulators, gradients, strict=True)
+                divided = [total_of for total_of, gradient in pairs if total_of is gradient is not None]
+                sums.scaled(divided, total.total, donate=True)
+            raise
+        # The next window begins in the same memory, unless the result or the state of the transform lie there.
+        taken = (observed,) if updated is True and self.inner.leaves_gradients else (result, inner, observed)
+        return result, MultiStepsState(
+            inner,
+            _closed(window.emptied(owned, taken), replicas, is_empty=True),
+            arrays.integer(0),
+            state.updates + arrays.integer(updated),
+            arrays.as_array(updated),
+            dropped,
+            observed,
+        )
+
+    def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
+        """What this replica has folded of the window of a state, and the replicas."""
+        window = state.window
+        replicas: Any = None if self.across is None else self._replicas(backend)
+        # Without replicas, and in a state that has never been divided among any, the window is whole.
+        if replicas is None and isinstance(window.part, tuple):
+            return self.read(window, backend), replicas
+        parts = [self.read(part, backend) for part in backend.transforms.opened([window], replicas)]
+        if len(parts) > 1 and replicas.leaves is not None:
             raise _of_different_experts()
-        # One replica goes on from all that was folded, and the others from empty windows: the sum is the same.
-        parts = backend.transforms.in_order([state.window for state in states])
-        whole = reduce(Accumulation.merge, [self._read(part, backend) for part in parts])
-        empty = self._closed(_emptied(whole, False, None), None)
-        window = backend.transforms.rejoined([self._closed(whole, None), *[empty] * (replicas - 1)])
-        return first._replace(window=window)
+        # Saved on another number of replicas, the window may have several parts for one, or none.
+        mine = reduce(Accumulation.merge, parts) if parts else self.read(window, backend).emptied()
+        return mine, replicas
 
     def _replicas(self, backend: Backend) -> Any:
-        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
-        if self.observing is not None or self.dropping.scope is not None:
+        """The replicas that are merged over."""
+        replicas = backend.replicas.replicas_of(self.across)
+        if self.folding.observers is not None or self.dropping.scope is not None:
             check_one_for_all(
                 replicas,
                 "the transform has observe=, drop= or drop_if=: the gradient of such a leaf has what the micro-batches "
@@ -445,203 +482,31 @@ class MultiStepsUpdate(UpdateFunction):
             )
         return replicas
 
-    def _bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
-        """The fold bound to gradients with such leaves; that of the last call, if its leaves were alike.
-
-        Raises FuncgaError for folds that do not fit.
-        """
-        binding = self.binding
-        kinds = [(None, None) if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves]
-        last = binding.outputs
-        if last is not None and last.backend is backend and binding.kinds == kinds and binding.structure == structure:
-            return last
-        value = backend.trees.unflatten(structure, list(leaves))
-        if self.observing is None:
-            outputs, _ = bind_outputs(self.fold, value, backend, name="params")
-        else:
-            outputs = self.observing.bound(value[1], backend)
-        for leaf_index, fold in enumerate(outputs.folds):
-            # What is collected grows with every call, and a state cannot.
-            if fold is not None and fold.fold.reducer.monoid.axis is not None:
-                raise FuncgaError(
-                    f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and gradients are to become one "
-                    f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
-                )
-        binding.kinds, binding.structure, binding.outputs, binding.counted = kinds, structure, outputs, None
-        return outputs
-
-    def _opened(self, window: Window, backend: Backend, replicas: Any) -> Accumulation:
-        """What this replica has folded of the window of a state."""
-        # Without replicas, and in a state that has never been divided among any, the window is whole.
-        if replicas is None and isinstance(window.part, tuple):
-            return self._read(window, backend)
-        parts = [self._read(part, backend) for part in backend.transforms.parts(window, replicas)]
-        if len(parts) > 1 and replicas.leaves is not None:
-            raise _of_different_experts()
-        # Saved on another number of replicas, the window may have several parts for one, or none.
-        return reduce(Accumulation.merge, parts) if parts else _emptied(self._read(window, backend), False, None)
-
-    def _read(self, window: Window, backend: Backend) -> Accumulation:
+    def read(self, window: Window, backend: Backend) -> Accumulation:
+        """A window as it is worked on, from what a state has."""
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
         likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
-        outputs = self._bound(likes, structure, backend)
+        outputs = self.folding.bound(likes, structure, backend)
         return Accumulation(outputs, accumulators, window.tally, window.rejected)
 
-    def _closed(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
-        """The window as a state has it; `is_empty` if nothing is folded."""
-        leaves = [
-            Parts(accumulator) if isinstance(accumulator, tuple) else accumulator for accumulator in window.accumulators
-        ]
-        closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
-        return closed if replicas is None else window.outputs.backend.transforms.parted(closed, replicas, is_empty)
 
-    def _added(
-        self, grads: Tree, window: Accumulation, state: MultiStepsState, weight: Scalar, replicas: Any
-    ) -> tuple[Accumulation, MultiStepsState]:
-        """The window with one more micro-batch, and the state with what else has changed."""
-        backend = window.outputs.backend
-        of_value = window if self.observing is None else window.of_value()
-        leaves = matched_grads(grads, of_value)
-        backend.transforms.check_merged(leaves, partial(of_value.outputs.paths, "grads"), replicas)
-        weight = _checked_weight(weight, window, replicas)
-        drops = self.dropping.scope is not None
-        keep = not drops or self.dropping.is_kept(grads, leaves, backend)
-        if self.observing is not None:
-            leaves = [*self.observing.readings.told(leaves, weight), *leaves]
-        without = window._replace(rejected=window.rejected + 1) if drops else window
-        after = without
-        if keep is not False:
-            # Where the host does not see whether to keep it, both windows are needed: nothing is written in place.
-            after = window.add(leaves, weight, donate=self.donate and keep is True)
-            after = after if keep is True else after.where(keep, without)
-        dropped = state.dropped
-        # With replicas the counts are summed at the end of the window.
-        if drops and replicas is None:
-            dropped = dropped._replace(microbatches=dropped.microbatches + (after.rejected - window.rejected))
-        return after, _offered(state, dropped, backend)
-
-    def _emitted(
-        self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
-        state: MultiStepsState, operands: tuple[Tree, dict[str, Any]],
-    ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
-        """(updates, state) of what the windows of all replicas hold; they are then empty.
-
-        param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any: whether there is a
-        micro-batch in the window.
-        """
-        params, extra = operands
-        run = partial(self._run, backend)
-        tells = self.binding.tells_weight
-        update = lambda keep, grads, total: backend.transforms.when(
-            keep, run, state.inner, (grads, params, {**extra, "weight": total.total} if tells else extra), grads
-        )
-        return self._ended(backend, param_leaves, owned, has_any, state, update)
-
-    def _emitted_into(
-        self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array, donate: bool,
-        carried: tuple[Tree, MultiStepsState], extra: dict[str, Any],
-    ) -> tuple[tuple[()], tuple[Tree, MultiStepsState]]:  # fmt: skip
-        """The same with (params, state) in the place of a state, and no updates."""
-        params, state = carried
-        run = partial(self._run_into, backend, donate)
-
-        def update(keep: bool | Array, grads: Tree, total: Tally) -> tuple[Tree, Tree, Scalar]:
-            told = {**extra, "weight": total.total} if self.binding.tells_weight else extra
-            _, (after, inner), updated = backend.transforms.when(keep, run, (params, state.inner), (grads, told), ())
-            return after, inner, updated
-
-        return (), self._ended(backend, param_leaves, owned, has_any, state, update)
-
-    def _ended(
-        self, backend: Backend, param_leaves: Sequence[Array], owned: bool, has_any: bool | Array,
-        state: MultiStepsState, update: Callable[[bool | Array, Tree, Tally], tuple[Tree, Tree, Scalar]],
-    ) -> tuple[Tree, MultiStepsState]:  # fmt: skip
-        """What an update returned, and the state with empty windows; `update(keep, grads, total)` makes both."""
-        # First the windows of all replicas become one.
-        arrays, replicas = backend.arrays, self._replicas(backend)
-        window = self._opened(state.window, backend, replicas)
-        merged = window if replicas is None else self._merged(window, replicas)
-        # Then it shows whether there is an update at all, and what is dropped if there is none.
-        total, dropped, keep = _seen(merged), state.dropped, has_any
-        if self.dropping.scope is not None:
-            keep = self.dropping.is_emitted(total.steps, merged.rejected, arrays)
-            # What each replica rejected is known only now.
-            if replicas is not None:
-                dropped = dropped._replace(microbatches=dropped.microbatches + merged.rejected)
-            dropped = self.dropping.counted(dropped, keep, total.steps, merged.rejected, arrays)
-        # The sums are divided by what was folded, and the wrapped transform makes an update of them.
-        if merged.outputs.may_be_lost:
-            merged.check_known("grads")
-        folds = _result_folds(merged.outputs.folds, [*[None] * merged.outputs.before, *param_leaves], arrays)
-        gradients = backend.sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
-        observed = state.observed
-        if self.observing is not None:
-            # In the state of loss_scaled is the scale of these gradients, by which it divides in the update.
-            scale = state.inner.scale if self.scales else 1.0
-            observed = self.observing.said(window.outputs.structure_of(gradients), scale)
-        try:
-            whole = window.outputs.structure_of(gradients)
-            result, inner, updated = update(keep, whole if self.observing is None else whole[1], total)
-        # With donate the sums were divided in place; after an error the caller's state is to hold them again.
-        except Exception:
-            if self.donate and replicas is None:
-                _restore(merged, gradients, total)
-            raise
-        # The next window begins in the same memory, unless the result or the state of the transform lie there.
-        taken = (observed,) if updated is True and leaves_gradients(self.tx) else (result, inner, observed)
-        empty = self._closed(_emptied(window, owned, taken), replicas, is_empty=True)
-        count = state.updates + arrays.integer(updated)
-        if self.observing is not None:
-            observed = selected(updated, observed, state.observed, backend)
-        return result, MultiStepsState(
-            inner, empty, arrays.integer(0), count, arrays.as_array(updated), dropped, observed
-        )
-
-    def _merged(self, window: Accumulation, replicas: Any) -> Accumulation:
-        """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
-        # So one collective carries all, and the count needs none of its own.
-        backend, binding = window.outputs.backend, self.binding
-        if binding.counted is None:
-            likes, fold = [*map(largest, window.accumulators)], self.fold
-            if self.observing is not None:
-                before, fold = window.outputs.before, self.observing.folds
-                likes[:before] = self.observing.readings.placeholders(likes[before])
-            pair = window.rejected, window.outputs.structure_of(likes)
-            counted, _ = bind_outputs((sum(), fold), pair, backend)
-            binding.counted = replace(counted, before=1)
-        accumulators = [window.rejected, *window.accumulators]
-        accumulators, total = backend.transforms.merged(
-            binding.counted, accumulators, window.tally, replicas, binding.merging
-        )
-        return window._replace(accumulators=accumulators[1:], rejected=accumulators[0], tally=total)
-
-    def _run(self, backend: Backend, inner: Tree, operands: tuple[Tree, Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
-        """(updates, state) of one update of the wrapped transform."""
-        grads, params, extra = operands
-        update = self.tx.donated if self.donate and isinstance(self.tx, DonatingTransform) else self.tx.update
-        return update(grads, inner, backend.transforms.widened(params), **extra)
-
-    def _run_into(
-        self, backend: Backend, donate: bool, carried: tuple[Tree, Tree], operands: tuple[Tree, dict[str, Any]]
-    ) -> tuple[tuple[()], tuple[Tree, Tree]]:
-        """No updates, and (params, state) after one update of the wrapped transform."""
-        (params, inner), (grads, extra) = carried, operands
-        # Where the gradients and the state are given away and the params are not, their copies are.
-        wide = backend.transforms.widened(params, copy=self.donate and not donate)
-        after, inner = applied(self.tx, self.donate, grads, inner, wide, extra)
-        return (), (backend.transforms.narrowed(after, params, donate), inner)
-
-
-def _offered(state: MultiStepsState, dropped: Dropped, backend: Backend) -> MultiStepsState:
-    """The state with one more micro-batch counted."""
-    return state._replace(offered=state.offered + 1, updated=backend.arrays.as_array(False), dropped=dropped)
+def _closed(window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
+    """The window as a state has it; `is_empty` if nothing is folded."""
+    leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
+    closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
+    return closed if replicas is None else window.outputs.backend.transforms.closed([closed], replicas, is_empty)
 
 
 def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
     """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that cannot be counted."""
-    if replicas is not None and replicas.leaves is not None and not (isinstance(weight, int | float) and weight == 1):
-        _check_unweighed(weight, window)
+    is_one, has_experts = isinstance(weight, int | float) and weight == 1, replicas is not None and replicas.leaves
+    if has_experts and not is_one and any(fold.weighs for fold in window.outputs.folds if fold is not None):
+        raise FuncgaError(
+            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the losses of "
+            f"other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga divide them: "
+            f"fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
+        )
     weight = check_weight(weight, window.outputs.backend.arrays)
     if len(window.tally.weight) == 2:
         check_narrow(weight)
@@ -655,26 +520,8 @@ def _of_different_experts() -> FuncgaError:
     )
 
 
-def _check_unweighed(weight: Scalar, window: Accumulation) -> None:
-    """Raises FuncgaError for the weight of a mean, where leaves have replicas of their own."""
-    if any(fold.weighs for fold in window.outputs.folds if fold is not None):
-        raise FuncgaError(
-            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the losses of "
-            f"other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga "
-            f"divide them: fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
-        )
-
-
 def _is_parts(node: object) -> bool:
     return type(node) is Parts
-
-
-def _emptied(window: Accumulation, owned: bool, taken: Tree) -> Accumulation:
-    """The empty window; in the same memory if that is owned, and not `taken` by what was computed from it."""
-    arrays = window.outputs.backend.arrays
-    zero = Tally(arrays.addends(0, wide=len(window.tally.weight) == 1), arrays.integer(0))
-    accumulators = window.outputs.backend.sums.emptied(window.outputs.folds, window.accumulators, owned, taken)
-    return Accumulation(window.outputs, accumulators, zero, arrays.integer(0))
 
 
 def _seen(window: Accumulation) -> Tally:
@@ -690,38 +537,24 @@ def _seen(window: Accumulation) -> Tally:
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     """The weight of the window so far, on all replicas."""
     total = _seen(window).total
-    return total if replicas is None else window.outputs.backend.transforms.summed(total, window.accumulators, replicas)
+    return total if replicas is None else window.outputs.backend.replicas.summed(total, window.accumulators, replicas)
 
 
-def _result_folds(
-    folds: Sequence[LeafFold | None], params: Sequence[Array], arrays: Arrays
-) -> Sequence[LeafFold | None]:
+def _result_folds(outputs: Outputs, param_leaves: Sequence[Array]) -> Sequence[LeafFold | None]:
     """The folds of the gradients, with results in the dtypes that the wrapped transform sees of these params."""
-    results = [*folds]
-    for leaf_index, (fold, param) in enumerate(zip(folds, params, strict=True)):
-        dtype = getattr(param, "dtype", None)
+    results = [*outputs.folds]
+    for leaf_index, param in enumerate(param_leaves, outputs.before):
+        fold, dtype = results[leaf_index], getattr(param, "dtype", None)
         if fold is None or dtype is None or dtype == fold.result_dtype or fold.fold.normalizer.dtype is not None:
             continue
-        results[leaf_index] = replace(fold, result_dtype=arrays.accumulator_dtype(dtype))
+        results[leaf_index] = replace(fold, result_dtype=outputs.backend.arrays.accumulator_dtype(dtype))
     return results
-
-
-def _restore(window: Accumulation, gradients: Sequence[Reduced], total: Tally) -> None:
-    """Undoes the division by the total weight of sums that were divided in place, to rounding."""
-    # The result lies in the memory of the accumulator exactly where it was divided in place.
-    weight = total.total
-    divided = [
-        accumulator
-        for fold, accumulator, gradient in zip(window.outputs.folds, window.accumulators, gradients, strict=True)
-        if fold is not None and gradient is accumulator and fold.fold.normalizer.divides_by == "weight"
-    ]
-    if divided and not window.outputs.backend.arrays.is_array(weight) and weight:
-        window.outputs.backend.sums.scaled(divided, float(weight), donate=True)
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a wrapped transform may take as any name, and ignore."""
-    for name in get_close_matches("weight", [name for name in extra if name != "weight_decay"], cutoff=0.75):
+    names = [name for name in extra if name != "weight_decay"]
+    for name in get_close_matches("weight", names, cutoff=0.75):
         raise FuncgaError(f"`{name}` is no argument of a transform. A micro-batch's weight is `weight=...`.")
 
 

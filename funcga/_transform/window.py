@@ -1,15 +1,22 @@
-"""The window of `multi_steps`: its states, the gradients that fit into it, and those that are dropped."""
+"""The window of `multi_steps`: its states, its fold, the gradients that fit into it, and those that are dropped."""
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from funcga._backend import Arrays, Backend
-from funcga._backend.prefixes import PathError, check_paths, leaf_paths
+from funcga._backend.prefixes import PathError, leaf_paths
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.dropping import Dropping
-from funcga._types import Array, Reduced, Scalar, Tree
+from funcga._fold.outputs import Outputs, bind_outputs
+from funcga._observe import Observers
+from funcga._observe.readings import Readings
+from funcga._replicas import Memory, Step
+from funcga._transform.loss_scale import LossScaledState
+from funcga._types import Array, Scalar, Structure, Tree
 from funcga.errors import FuncgaError
+from funcga.folds import FoldTree, sum
 
 
 class Window(NamedTuple):
@@ -81,27 +88,108 @@ class MultiStepsState(NamedTuple):
         raise AttributeError(f"the state of multi_steps has no attribute {name!r}{here}")
 
 
+class Folding:
+    """A fold of gradients, and what is kept of it from one call to the next. `step` is there if replicas merge.
+
+    With observers a window is one of (what they fold, gradients).
+    """
+
+    readings: Readings  # what observers are told of gradients like those that came last
+
+    def __init__(self, fold: FoldTree, step: Step | None, observers: Observers | None):
+        if observers is not None and any(each.reducer.monoid.axis is not None for each in observers.folds):
+            raise FuncgaError(
+                "an observer collects a value of every micro-batch, as dropped() and gradient_norms() do, and the "
+                "state of multi_steps cannot grow. How many were dropped it counts anyway: read state.dropped. Observe "
+                "what is summed, as gradient_noise() does; or fold the window in one call, by funcga.accumulate."
+            )
+        self.fold, self.memory, self.observers = fold, Memory(step), observers
+        # What the gradients of the last call were like, the Outputs of such gradients, and those of (how many
+        # micro-batches were rejected, such gradients).
+        self.last: tuple[list[object], Outputs, Outputs] | None = None
+
+    def __reduce__(self) -> Any:
+        """How it is pickled: what is kept between calls can be worked out again."""
+        return Folding, (self.fold, self.memory.step, self.observers)
+
+    def bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
+        """The Outputs of a window whose accumulators, or what they are made for, have these leaves.
+
+        Raises FuncgaError for folds that do not fit.
+        """
+        kinds = [backend, structure, *[None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves]]
+        if self.last is not None and self.last[0] == kinds:
+            return self.last[1]
+        grads = self.gradients_in(backend.trees.unflatten(structure, list(leaves)))
+        outputs, _ = bind_outputs(self.fold, grads, backend, name="params")
+        for leaf_index, fold in enumerate(outputs.folds):
+            # What is collected grows with every call, and a state cannot.
+            if fold is not None and fold.fold.reducer.monoid.axis is not None:
+                raise FuncgaError(
+                    f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and gradients are to become one "
+                    f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
+                )
+        folds, value = self.fold, self.with_room(grads, backend)
+        if self.observers is not None:
+            folds = self.observers.folds, self.fold
+            outputs = replace(bind_outputs(folds, value, backend, name="params")[0], before=len(value[0]))
+        counted, _ = bind_outputs((sum(), folds), (backend.arrays.integer(0), value), backend)
+        self.last = kinds, outputs, replace(counted, before=1)
+        return outputs
+
+    def merged(self, window: Accumulation, replicas: Any) -> Accumulation:
+        """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
+        # So one collective carries all, and the count needs none of its own.
+        assert self.last is not None
+        (rejected, *accumulators), total = window.outputs.backend.transforms.merged(
+            self.last[2], [window.rejected, *window.accumulators], window.tally, replicas, self.memory
+        )
+        return window._replace(accumulators=accumulators, rejected=rejected, tally=total)
+
+    # --- observers
+
+    def with_room(self, grads: Tree, backend: Backend) -> Tree:
+        """What a window of gradients like these folds."""
+        if self.observers is None:
+            return grads
+        leaves, structure = backend.trees.flatten(grads)
+        numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
+        self.readings = Readings(self.observers, self.fold, grads, numbered, backend)
+        like = next((leaf for leaf in leaves if backend.arrays.is_array(leaf)), backend.arrays.as_array(0.0))
+        return self.readings.placeholders(like), grads
+
+    def gradients_in(self, value: Tree) -> Tree:
+        """The gradients in what is folded."""
+        return value if self.observers is None else value[1]
+
+    def observed(self, value: Tree, inner: Tree = None) -> Tree:
+        """What is said of a finished window, if the wrapped transform has this state."""
+        # In the state of loss_scaled, alone or first in a chain, is the scale of these gradients.
+        while type(inner) is tuple and inner:
+            inner = inner[0]
+        told, grads = value
+        return self.readings.observation(told, grads, inner.scale if isinstance(inner, LossScaledState) else 1.0)
+
+    def unobserved(self, empty: Accumulation) -> Tree:
+        """What is said before the first update: NaN, in the structure and the types of what is said later."""
+        if self.observers is None:
+            return ()
+        outputs, backend = empty.outputs, empty.outputs.backend
+        nothing = backend.sums.finish(outputs.folds, empty.accumulators, empty.tally, donate=False)
+        leaves, structure = backend.trees.flatten(self.observed(outputs.structure_of(nothing)))
+        return backend.trees.unflatten(structure, [backend.arrays.xp.full_like(leaf, float("nan")) for leaf in leaves])
+
+
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
     """The leaves of the gradients, in the order of their accumulators.
 
     Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
     """
-    arrays = window.outputs.backend.arrays
     try:
         leaves = window.outputs.in_order(grads, "grads")
     except PathError as error:
         raise _restructured("gradients", error) from None
-    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
-        # A gradient like its accumulator is the usual case, and needs no closer look.
-        if leaf is None or accumulator is None:
-            fits = leaf is accumulator
-        elif type(leaf) is type(accumulator) and leaf.dtype == accumulator.dtype and leaf.shape == accumulator.shape:
-            continue
-        else:
-            fits = _has_shape(leaf, accumulator, arrays)
-            fits = fits and arrays.kind(leaf.dtype) == arrays.kind(parts_of(accumulator)[0].dtype)
-        if not fits:
-            raise _unfit("grads", leaf_index, leaf, window)
+    _check_leaves("grads", leaves, window)
     return leaves
 
 
@@ -111,46 +199,47 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     In a larger tree, such as a whole module, None takes the place of every other leaf. Raises FuncgaError if params
     have another structure or shapes.
     """
-    trees, arrays = window.outputs.backend.trees, window.outputs.backend.arrays
+    outputs, trees = window.outputs, window.outputs.backend.trees
     if params is None:
         return params, [None] * len(window.accumulators)
     leaves, structure = trees.flatten(params)
-    if structure != window.outputs.structure:
-        expected = window.outputs.paths("params")
-        by_path = dict(zip(leaf_paths(params, trees, "params"), leaves, strict=True))
-        trained_paths = {*expected}
-        params = trees.unflatten(structure, [leaf if path in trained_paths else None for path, leaf in by_path.items()])
-        if trees.flatten(params)[1] != window.outputs.structure:
-            try:
-                check_paths(expected, [*by_path])
-            except PathError as error:
-                raise _restructured("params", error) from None
-        leaves = [by_path[path] for path in expected]
-    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
-        if accumulator is None or (type(leaf) is type(accumulator) and leaf.shape == accumulator.shape):
-            continue
-        if not (_has_shape(leaf, accumulator, arrays) or isinstance(leaf, int | float | complex)):
-            raise _unfit("params", leaf_index, leaf, window)
+    if structure != outputs.structure:
+        paths, trained = leaf_paths(params, trees, "params"), {*outputs.paths("params")}
+        matched = [leaf if path in trained else None for path, leaf in zip(paths, leaves, strict=True)]
+        params = trees.unflatten(structure, matched)
+        try:
+            leaves = outputs.in_order(params, "params")
+        except PathError as error:
+            raise _restructured("params", error) from None
+    _check_leaves("params", leaves, window)
     return params, leaves
 
 
-def restored_params(params: Tree, matched: Tree, after: Tree, backend: Backend) -> Tree:
-    """The params after an update, in the larger tree that was `matched`, whose other leaves are as they were."""
-    if matched is params:
-        return after
+def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
+    """Params after an update, in the larger tree that they were matched in, whose other leaves are as they were."""
     trees = backend.trees
     updated = dict(zip(leaf_paths(after, trees), trees.flatten(after)[0], strict=True))
     leaves, structure = trees.flatten(params)
-    kept = [
-        leaf if updated.get(path) is None else updated[path]
-        for path, leaf in zip(leaf_paths(params, trees), leaves, strict=True)
-    ]
+    paths_and_leaves = zip(leaf_paths(params, trees), leaves, strict=True)
+    kept = [leaf if updated.get(path) is None else updated[path] for path, leaf in paths_and_leaves]
     return trees.unflatten(structure, kept)
 
 
-def _has_shape(leaf: Array, accumulator: Reduced, arrays: Arrays) -> bool:
-    """Whether a leaf is an array of the shape that its accumulator was made for."""
-    return arrays.is_array(leaf) and any(part.shape == leaf.shape for part in parts_of(accumulator))
+def _check_leaves(name: str, leaves: Sequence[Array], window: Accumulation) -> None:
+    """Raises FuncgaError for a leaf of another shape than its accumulator, or a gradient of another kind of dtype."""
+    arrays, are_grads = window.outputs.backend.arrays, name == "grads"
+    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
+        # One like its accumulator is the usual case, and needs no closer look.
+        if type(leaf) is type(accumulator) and (leaf is None or leaf.dtype == accumulator.dtype):
+            fits = leaf is None or leaf.shape == accumulator.shape
+        elif accumulator is None or not arrays.is_array(leaf):
+            fits = not are_grads and (accumulator is None or isinstance(leaf, int | float | complex))
+        else:
+            held = parts_of(accumulator)
+            fits = any(part.shape == leaf.shape for part in held)
+            fits = fits and not (are_grads and arrays.kind(leaf.dtype) != arrays.kind(held[0].dtype))
+        if not fits:
+            raise _unfit(name, leaf_index, leaf, window)
 
 
 def _restructured(what: str, error: PathError) -> FuncgaError:
@@ -184,21 +273,22 @@ class DroppingUpdates(Dropping):
     of_window: ClassVar[str] = "make no update of"
     of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
 
-    def is_emitted(self, steps: Scalar, rejected: Scalar, arrays: Arrays) -> bool | Array:
-        """Whether a window ends with an update, if `steps` micro-batches were folded and `rejected` were not."""
-        emitted = (steps > 0) & (rejected == 0) if self.scope == "window" else steps > 0
-        return arrays.scalar(emitted) if arrays.is_array(emitted) else emitted
+    def at_the_end(
+        self, dropped: Dropped, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
+    ) -> tuple[bool | Array, Dropped]:
+        """Whether a window of `steps` micro-batches, without the `rejected` ones, ends with an update; and the counts.
 
-    def counted(
-        self, dropped: Dropped, emitted: bool | Array, steps: Scalar, rejected: Scalar, arrays: Arrays
-    ) -> Dropped:
-        """The counts at the end of a window. Those rejected in it are counted already."""
-        if self.scope != "window":
-            return dropped
-        # In a window without an update, what was folded is dropped as well. An empty window, which may be flushed
-        # inside of jit, does not count as dropped.
-        zero, emitted = arrays.integer(0), arrays.as_array(emitted)
-        is_filled = arrays.as_array(steps + rejected > 0)
-        microbatches = arrays.xp.where(emitted, zero, arrays.integer(steps))
-        windows = arrays.xp.where(emitted, zero, arrays.cast(is_filled, zero.dtype))
-        return Dropped(dropped.microbatches + microbatches, dropped.windows + windows)
+        Without replicas those that were rejected are counted already.
+        """
+        microbatches, windows = dropped
+        if replicas is not None:
+            microbatches = microbatches + rejected
+        keep = steps > 0
+        if self.scope == "window":
+            # Without an update what was folded is dropped as well. An empty window, which may be flushed inside of
+            # jit, does not count as dropped.
+            keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
+            emitted, zero = arrays.as_array(keep), arrays.integer(0)
+            microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))
+            windows = windows + arrays.xp.where(emitted, zero, arrays.integer(is_filled))
+        return arrays.scalar(keep) if arrays.is_array(keep) else keep, Dropped(microbatches, windows)

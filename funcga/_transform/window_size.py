@@ -119,6 +119,8 @@ def _scheduled(schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bo
 
 def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Scalar], arrays: Arrays) -> bool | Array:
     """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
+    if type(n) is int:  # as usual: the host is spared all other questions
+        return steps >= n
     of_weight = isinstance(n, TargetWeight)
     amount = in_full(weight()) if of_weight else steps
     # JAX takes no int of more than 31 bits as an operand.

@@ -15,6 +15,7 @@ import funcga
 import jax_backend
 import torch_backend
 from tests.jax_backend.test_replicas_jax import mesh
+from tests.kits import TORCH
 from tests.observe import oracle
 from tests.processes import processes
 from tests.test_errors import check_refused
@@ -110,6 +111,18 @@ def test_a_loss_scale_is_divided_out(kit):
     for gradient, weight in zip(gradients, WEIGHTS, strict=True):
         given = kit.arrays({name: leaf * 1024 for name, leaf in gradient.items()})
         _, state = tx.update(given, state, params(kit), weight=weight)
+    check(state.observed, gradients, WEIGHTS)
+
+
+def test_a_loss_scale_in_a_chain_is_divided_out():
+    gradients = numbers()
+    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
+    scaled = torch_backend.chain(funcga.loss_scaled(sgd, init_scale=1024.0))
+    tx = funcga.multi_steps(scaled, 5, observe=OBSERVE)
+    state = tx.init(params(TORCH))
+    for gradient, weight in zip(gradients, WEIGHTS, strict=True):
+        given = TORCH.arrays({name: leaf * 1024 for name, leaf in gradient.items()})
+        _, state = tx.update(given, state, params(TORCH), weight=weight)
     check(state.observed, gradients, WEIGHTS)
 
 

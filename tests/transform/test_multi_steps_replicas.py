@@ -273,14 +273,16 @@ def test_the_part_of_another_replica_is_refused():
     texts = processes().run(a_part_goes_on, saved[1][0], saved[0][1], size=1)
     here = "this is replica 0 of 1"
     text = (
-        "the state was saved in the middle of a window, as the part of replica 1 of 2, and {}: an update would lack "
-        "what the others have folded. Merge the states of all replicas, state = tx.merge(states), and load that one on "
-        "every replica, whatever their number."
+        "the state was saved in the middle of a window, as the part of replica 1 of 2, and {}: it would lack what the "
+        "others have folded. Merge the states of all replicas, state = tx.merge(states), and load that one on every "
+        "replica, whatever their number. Gather them when you save: torch.distributed.all_gather_object(states, state)."
     )
     assert texts == [text.format(here)]
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3)
     for state, params in saved:
-        with pytest.raises(funcga.FuncgaError, match=r"and this transform has no across=: an update would lack"):
+        with pytest.raises(
+            funcga.FuncgaError, match=r"and an update takes the state of every replica, each once: it would lack"
+        ):
             tx.flush(state, params)
     (first, params), (second, _) = saved
     grown = processes().run(a_part_goes_on, first, params, size=3)
@@ -292,7 +294,7 @@ def test_the_part_of_another_replica_is_refused():
         ([first, first], "0 of 2, 0 of 2"),
         ([second, first, first], "1 of 2, 0"),
     ):
-        with pytest.raises(funcga.FuncgaError, match=f"the states to merge are those of the replicas {listed}"):
+        with pytest.raises(funcga.FuncgaError, match=f"as the part of replica {listed}"):
             tx.merge(states)
     later = second._replace(offered=second.offered + 1)
     with pytest.raises(funcga.FuncgaError, match=r"not of one moment: .* 2 after update 0, 3 after update 0"):

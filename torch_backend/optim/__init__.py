@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from funcga._transform import DonatingTransform, UpdateFunction, takes_weight
+from funcga._transform import DonatingTransform, Traits, UpdateFunction, takes_weight
 from funcga._types import Tree
 from funcga.errors import FuncgaError, check_callable
 from torch_backend import trees
@@ -134,16 +134,12 @@ class _Update(UpdateFunction):
         return type(self), (self.options,)
 
     @property
-    def leaves_gradients(self) -> bool:
-        """Whether nothing that it returns can lie in the memory of the gradients, as those of torch copy them."""
-        return self.is_stock
-
-    @property
-    def takes_weight(self) -> bool:
-        """Whether it is to be told the weight of a window, `weight=`."""
+    def traits(self) -> Traits:
+        """What it says of itself: the optimizers of torch copy what they keep of the gradients."""
         # What groups(name) returns is not known here.
         functions = filter(callable, self.options.options.values())
-        return self.options.groups is not None or any(map(takes_weight, functions))
+        takes = self.options.groups is not None or any(map(takes_weight, functions))
+        return Traits(leaves_gradients=self.is_stock, takes_weight=takes)
 
     @cached_property
     def is_stock(self) -> bool:
@@ -185,41 +181,17 @@ class _Update(UpdateFunction):
         zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
         return zeros
 
-    def __call__(
-        self, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object
+    def stepped(
+        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
     ) -> tuple[Tree, OptimizerState]:
-        """What the step adds to the parameters, and the state after it."""
-        return self._updated(False, grads, state, params, extra)
-
-    def donated(
-        self, grads: Tree, state: OptimizerState, params: Tree = None, **extra: object
-    ) -> tuple[Tree, OptimizerState]:
-        """The same in the memory of the state; the gradients may be written to."""
-        return self._updated(True, grads, state, params, extra)
-
-    def applied(
-        self, donate: bool, /, grads: Tree, state: OptimizerState, params: Tree, **extra: object
-    ) -> tuple[Tree, OptimizerState]:
-        """The parameters after the step, and the state; if `donate`, in the memory of both."""
+        """What the step adds to the parameters, or these after it, and the state."""
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
-            if donate:
-                # Tied parameters become two: each has a step and a state of its own.
-                stepped = without_overlap([parameter.detach() for parameter in arguments.parameters])
-            else:
-                stepped = copies([parameter.detach() for parameter in arguments.parameters])
-            after = self._step(arguments, stepped, extra, donate)
-            return arguments.tree(without_grads(stepped)), after
-
-    def _updated(
-        self, owned: bool, grads: Tree, state: OptimizerState, params: Tree, extra: dict[str, object]
-    ) -> tuple[Tree, OptimizerState]:
-        arguments = UpdateArguments(grads, state, params)
-        with torch.no_grad():
-            # The caller's parameters are never written to.
-            stepped = copies([parameter.detach() for parameter in arguments.parameters])
+            parameters = [parameter.detach() for parameter in arguments.parameters]
+            # Only parameters that are given away are written to. Tied ones become two: each has a step and a state.
+            stepped = without_overlap(parameters) if into else copies(parameters)
             after = self._step(arguments, stepped, extra, owned)
-            return arguments.tree(arguments.differences(stepped)), after
+            return arguments.tree(arguments.differences(stepped) if into is None else without_grads(stepped)), after
 
     def _step(
         self, arguments: UpdateArguments, copies: list[torch.Tensor], extra: dict[str, object], owned: bool

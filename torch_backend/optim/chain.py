@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import utils
@@ -12,12 +12,11 @@ from torch.nn import utils
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import (
     DonatingTransform,
+    Traits,
     Transform,
     UpdateFunction,
-    is_scaled,
-    leaves_gradients,
     read_transform,
-    takes_weight,
+    traits_of,
 )
 from funcga._transform.apply import applied
 from funcga._types import Tree
@@ -61,7 +60,7 @@ def chain(*transforms: object) -> DonatingTransform:
                 f"transforms[{index}] is one of optax, which takes JAX's arrays. Let it run on tensors: "
                 f"torch_backend.chain(torch_backend.from_optax(tx), ...)."
             )
-        if index > 0 and is_scaled(link):
+        if index > 0 and traits_of(link).scales:
             raise FuncgaError(
                 f"transforms[{index}] is a loss_scaled, and those before it would see gradients that are scaled: "
                 f"clipping would leave next to nothing of them. Put it around: "
@@ -70,7 +69,7 @@ def chain(*transforms: object) -> DonatingTransform:
     if not links:
         raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
     functions = _Chain(tuple(links))
-    return DonatingTransform(functions.init, functions, partial(functions.updated, True))
+    return DonatingTransform(functions.init, functions, functions.donated)
 
 
 @dataclass(frozen=True)
@@ -80,47 +79,37 @@ class _Chain(UpdateFunction):
     links: tuple[Transform, ...]
 
     @property
-    def scales(self) -> bool:
-        """Whether the gradients come multiplied by a loss scale."""
-        return is_scaled(self.links[0])
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """Whether nothing that it returns can lie in the memory of the gradients."""
+    def traits(self) -> Traits:
+        """What it says of itself."""
+        traits = [*map(traits_of, self.links)]
         # Before the last link there may be clipping too, whose state is a number in memory of its own.
-        *first, last = self.links
-        return leaves_gradients(last) and all(leaves_gradients(link) or _is_clipping(link) for link in first)
-
-    @property
-    def takes_weight(self) -> bool:
-        """Whether it is to be told the weight of a window, `weight=`."""
-        return any(takes_weight(link.update) for link in self.links)
+        pairs = zip(self.links, traits, strict=True)
+        leave_gradients = [link_traits.leaves_gradients or _is_clipping(link) for link, link_traits in pairs]
+        return Traits(
+            scales=traits[0].scales,
+            leaves_gradients=all(leave_gradients) and traits[-1].leaves_gradients,
+            takes_weight=any(link_traits.takes_weight for link_traits in traits),
+        )
 
     def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""
         return tuple([link.init(params) for link in self.links])
 
-    def __call__(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
-        """What the last link makes of the gradients, and the states of all."""
-        return self.updated(False, grads, state, params, **extra)
-
-    def updated(
-        self, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
+    def stepped(
+        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
     ) -> tuple[Tree, Tree]:
-        """The same, which may write to the gradients and the state if these are `owned`."""
-        grads, states, _ = self._through(self._linked(state), owned, grads, params, extra)
-        return grads, tuple(states)
-
-    def applied(self, donate: bool, /, grads: Tree, state: Tree, params: Tree, **extra: object) -> tuple[Tree, Tree]:
-        """(params, state): what the last link makes of the params, and the states of all."""
+        """What the last link makes of the gradients, or of the params, and the states of all."""
+        if into is None:
+            grads, states, _ = self._through(self._linked(state), owned, grads, params, extra)
+            return grads, tuple(states)
         *first, (last, before_last) = self._linked(state)
-        grads, states, owns_grads = self._through(first, donate, grads, params, extra)
-        if donate and not owns_grads:
+        grads, states, owns_grads = self._through(first, owned, grads, params, extra)
+        if owned and not owns_grads:
             leaves, structure = trees.flatten(grads)
             grads = trees.unflatten(structure, [*map(_clone, leaves)])
-        if donate and not all(isinstance(link, DonatingTransform) for link, _ in first):
+        if owned and not all(isinstance(link, DonatingTransform) for link, _ in first):
             params = apart(params, states)  # transforms of others may keep the params
-        params, after = applied(last, donate, grads, before_last, params, _accepted(last, extra))
+        params, after = applied(last, owned, grads, before_last, params, _accepted(last, extra))
         return params, (*states, after)
 
     def _linked(self, state: Tree) -> list[tuple[Transform, Tree]]:

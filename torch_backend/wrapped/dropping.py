@@ -23,5 +23,5 @@ class WindowBuffers(DroppingBuffers):
 
     def look_at(self, sums: Sequence[torch.Tensor]) -> None:
         """Drops the window if its gradients are not finite."""
-        finite = self.outputs.backend.transforms.finite(sums)
+        finite = self.outputs.backend.arrays.finite(sums)
         self.rejected = self.rejected + arrays.scalar((~finite).to(torch.int64))
