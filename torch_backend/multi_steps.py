@@ -131,12 +131,9 @@ def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]
 
     Raises FuncgaError if a part is missing, or is another replica's.
     """
-    if len(windows) > 1 and any(isinstance(window.part, tuple) for window in windows):
-        raise FuncgaError(
-            f"{len(windows)} states were given to merge, and multi_steps was made without across=: each is a window of "
-            f"its own. Pass across= on every replica; or save one state, tx.merge([state])."
-        )
     saved = [_part(window) for window in windows]
+    if len(windows) > 1:
+        _check_divided(windows)
     if {*saved} == {_WHOLE}:
         # It is continued by the first replica; an empty one is the same for everybody.
         is_empty = not (int(windows[0].tally.steps) or int(windows[0].rejected))
@@ -146,19 +143,32 @@ def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]
     if replicas is not None:
         wanted, instead = [(replicas.rank, replicas.count)], f"this is replica {replicas.rank} of {replicas.count}"
     if sorted(saved) != wanted:
-        listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in saved)
-        raise FuncgaError(
-            f"the state was saved in the middle of a window, as the part of replica {listed}, and {instead}: it would "
-            f"lack what the others have folded. Merge the states of all replicas, state = tx.merge(states), and load "
-            f"that one on every replica, whatever their number. Gather them when you save: "
-            f"torch.distributed.all_gather_object(states, state)."
-        )
+        raise _incomplete(saved, instead)
     # In the order of the replicas, on the devices of the first: each has saved its window on its own.
     first, *others = [windows[saved.index(mark)] for mark in wanted]
     return [first, *(_beside(window, first) for window in others)]
 
 
 _WHOLE = (0, 0)
+
+
+def _check_divided(windows: Sequence[Window]) -> None:
+    """Raises FuncgaError if several windows are no parts of one."""
+    if any(isinstance(window.part, tuple) for window in windows):
+        raise FuncgaError(
+            f"{len(windows)} states were given to merge, and multi_steps was made without across=: each is a window of "
+            f"its own. Pass across= on every replica; or save one state, tx.merge([state])."
+        )
+
+
+def _incomplete(saved: Sequence[tuple[int, int]], instead: str) -> FuncgaError:
+    listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in saved)
+    return FuncgaError(
+        f"the state was saved in the middle of a window, as the part of replica {listed}, and {instead}: it would "
+        f"lack what the others have folded. Merge the states of all replicas, state = tx.merge(states), and load "
+        f"that one on every replica, whatever their number. Gather them when you save: "
+        f"torch.distributed.all_gather_object(states, state)."
+    )
 
 
 def closed(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
