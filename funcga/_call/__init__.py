@@ -46,9 +46,6 @@ class OwningGradient(KnownGradient):
         """What a window writes besides its result, as it is now; calling it puts that back."""
         return lambda: None
 
-    def check_stream(self) -> None:
-        """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
-
     def parameters(self) -> Sequence[Array]:
         """The parameters, which also say in which framework it runs."""
         raise NotImplementedError

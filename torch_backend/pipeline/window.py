@@ -239,6 +239,11 @@ class PipelineWindow:
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
         """The result where other replicas have rows and this one has none: passes over a row of zeros, not folded."""
+        if self.program.n is None and self.program.microbatch_size is None:
+            raise FuncgaError(
+                "there is no micro-batch in the stream, and grad_fn is that of a pipeline, whose stages run on micro-"
+                "batches of one shape. Give every replica a micro-batch, one of weight 0 if need be."
+            )
         self.arguments = with_a_blank_row(arguments)
         args = self.arguments.cut(0, 1, state)
         steps = 1 if self.wrapper is None else -(-(self.program.n or 1) // (self.count or 1))

@@ -92,16 +92,6 @@ class WrappedGradient(ModuleGradient):
                 f"the step."
             )
 
-    def check_stream(self) -> None:
-        """Raises FuncgaError, as a replica without micro-batches would make the others wait."""
-        raise FuncgaError(
-            f"there is no micro-batch on this replica, and the module is wrapped by {self.wrapper.name}, which "
-            f"synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give "
-            f"every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
-            f"may have none: stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-            f"across=group), with the module that was wrapped."
-        )
-
 
 class ModuleWindow:
     """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
@@ -379,13 +369,22 @@ class ModuleWindow:
         for buffer, values in before:
             buffer.copy_(values)
 
+    def _empty_stream(self) -> FuncgaError:
+        return FuncgaError(
+            f"there is no micro-batch on this replica, and the module is wrapped by {self.wrapper.name}, which "
+            f"synchronises inside the backward pass of a micro-batch, and without one there is nothing to run it on. "
+            f"Give every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
+            f"may have none: stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), across=group), "
+            f"with the module that was wrapped."
+        )
+
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
         """The result on a replica that has no micro-batch in this window.
 
         It runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch.
         """
-        if self.program.n is None and (self.wrapper.in_step or self.sync != "last"):
-            self.gradient.check_stream()  # nobody knows how often the others call the module
+        if self.program.n is None and self.program.microbatch_size is None:
+            raise self._empty_stream()
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
