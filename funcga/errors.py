@@ -51,14 +51,15 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 def streamable(values: Iterable[object]) -> str:
     """The line to write where one of these may be a loader, which yields micro-batches; "" where none is."""
-    is_loader = lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Sequence)
-    loader = next((value for value in values if is_loader(value) and not hasattr(value, "shape")), None)
-    if loader is None:
-        return ""
-    return (
-        f"If the {type(loader).__name__} yields micro-batches, stream them: for window in funcga.windows(loader, 8): "
-        f"funcga.stream(grad_fn)(params, window), without params for module_value_and_grad."
-    )
+    for value in values:
+        is_data = isinstance(value, str | bytes | Mapping | Sequence) or hasattr(value, "shape")
+        if isinstance(value, Iterable) and not is_data:
+            return (
+                f"If the {type(value).__name__} yields micro-batches, stream them: for window in "
+                f"funcga.windows(loader, 8): funcga.stream(grad_fn)(params, window), without params for "
+                f"module_value_and_grad."
+            )
+    return ""
 
 
 def check_callable(function: object, name: str, like: str) -> None:

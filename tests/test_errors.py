@@ -108,7 +108,9 @@ def test_a_model_is_no_gradient_function():
     )
     model, x = torch.nn.Linear(2, 1), torch.arange(8.0).reshape(4, 2)
     for function in (funcga.accumulate, funcga.plan, funcga.verify):
-        check_refused(f"grad_fn is a model, Linear, {text}", function, model, 2 if function is funcga.accumulate else x)
+        check_refused(
+            f"grad_fn is a model, Linear, {text}", function, model, *([2] if function is funcga.accumulate else [x, x])
+        )
     check_refused(f"grad_fn is a model, Linear, {text}", funcga.stream, model)
     check_refused(f"grad_fn is a model, Linear, {text}", funcga.accumulate, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), 2)
     # Its outputs may be folded all the same, and a traced function is no model.
