@@ -368,7 +368,8 @@ def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
     keyword = next((name for name, value in probe.kwargs.items() if _has_rows(probe, value)), None)
     if keyword is not None:
         return cause("not decomposable: keyword", keyword=keyword, **words)
-    if not splits.failed:  # what can be evaluated is right
+    # Nothing is wrong but that it raises. A loss that takes most numbers of rows has its reasons.
+    if not splits.failed and not (all(row.error for row in splits.rows) and probe.takes_fewer_rows()):
         return cause("fixed rows: loss", **words)
     other = next((probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive), None)
     if other is not None:
