@@ -1017,10 +1017,10 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         ),
         (
             "empty",
-            "there is no micro-batch on this replica, and the module is wrapped by DistributedDataParallel, which "
-            "synchronises inside the backward pass of a micro-batch, and without one there is nothing to run it on. "
-            "Give every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
-            f"may have none: stream({PURE}, across=group), with the module that was wrapped.",
+            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or of a pipeline, which "
+            "the processes run together: without a micro-batch there is nothing to run it on. Give every replica a "
+            "micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have none: "
+            f"stream({PURE}, across=group), with the module that was wrapped.",
         ),
         (
             "constant",
