@@ -258,7 +258,7 @@ def read_program(
     Raises FuncgaError for a grad_fn or a weight that cannot be called, and for what is not supported.
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    if in_axes is None and weight is None:
+    if in_axes is None and not isinstance(grad_fn, KnownGradient):
         _check_no_model(grad_fn)
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
