@@ -20,6 +20,8 @@ FOLDS = ("mean", "per_weight", "sum")
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the command line: 0 within the limits, 1 beyond them, 2 for bad usage or a missing package.
 
+    130, as shells have it, if it is interrupted.
+
     argv: the arguments after the program's name; default: those of this process. What is found is written to standard
     output, and a refusal, one line, to standard error; with --debug its traceback as well.
     """
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(error, debug="--debug" in arguments)
     try:
         return int(options.run(options))
+    except KeyboardInterrupt:
+        return 130
     # The code of a user may exit as well, and an exit code of its own would be taken for a verdict.
     except (Exception, SystemExit) as error:
         return _refused(error, options.debug)

@@ -96,7 +96,7 @@ def accumulate(
 
     Args:
         grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
-            funcga.value_and_grad(loss_fn) and so on.
+            funcga.value_and_grad(loss_fn) and so on. Of a loss itself the result is a loss, without gradients.
         n: How many micro-batches; their sizes differ by at most one, and a batch of fewer rows, such as the last one of
             an epoch, has one for each row. Or "auto": the smallest number that fits in
             memory. It begins with that of a `plan`, and if memory runs out all the same, or nothing can be planned, the

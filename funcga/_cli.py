@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,8 +37,8 @@ def run_parity(
     problem, and if a file cannot be written.
     """
     console = Console(highlight=False)
-    # A pipe has no width, and rich would assume 80 columns.
-    if not console.is_terminal:
+    # A pipe has no width, and rich would assume 80 columns where COLUMNS does not say it.
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=report.WIDTH)
     console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items()))
     with plan.pool() as pool:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, overload
 
 from funcga._call import owner_of, read_program, weight_of
 from funcga._call.dropping import DropScope, DropTest
+from funcga._call.supported import MODULE
 from funcga._call.totals import check_no_totals
 from funcga._fold import weight_on_host
 from funcga._observe import ObserverTree
@@ -120,9 +121,9 @@ def stream(
         first = next(items, None)
         own: Sequence[Any] = ()
         if first is None and owner is not None:
-            owner.check_stream()
             own = owner.parameters()  # the only arrays, if there is no micro-batch
-        if first is None and across is None:
+        # Where other processes wait for this one, the window tells them of the error.
+        if first is None and across is None and (owner is None or owner.kind == MODULE):
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."

@@ -4,7 +4,7 @@ import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +47,19 @@ def similar(name: object, names: Iterable[str]) -> str:
 def listed(names: Sequence[str], most: int = 4) -> str:
     """Some names in a row, "a, b and 3 more"; "nothing" if there are none."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "") or "nothing"
+
+
+def streamable(values: Iterable[object]) -> str:
+    """The line to write where one of these may be a loader, which yields micro-batches; "" where none is."""
+    for value in values:
+        is_data = isinstance(value, str | bytes | Mapping | Sequence) or hasattr(value, "shape")
+        if isinstance(value, Iterable) and not is_data:
+            return (
+                f"If the {type(value).__name__} yields micro-batches, stream them: for window in "
+                f"funcga.windows(loader, 8): funcga.stream(grad_fn)(params, window), without params for "
+                f"module_value_and_grad."
+            )
+    return ""
 
 
 def check_callable(function: object, name: str, like: str) -> None:

@@ -607,6 +607,7 @@ MISTAKES |= {
     "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
     "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
     "labels of a fixed number": ((TORCH,), two_args(lambda p, x, y: F.cross_entropy(x @ p["w"] @ (x @ p["w"]).T, torch.arange(12))), ["fixed rows"], "torch.arange(len(logits))"),
+    "a reshape to a fixed number": (BOTH, two_args(lambda p, x, y: ((x @ p["w"]).reshape(12, -1) ** 2).mean()), ["fixed rows"], "x.reshape(len(x), -1)"),
     "BatchNorm1d, torch.func": ((TORCH,), in_place_in_torch_func, ["state"], "torch_backend.pure_loss(module, loss_fn)"),
 }  # fmt: skip
 

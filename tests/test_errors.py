@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import funcga
+import torch_backend
 from funcga import CARRY, FuncgaError
 from tests import problems
 from tests.kits import counted
@@ -49,6 +51,84 @@ def test_n(n, text):
     check_refused(text, funcga.windows, [], n)
     if n in ("8", 2.0):
         check_refused(text + ', or n="auto".', funcga.accumulate, lambda x: x, n)
+
+
+class Loader:
+    """What yields micro-batches, as a DataLoader does."""
+
+    def __iter__(self):
+        return iter([])
+
+
+STREAM = (
+    "If the Loader yields micro-batches, stream them: for window in funcga.windows(loader, 8): "
+    "funcga.stream(grad_fn)(params, window), without params for module_value_and_grad."
+)
+
+
+def test_a_loader_in_place_of_a_batch(kit):
+    step = funcga.accumulate(lambda params, batch: batch, 2)
+    check_refused(
+        f"`batch` is of type Loader, and in_axes splits it on axis 0: only {kit.name} arrays can be split. {STREAM}",
+        step,
+        kit.arrays(X),
+        Loader(),
+    )
+    check_refused(f"which also say in which framework it runs. {STREAM}", step, Loader())
+
+
+def test_totals_that_nobody_counts(kit):
+    def loss_fn(params, x, *, totals):
+        return (params * x).sum() / totals["rows"]
+
+    x = kit.arrays(X)
+    text = "loss_fn asks for `totals`, and the step does not count any: "
+    says = "Give the step totals= as well, such as accumulate(grad_fn, n, fold=funcga.sum(), totals=lambda batch: "
+    for step, batch in (
+        (funcga.accumulate(funcga.value_and_grad(loss_fn), 2), x),
+        (funcga.stream(funcga.grad(loss_fn)), [x]),
+    ):
+        assert says in check_refused(text, step, x[0], batch)
+    # A call may bring its own.
+    funcga.accumulate(funcga.grad(loss_fn), 2)(x[0], x, totals={"rows": 6})
+
+
+def test_a_module_asks_for_totals():
+    module = torch.nn.Linear(2, 1)
+    f = torch_backend.module_value_and_grad(module, lambda m, x, *, totals: m(x).sum() / totals["rows"])
+    check_refused("loss_fn asks for `totals`, and the step", funcga.accumulate(f, 2), torch.ones(4, 2))
+
+
+def test_a_model_is_no_gradient_function():
+    text = (
+        "which returns outputs, and what is accumulated is a gradient. Write "
+        "accumulate(torch_backend.module_value_and_grad(model, loss_fn), n) for a module of torch; in JAX "
+        "accumulate(funcga.value_and_grad(loss_fn), n), with a loss_fn of the parameters. To fold the outputs of a "
+        "model, say in_axes=0."
+    )
+    model, x = torch.nn.Linear(2, 1), torch.arange(8.0).reshape(4, 2)
+    for function in (funcga.accumulate, funcga.plan, funcga.verify):
+        check_refused(
+            f"grad_fn is a model, Linear, {text}", function, model, *([2] if function is funcga.accumulate else [x, x])
+        )
+    check_refused(f"grad_fn is a model, Linear, {text}", funcga.stream, model)
+    check_refused(f"grad_fn is a model, Linear, {text}", funcga.accumulate, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), 2)
+    # Its outputs may be folded all the same, and a traced function is no model.
+    outputs = funcga.accumulate(model, 3, in_axes=0, fold=funcga.concat())(x)
+    torch.testing.assert_close(outputs, model(x).detach())
+    traced = torch.fx.symbolic_trace(lambda params, x: x.sum() * params)
+    assert funcga.accumulate(traced, 2, fold=funcga.sum())(torch.ones(()), x) == 28
+
+
+def test_what_a_step_returns_is_not_its_gradients():
+    module, x = torch.nn.Linear(2, 1), torch.ones(4, 2)
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, lambda m, x: m(x).mean()), 2)
+    params = torch_backend.trainable(module)
+    text = "Unpack what a step returns: loss, grads = step(...), and give the gradients alone."
+    check_refused(text, torch_backend.assign_grads, module, step(x))
+    check_refused(text, torch_backend.assign_grads, params, step(x))
+    check_refused(text, torch_backend.apply_updates, params, step(x))
+    check_refused("alone of loss, grads = step(...)", torch_backend.assign_grads, [*params.values()], step(x))
 
 
 def test_n_or_microbatch_size():
@@ -204,9 +284,16 @@ def test_weights_of_nothing(kit):
 
 def test_arguments_by_keyword(kit):
     step = funcga.accumulate(lambda params, batch: batch.sum(), 2)
-    says = "Keyword arguments are passed whole: pass what is to be split by position."
-    check_refused(says, step, params=kit.arrays(X), batch=kit.arrays(X))
-    check_refused(says, step, kit.arrays(X), batch=kit.arrays(X))
+    says = "Keyword arguments are passed whole: pass what is to be split by position"
+    check_refused(
+        f"{says}. Write step(x, y), or step(batch) in place of step(**batch).",
+        step,
+        params=kit.arrays(X),
+        batch=kit.arrays(X),
+    )
+    check_refused(
+        f"{says}, step(params, batch) in place of step(params, **batch).", step, kit.arrays(X), batch=kit.arrays(X)
+    )
 
 
 def test_parts_that_make_no_fold():

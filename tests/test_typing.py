@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 # The comment says what mypy is to find in a line; the others have no errors.
@@ -94,6 +96,47 @@ funcga.multi_steps, funcga.compare, funcga.rules.Rule, funcga.TargetWeight(3)
 funcga.nonsense  # attr-defined
 '''
 
+# Gradients of a module's own parameters: of the arguments of loss_fn after the module.
+MODULES = """
+import torch
+from torch import Tensor, nn
+
+import funcga
+from torch_backend import assign_grads, module_value_and_grad
+
+
+def loss_fn(model: nn.Linear, x: Tensor, y: Tensor, *, train: bool = False) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def with_aux(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return x.mean(), 1
+
+
+model, x, y = nn.Linear(3, 2), torch.ones(4, 3), torch.ones(4, 2)
+gradient = module_value_and_grad(model, loss_fn)
+step = funcga.accumulate(gradient, n=2)
+loss, grads = step(x, y, train=True)
+loss.mean(), grads["weight"].mean()
+assign_grads(model, grads)
+gradient(x, y)[0].backwards()  # attr-defined
+step(x)  # call-arg
+step(x, y, 3, 4, z=5)  # arg-type, call-arg, call-arg, call-arg
+step("text", y)  # arg-type
+grads.weight  # attr-defined
+(value, aux), grads = funcga.accumulate(module_value_and_grad(model, with_aux, has_aux=True), microbatch_size=2)(x)
+value.mean(), aux + 1
+aux.mean()  # attr-defined
+short = funcga.accumulate(module_value_and_grad(model, lambda model, x: model(x).mean()), 2)
+short(x)[1]["weight"].mean()
+short(x, y)  # call-arg
+module_value_and_grad(nn.parallel.DistributedDataParallel(model), loss_fn, sync="every")(x, y)
+module_value_and_grad(model, loss_fn, scaled=True)(x, y, loss_scale=2.0)
+gradient(x, y, loss_scale=2.0)  # call-arg
+module_value_and_grad(loss_fn, model)  # call-overload
+loss, grads = funcga.stream(gradient)(funcga.windows([(x, y)], 2))
+"""
+
 
 def mypy(path, source):
     """The error codes that mypy --strict finds in a script, by line."""
@@ -117,8 +160,9 @@ def _is_visible():
     return (packages / "funcga").is_dir() or any(Path(line).is_dir() for line in paths)
 
 
-def test_mistakes_are_found_and_nothing_else(tmp_path):
-    lines = enumerate(SCRIPT.splitlines(), 1)
+@pytest.mark.parametrize("script", [SCRIPT, MODULES], ids=["functions", "modules"])
+def test_mistakes_are_found_and_nothing_else(script, tmp_path):
+    lines = enumerate(script.splitlines(), 1)
     expected = {number: sorted(line.split("  # ")[1].split(", ")) for number, line in lines if "  # " in line}
-    found, output = mypy(tmp_path, SCRIPT)
+    found, output = mypy(tmp_path, script)
     assert {number: sorted(codes) for number, codes in found.items()} == expected, output

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._types import Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, streamable
 
 
 def load(framework: str) -> Backend:
@@ -86,7 +86,7 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
                 if any(_framework(leaf) not in (None, backend.name) for leaf in of_each_type if not is_own(leaf)):
                     raise _mixed(trees, names(), loaded)
                 return backend
-    raise _without_arrays(names(), [backend.name for backend in loaded])
+    raise _without_arrays(trees, names(), [backend.name for backend in loaded])
 
 
 def _framework(leaf: object) -> str | None:
@@ -96,13 +96,13 @@ def _framework(leaf: object) -> str | None:
     return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
 
 
-def _without_arrays(names: Sequence[str], loaded: list[str]) -> FuncgaError:
+def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[str]) -> FuncgaError:
     where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
     return FuncgaError(
         f"no array was found in {where}"
         + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
-        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. Convert first: "
-        "`funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
+        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. "
+        + (streamable(trees) or "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`.")
     )
 
 

@@ -46,9 +46,6 @@ class OwningGradient(KnownGradient):
         """What a window writes besides its result, as it is now; calling it puts that back."""
         return lambda: None
 
-    def check_stream(self) -> None:
-        """Raises FuncgaError, which says why, if it cannot be without a micro-batch."""
-
     def parameters(self) -> Sequence[Array]:
         """The parameters, which also say in which framework it runs."""
         raise NotImplementedError
@@ -125,13 +122,11 @@ class Program:
 
         An error from inside of grad_fn is the user's own, and passes.
         """
-        keywords = {*kwargs}
-        if self.totals is not None:
-            check_taken(error)
-            keywords.add("totals")
+        check_taken(error)
+        keywords = {*kwargs} | ({"totals"} if self.totals is not None else set())
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
-        names = argument_names(self.grad_fn, len(inspect.signature(self.grad_fn).parameters))
+        names = inspect.signature(self.grad_fn).parameters
         called = f"grad_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}."
         if streamed:
             raise FuncgaError(
@@ -230,6 +225,18 @@ class _Counting:
         )
 
 
+def _check_no_model(grad_fn: GradFn) -> None:
+    """Raises FuncgaError for a module of torch with parameters, or one of flax."""
+    bases = {(base.__module__.split(".")[0], base.__name__) for base in type(grad_fn).__mro__}
+    if ("flax", "Module") in bases or (("torch", "Module") in bases and [*grad_fn.parameters()]):  # type: ignore[attr-defined]
+        raise FuncgaError(
+            f"grad_fn is a model, {type(grad_fn).__name__}, which returns outputs, and what is accumulated is a "
+            f"gradient. Write accumulate(torch_backend.module_value_and_grad(model, loss_fn), n) for a module of "
+            f"torch; in JAX accumulate(funcga.value_and_grad(loss_fn), n), with a loss_fn of the parameters. To fold "
+            f"the outputs of a model, say in_axes=0."
+        )
+
+
 def read_program(
     grad_fn: GradFn,
     fold: FoldTree,
@@ -251,6 +258,8 @@ def read_program(
     Raises FuncgaError for a grad_fn or a weight that cannot be called, and for what is not supported.
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    if in_axes is None and not isinstance(grad_fn, KnownGradient):
+        _check_no_model(grad_fn)
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     if totals is not None:

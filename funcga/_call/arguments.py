@@ -10,7 +10,7 @@ from funcga._backend import Backend
 from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
 from funcga._call.examples import Examples, find_examples
 from funcga._types import Array, GradFn, Structure, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, streamable
 
 
 class Carry:
@@ -79,13 +79,14 @@ class Arguments:
             if not self.parts:
                 raise FuncgaError(
                     "the call has keyword arguments alone, so there are no rows to make micro-batches of. Keyword "
-                    "arguments are passed whole: pass what is to be split by position. Write step(x, y)."
+                    "arguments are passed whole: pass what is to be split by position. Write step(x, y), or "
+                    "step(batch) in place of step(**batch)."
                 )
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
                 "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "
                 "in_axes=0 splits all of them. Keyword arguments are passed whole: pass what is to be split by "
-                "position."
+                "position, step(params, batch) in place of step(params, **batch)."
             )
         first, rows = next(iter(sizes.items()))
         even = all(size == rows for size in sizes.values())
@@ -228,17 +229,15 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
     backend = arguments.backend
     if not backend.arrays.is_array(leaf):
         path = arguments.path(leaf_index)
-        if streamed and not hasattr(leaf, "shape"):
+        has_shape = hasattr(leaf, "shape")
+        if streamed and not has_shape:
             raise _weightless(arguments, f"`{path}` is {backend.arrays.describe(leaf)}")
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
-        remedy = (
-            f"Convert it, `{convert}`, or pass"
-            if hasattr(leaf, "shape")
-            else "Make it a tree of arrays, such as a dict or a dataclass, or pass"
-        )
+        make = f"Convert it, `{convert}`," if has_shape else "Make it a tree of arrays, such as a dict or a dataclass,"
+        remedy = streamable([leaf]) or f"{make} or pass it whole: in_axes with None in its place."
         raise FuncgaError(
             f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
-            f"arrays can be split. {remedy} it whole: in_axes with None in its place."
+            f"arrays can be split. {remedy}"
         )
     try:
         shape = leaf.shape

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from funcga import monoids
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import CARRY, argument_names, read_arguments
+from funcga._call.arguments import CARRY, read_arguments
 from funcga._fold import Tally
 from funcga._replicas import Step
 from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, TotalsFn, Tree
@@ -145,13 +145,18 @@ def check_totals(totals: object, grad_fn: GradFn) -> None:
         return
     takes = {parameter.kind for parameter in parameters.values()}
     if "totals" not in parameters and inspect.Parameter.VAR_KEYWORD not in takes:
-        raise _no_parameter(f"grad_fn takes ({', '.join(argument_names(grad_fn, len(parameters)))})")
+        raise _no_parameter(f"grad_fn takes ({', '.join(parameters)})")
 
 
 def check_taken(error: TypeError) -> None:
-    """Raises FuncgaError if the error says that a function, whose signature did not show it, takes no totals."""
+    """Raises FuncgaError if the error says that a function takes no totals, or that it asks for them in vain."""
     if "unexpected keyword argument 'totals'" in str(error):
         raise _no_parameter(f"a call raised `{error}`") from error
+    if "required keyword-only argument: 'totals'" in str(error):
+        raise FuncgaError(
+            f"loss_fn asks for `totals`, and the step does not count any: {error}. Give the step totals= as well, such "
+            f"as accumulate(grad_fn, n, fold=funcga.sum(), totals={_LIKE})."
+        ) from error
 
 
 def _no_parameter(found: str) -> FuncgaError:

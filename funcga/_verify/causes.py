@@ -368,7 +368,7 @@ def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
     keyword = next((name for name, value in probe.kwargs.items() if _has_rows(probe, value)), None)
     if keyword is not None:
         return cause("not decomposable: keyword", keyword=keyword, **words)
-    if all(row.error for row in splits.rows) and not probe.takes_other_numbers():
+    if not splits.failed and not probe.takes_a_row_fewer():  # nothing is wrong but that it raises
         return cause("fixed rows: loss", **words)
     other = next((probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive), None)
     if other is not None:

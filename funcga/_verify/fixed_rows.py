@@ -12,8 +12,8 @@ from funcga._verify.probe import Limit, Probe, Rows
 def of_order(probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows]) -> tuple[list[Cause], list[str]]:
     """(causes, notes) of a loss that knows a number of rows, or that depends on their order."""
     every, order = probe.every, parts[0] + parts[1]
-    # The parts have been evaluated already; a loss that takes one of them takes other numbers of rows.
-    if all(probe.try_values(rows) is None for rows in parts) and not probe.takes_other_numbers():
+    # The parts have been evaluated already.
+    if all(probe.try_values(rows) is None for rows in parts) and not probe.takes_a_row_fewer():
         fewer = every[: probe.rows // 2]
         try:
             probe.values(fewer)

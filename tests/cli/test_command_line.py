@@ -155,6 +155,21 @@ def test_what_a_loss_raises_is_one_line_with_its_place(mine, capsys):
     assert err == f"funcga: KeyError: 'weight' (line {number} of {Path('mine.py').resolve()}). --debug shows where."
 
 
+def test_an_interruption_is_quiet(mine, capsys):
+    Path("interrupted.py").write_text("raise KeyboardInterrupt\n")
+    for command in ("parity", "verify", "plan"):
+        assert main([command, "interrupted.py"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("columns", ["70", "130"])
+def test_a_report_in_a_file_is_as_wide_as_columns_says(columns, mine, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    main(PARITY.format("mine.py:good").split())
+    widths = {len(line.rstrip()) for line in capsys.readouterr().out.splitlines()}
+    assert 0.7 * int(columns) < max(widths) <= int(columns)
+
+
 def test_debug_shows_the_traceback(mine, capsys):
     assert main(["parity", "mine.py:fails", "--debug"]) == 2
     err = capsys.readouterr().err

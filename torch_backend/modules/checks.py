@@ -106,18 +106,34 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def check_not_wrapped(*modules: nn.Module) -> None:
     """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
-    for module in modules if _is_distributed() else ():
-        for name, inner in module.named_modules():
-            kind = kind_of(inner)
-            if kind is not None:
-                where = f"the part `{name}` of it is" if name else "it is"
-                raise FuncgaError(
-                    f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {kind.name}: with "
-                    f"parameters as arguments its gradients are silently not reduced over the replicas. Leave it to "
-                    f"the wrapper: funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), n). Or use "
-                    f"the module that was wrapped, `module.module` of a DDP, and let funcga reduce: "
-                    f"accumulate(..., across=group)."
-                )
+    for module in modules:
+        for where, kind in _wrapped_in(module):
+            raise FuncgaError(
+                f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {kind.name}: with "
+                f"parameters as arguments its gradients are silently not reduced over the replicas. Leave it to "
+                f"the wrapper: funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), n). Or use "
+                f"the module that was wrapped, `module.module` of a DDP, and let funcga reduce: "
+                f"accumulate(..., across=group)."
+            )
+
+
+def check_wrapped_before(module: nn.Module) -> None:
+    """Raises FuncgaError if a module whose gradient function was made without a wrapper is wrapped now."""
+    for where, kind in _wrapped_in(module):
+        raise FuncgaError(
+            f"module_value_and_grad was given a {type(module).__name__} that nothing wrapped, and now {where} wrapped "
+            f"by {kind.name}: the step would miss parameters, and would not reduce their gradients over the replicas. "
+            f"Wrap the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n)."
+        )
+
+
+def _wrapped_in(module: nn.Module) -> Iterator[tuple[str, Kind]]:
+    """(words for where, how) of the module and those inside that are wrapped to reduce gradients."""
+    # Nothing is wrapped before processes know each other.
+    for name, inner in module.named_modules() if _is_distributed() else ():
+        kind = kind_of(inner)
+        if kind is not None:
+            yield f"the part `{name}` of it is" if name else "it is", kind
 
 
 def _is_distributed() -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
+from funcga._call.totals import check_taken
 from funcga._statistics import described, fits, update
 from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
@@ -357,12 +358,14 @@ def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs
     try:
         return loss_fn(module, *args, **kwargs)
     except TypeError as error:
+        check_taken(error)
         if not refuses_arguments(loss_fn, 1 + len(args), kwargs, error):
             raise
         raise FuncgaError(
             f"loss_fn is called with the module and then each argument of the micro-batch, {1 + len(args)} in all: "
             f"{error}. Write it with the module first, lambda module, x, y: F.mse_loss(module(x), y) for batches "
-            f"(x, y), or lambda module, batch: ... for batches in a dict."
+            f"(x, y), or lambda module, batch: ... for batches in a dict. A list of micro-batches, or a DataLoader, is "
+            f"folded by funcga.stream."
         ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):

@@ -178,9 +178,10 @@ def _of_module(module: nn.Module, grads: Tree) -> tuple[list[str], list[Array], 
     """The paths, the parameters of a module, and their gradients."""
     parameters = dict(module.named_parameters())
     if not isinstance(grads, Mapping):
+        remedy = _unpacked(grads) or "Give params in the structure of grads instead of a module."
         raise FuncgaError(
             f"grads are {arrays.describe(grads)}, and those of a module are {{name: gradient}}, as they come from "
-            f"step(torch_backend.trainable(module), ...). Give params in the structure of grads instead of a module."
+            f"step(torch_backend.trainable(module), ...). {remedy}"
         )
     # Frozen parameters need no gradient; every gradient needs a parameter.
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -261,11 +262,17 @@ def _mismatch(error: PrefixError, name: str, like_name: str) -> str:
     if branches is None:
         problems = [f"`{name}{error.path}` is {arrays.describe(error.tree)}"]
     none = ", with None where there is no gradient." if name == "grads" else "."
+    remedy = _unpacked(error.tree) or f"Give {name} the same structure{none}"
     return (
         f"{name} and {like_name} differ in structure: {', '.join(problems[:4])}{', ...' if len(problems) > 4 else ''}. "
-        f"`{like_name}{error.path}` is {outline(error.prefix, trees, arrays.describe)}; give {name} the same "
-        f"structure{none}"
+        f"`{like_name}{error.path}` is {outline(error.prefix, trees, arrays.describe)}. {remedy}"
     )
+
+
+def _unpacked(tree: Tree) -> str:
+    """The line to write for what may be all that a step returns, a pair; "" for anything else."""
+    is_pair = isinstance(tree, tuple) and len(tree) == 2
+    return "Unpack what a step returns: loss, grads = step(...), and give the gradients alone." if is_pair else ""
 
 
 def check_gradients(
@@ -293,7 +300,10 @@ def _advice(
     if not isinstance(grad, torch.Tensor):
         return "Give a tensor, or None where there is no gradient."
     if parameter is None or grad.shape != parameter.shape:
-        return "A gradient has its parameter's shape: give the parameters that it was computed for."
+        return (
+            "A gradient has its parameter's shape: give the parameters that it was computed for, and the gradients "
+            "alone of loss, grads = step(...)."
+        )
     if grad.device != parameter.device:
         return f"Move it: grad.to({str(parameter.device)!r})."
     if is_dtensor(grad) != is_dtensor(parameter):

@@ -11,6 +11,7 @@ from funcga._call import Program
 from funcga._call.supported import PIPELINE
 from funcga._types import Across, GradFn
 from funcga.errors import FuncgaError
+from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.pipeline.schedule import Pipeline
 from torch_backend.pipeline.window import PipelineWindow
 from torch_backend.wrapped.ddp import Wrapper
@@ -40,6 +41,8 @@ class PipelineGradient(ModuleGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> PipelineWindow:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
+        if self.wrapper is None:
+            check_wrapped_before(self.module)
         return PipelineWindow(program, self, backend, self.pipeline, self.n_microbatches, self.wrapper)
 
     def merged_over(self, across: Across) -> Across:
@@ -54,10 +57,3 @@ class PipelineGradient(ModuleGradient):
                 "for each micro-batch alone. Write accumulate(gradient, n, totals=totals), with the gradient function "
                 "itself."
             )
-
-    def check_stream(self) -> None:
-        """Raises FuncgaError, as a stream without micro-batches does not show what they are like."""
-        raise FuncgaError(
-            "there is no micro-batch in the stream, and grad_fn is that of a pipeline, whose stages run on micro-"
-            "batches of one shape. Give every replica a micro-batch, one of weight 0 if need be."
-        )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -38,7 +38,7 @@ from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import InTurn, Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import check_folds, rescaled, taken, with_a_blank_row
+from torch_backend.wrapped.window import check_folds, check_no_stream, rescaled, taken, with_a_blank_row
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PipelineWindow:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         with self.stack:
             if error[0] is not None:
                 for reduction in (self.stages, *self.reductions):
@@ -239,6 +239,7 @@ class PipelineWindow:
 
     def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
         """The result where other replicas have rows and this one has none: passes over a row of zeros, not folded."""
+        check_no_stream(self.program)
         self.arguments = with_a_blank_row(arguments)
         args = self.arguments.cut(0, 1, state)
         steps = 1 if self.wrapper is None else -(-(self.program.n or 1) // (self.count or 1))
@@ -280,7 +281,7 @@ class PipelineWindow:
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
         return told_by_last(mine, self.pipeline.group, device)
 
-    def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Any]:
+    def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array | None]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd adds them."""
         head = self.layout.head.leaves(self.parts.compose(loss, aux, [()]), "a micro-batch")
         return [*head, *[None] * len(self.params)]

@@ -3,14 +3,15 @@
 Only torch has this room: models of JAX are functions of their parameters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import Any, Concatenate, overload
 
 import torch
 from torch import nn
 
 from funcga._grad import check_scaled
-from funcga._types import LossFn
+from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend.modules.checks import check_module_and_loss, kind_of
 from torch_backend.wrapped.ddp import Wrapper, no_outer_mesh
@@ -18,9 +19,17 @@ from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
 
+@overload
+def module_value_and_grad(
+    module: nn.Module, loss_fn: Callable[Concatenate[Any, P], R], *, has_aux: bool = False, sync: str = "last"
+) -> Callable[P, tuple[R, dict[str, torch.Tensor]]]: ...
+@overload
+def module_value_and_grad(
+    module: nn.Module, loss_fn: LossFn, *, has_aux: bool = False, sync: str = "last", scaled: bool
+) -> Callable[..., tuple[Any, dict[str, torch.Tensor]]]: ...
 def module_value_and_grad(
     module: nn.Module, loss_fn: LossFn, *, has_aux: bool = False, sync: str = "last", scaled: bool = False
-) -> ModuleGradient:
+) -> GradFn:
     """`f(*batch) -> (value, {name: gradient})`, or `((value, aux), {name: gradient})`, of `loss_fn(module, *batch)`.
 
     For `accumulate` and `stream`. All arguments are split, unless in_axes says otherwise. Called by itself, f is one
@@ -35,9 +44,9 @@ def module_value_and_grad(
     the same on every replica. The wrapper's flags are as before, whatever happens. The gradients' fold is a sum:
     mean(), per_weight(), sum(), or Fold(reducers.weighted, normalizers.by_steps); that of value and aux is any.
 
-    With FSDP, whose forward passes communicate, and with sync="every", all replicas need equally many micro-batches:
-    one with fewer rows than n runs passes that add nothing. So does one without any row, whose batch is empty: over a
-    row of zeros. A stream cannot, and needs a micro-batch on every replica. A stream holds one micro-batch more than
+    Replicas may have different numbers of micro-batches. With FSDP, whose forward passes communicate, and with
+    sync="every", those with fewer run passes that add nothing. So does one without any row, whose batch is empty: over
+    a row of zeros. A stream cannot, and needs a micro-batch on every replica. A stream holds one micro-batch more than
     otherwise, as it looks for the last. The weight is the cotangent of a micro-batch's loss, which a loss in float16
     may not hold: return it in float32.
 

@@ -23,6 +23,7 @@ from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
 from torch_backend.engine.window import Engine, reductions_of
+from torch_backend.modules.checks import check_wrapped_before
 
 
 class _Calling(threading.local):
@@ -110,6 +111,7 @@ class ModuleGradient(OwningGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
+        check_wrapped_before(self.module)
         reduction = None if program.across is None else reductions_of(program, backend)[0]
         return Engine(program, self.parts, backend, reduction, self.module)
 

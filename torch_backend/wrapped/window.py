@@ -92,16 +92,6 @@ class WrappedGradient(ModuleGradient):
                 f"the step."
             )
 
-    def check_stream(self) -> None:
-        """Raises FuncgaError, as a replica without micro-batches would make the others wait."""
-        raise FuncgaError(
-            f"there is no micro-batch on this replica, and the module is wrapped by {self.wrapper.name}, which "
-            f"synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give "
-            f"every replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica "
-            f"may have none: stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-            f"across=group), with the module that was wrapped."
-        )
-
 
 class ModuleWindow:
     """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
@@ -384,8 +374,7 @@ class ModuleWindow:
 
         It runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch.
         """
-        if self.program.n is None and (self.wrapper.in_step or self.sync != "last"):
-            self.gradient.check_stream()  # nobody knows how often the others call the module
+        check_no_stream(self.program)
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
         args = arguments.cut(0, 1, state)
@@ -535,6 +524,18 @@ def check_folds(
         raise FuncgaError(
             "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
             "own gradients come from one backward pass with one weight. Give all of them one of the two."
+        )
+
+
+def check_no_stream(program: Program) -> None:
+    """Raises FuncgaError for a stream without a micro-batch: there are no arguments to make a row of zeros of."""
+    if program.n is None and program.microbatch_size is None:
+        raise FuncgaError(
+            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or of a pipeline, which "
+            "the processes run together: without a micro-batch there is nothing to run it on. Give every replica a "
+            "micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have none: "
+            "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), across=group), with the module "
+            "that was wrapped."
         )
 
 

@@ -586,12 +586,13 @@ def test_what_makes_no_transform(text, call):
     ("grads", "text"),
     [
         ({"w": torch.ones(2)}, "grads and params differ in structure: `grads['b']` is missing. `params` is dict(['w']: "
-         "float32[2], ['b']: float32[1]); give grads the same structure, with None where there is no gradient."),
+         "float32[2], ['b']: float32[1]). Give grads the same structure, with None where there is no gradient."),
         ({"w": torch.ones(2), "b": torch.ones(1), "c": None}, "grads and params differ in structure: `grads['c']` is not expected."),
         ([torch.ones(2)], "`grads['w']` is missing, `grads['b']` is missing, `grads[0]` is not expected."),
         (torch.ones(2), "grads and params differ in structure: `grads` is float32[2]."),
         ({"w": torch.ones(3), "b": torch.ones(1)}, "`grads['w']` is float32[3], and `params['w']` is float32[2]. A gradient has its "
-         "parameter's shape: give the parameters that it was computed for."),
+         "parameter's shape: give the parameters that it was computed for, and the gradients alone of loss, grads = "
+         "step(...)."),
         ({"w": 1.0, "b": torch.ones(1)}, "`grads['w']` is of type float, and `params['w']` is float32[2]. Give a tensor, or None where "
          "there is no gradient."),
         ({"w": torch.ones(2, dtype=torch.float64), "b": None}, "`grads['w']` is float64[2], and `params['w']` is float32[2]. An optimizer "

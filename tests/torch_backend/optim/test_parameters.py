@@ -160,7 +160,8 @@ def without(grads, name):
         (lambda g: list(g.values()), "grads are of type list, and those of a module are {name: gradient}, as they come from "
          "step(torch_backend.trainable(module), ...). Give params in the structure of grads instead of a module."),
         (lambda g: {**g, "1.bias": torch.ones(3)}, "`grads['1.bias']` is float32[3], and `params['1.bias']` is float32[2]. A gradient has its "
-         "parameter's shape: give the parameters that it was computed for."),
+         "parameter's shape: give the parameters that it was computed for, and the gradients alone of loss, grads = "
+         "step(...)."),
         (lambda g: {**g, "1.bias": 1.0}, "`grads['1.bias']` is of type float, and `params['1.bias']` is float32[2]. Give a tensor, or None where "
          "there is no gradient."),
         (lambda g: {**g, "1.bias": g["1.bias"].double()}, "`grads['1.bias']` is float64[2], and `params['1.bias']` is float32[2]. Fold to the "
@@ -263,6 +264,6 @@ def test_what_is_no_update():
     )  # fmt: skip
     check_refused(
         "updates and params differ in structure: `updates['w']` is missing, `updates['v']` is not expected. `params` is "
-        "dict(['w']: float32[2]); give updates the same structure.",
+        "dict(['w']: float32[2]). Give updates the same structure.",
         torch_backend.apply_updates, params, {"v": torch.ones(2)},
     )  # fmt: skip

@@ -217,6 +217,29 @@ def fails_alone(group, name, where, failing):
     return found
 
 
+def empty_stream(group, failing):
+    """What a process sees in three windows, where the stream of one of them is empty in the second."""
+    gradient, stages = pipeline("Schedule1F1B", mesh_of(group, 1))
+    step, found = funcga.stream(gradient, weight=tokens), []
+    for window in range(3):
+        x, y = batch(12, seed=window)
+        try:
+            is_empty = window == 1 and group.rank() == failing
+            check(step([] if is_empty else [*zip(x.split(3), y.split(3), strict=True)]), whole(stages, x, y))
+            found.append("exact")
+        except funcga.FuncgaError as error:
+            found.append(str(error).split(",")[0])
+    return found
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_empty_stream_of_one_process_ends_the_window_of_all(failing):
+    found = processes(4).run(empty_stream, failing, size=2)
+    texts = [f"rank {failing} has raised an error in this window"] * 2
+    texts[failing] = "there is no micro-batch on this replica"
+    assert found == [["exact", text, "exact"] for text in texts]
+
+
 @pytest.mark.parametrize("where", ["split", "weight"])
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_an_error_of_one_process_ends_the_window_of_all(name, where):

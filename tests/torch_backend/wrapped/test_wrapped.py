@@ -1017,10 +1017,10 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         ),
         (
             "empty",
-            "there is no micro-batch on this replica, and the module is wrapped by DistributedDataParallel, which "
-            "synchronises inside the backward pass of a micro-batch: without one the others wait for ever. Give every "
-            "replica a micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have "
-            f"none: stream({PURE}, across=group), with the module that was wrapped.",
+            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or of a pipeline, which "
+            "the processes run together: without a micro-batch there is nothing to run it on. Give every replica a "
+            "micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have none: "
+            f"stream({PURE}, across=group), with the module that was wrapped.",
         ),
         (
             "constant",
@@ -1431,24 +1431,79 @@ def no_rows_of_a_size(group, wrapper):
     return difference(full(module, grads), [p.grad for p in plain.parameters()])
 
 
-def test_a_replica_of_ddp_without_any_row_need_not_know_how_many_microbatches_there_are():
-    assert max(processes(2).run(no_rows_of_a_size, "ddp")) <= 1e-12
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_a_replica_without_any_row_need_not_know_how_many_microbatches_there_are(wrapper):
+    assert max(processes(2).run(no_rows_of_a_size, wrapper)) <= 1e-12
 
 
-def none_of_a_size(group):
-    module = fsdp2(group, made())
-    funcga.accumulate(module_value_and_grad(module, mean_square), microbatch_size=2)(
-        torch.zeros(0, 4), torch.zeros(0, 3)
+def empty_streams(group, wrapper):
+    """What each rank sees in three windows, where the stream of rank 0 is empty in the second one."""
+    module = WRAPPERS[wrapper](group, made(torch.float64))
+    step = funcga.stream(module_value_and_grad(module, mean_square))
+    found = []
+    for window in range(3):
+        parts = [rows_of(2 * window + rank, torch.float64, 3) for rank in range(2)]
+        plain = made(torch.float64)
+        mean_square(plain, *map(torch.cat, zip(*parts, strict=True))).backward()
+        try:
+            _, grads = step([] if window == 1 and group.rank() == 0 else [parts[group.rank()]])
+            found.append(difference(full(module, grads), [p.grad for p in plain.parameters()]))
+        except funcga.FuncgaError as error:
+            found.append(str(error).split(",")[0])
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_an_empty_stream_ends_the_window_on_every_replica(wrapper):
+    (*empty, last), (*other, last_of_other) = processes(2).run(empty_streams, wrapper)
+    assert max(empty[0], other[0], last, last_of_other) <= 1e-12
+    assert (empty[1], other[1]) == (
+        "there is no micro-batch on this replica",
+        "rank 0 has raised an error in this window",
     )
 
 
-def test_a_replica_of_fsdp_without_any_row_has_to_know_it():
+def wrapped_late(group, wrapper, called):
+    """A step of a module, or of what wraps a part of it, that is made before the wrapper."""
+    module = made()
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
+    if called:
+        step(*rows_of(0, torch.float32))
+    WRAPPERS[wrapper](group, module)
+    step(*rows_of(0, torch.float32))
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["at once", "after a call"])
+@pytest.mark.parametrize(
+    ("wrapper", "name", "how"),
+    [("fsdp2", "FSDPSequential", "fully_shard"), ("replicated", "DDPSequential", "replicate")],
+)
+def test_a_module_that_is_wrapped_after_its_step_was_made(wrapper, name, how, called):
     refused(
-        "there is no micro-batch on this replica, and the module is wrapped by fully_shard, which synchronises inside "
-        "the backward pass of a micro-batch: without one the others wait for ever. Give every replica a micro-batch, "
-        f"one of weight 0 if need be, or let funcga reduce, for which a replica may have none: stream({PURE}, "
-        "across=group), with the module that was wrapped.",
-        none_of_a_size,
+        f"module_value_and_grad was given a {name} that nothing wrapped, and now it is wrapped by {how}: the step "
+        "would miss parameters, and would not reduce their gradients over the replicas. Wrap the module first, and "
+        "then make the step: accumulate(module_value_and_grad(module, loss_fn), n).",
+        wrapped_late,
+        wrapper,
+        called,
+    )
+
+
+def part_wrapped_late(group):
+    from torch.distributed.fsdp import fully_shard
+
+    module = made()
+    step = funcga.stream(module_value_and_grad(module, mean_square))
+    fully_shard(module[2], mesh=mesh_of(group))
+    step([rows_of(0, torch.float32)])
+
+
+def test_a_part_that_is_wrapped_after_the_step_was_made():
+    refused(
+        "module_value_and_grad was given a Sequential that nothing wrapped, and now the part `2` of it is wrapped by "
+        "fully_shard: the step would miss parameters, and would not reduce their gradients over the replicas. Wrap "
+        "the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n).",
+        part_wrapped_late,
     )
 
 
