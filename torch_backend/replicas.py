@@ -1,9 +1,8 @@
 """Replicas: what across= names, what they tell each other, and whether they hold the same.
 
-All processes of a group have to call its collectives in one order. A loss may call some in its backward pass while
-gradients are sent, and a branch in the loss makes the order differ between replicas. So headers, descriptions, and
-gradients on the CPU travel over a channel: a process group that nobody else uses. It is made once for each group of the
-user's, with gloo, which needs no device: numbers on the host never wait for one.
+Headers, descriptions, and gradients on the CPU travel over a channel: a process group that nobody else uses, so that
+nothing is taken for a collective of the user's. It is made once for each group of the user's, with gloo, which needs no
+device: numbers on the host never wait for one.
 """
 
 import atexit
@@ -37,7 +36,7 @@ class Replicas:
 
     Args:
         group: A process group or a 1-D DeviceMesh.
-        bucket_bytes: The bytes of one all_reduce. It is launched while the last micro-batch's backward pass still runs.
+        bucket_bytes: The bytes of one all_reduce. All of them are launched after the last micro-batch's backward pass.
         wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
             replica contributes to 8 bits. By default they are sent as they are accumulated. Counts, weights and
             scalars, such as losses, are never rounded.
@@ -181,28 +180,6 @@ class Owed(Protocol):
         ...
 
 
-class Exchange:
-    """The numbers of all processes, under way: one small all_gather."""
-
-    def __init__(self, group: dist.ProcessGroup, mine: list[float]):
-        # The collective reads and writes these tensors until it is done, so they are kept until then.
-        self._sent = torch.tensor(mine, dtype=torch.float64)
-        self._rows = torch.zeros(group.size(), len(mine), dtype=torch.float64)
-        self._work = group.allgather([[*self._rows]], [self._sent])
-
-    @property
-    def done(self) -> bool:
-        """Whether they are here."""
-        return bool(self._work.is_completed())
-
-    def rows(self) -> list[list[float]]:
-        """Those of each process, in their order; waits for them."""
-        with explained():
-            self._work.wait()
-        rows: list[list[float]] = self._rows.tolist()
-        return rows
-
-
 class Channel:
     """A process group of funcga's own, on the processes of a user's group."""
 
@@ -220,9 +197,17 @@ class Channel:
         while self.owed:
             self.owed.pop(0).settle()
 
-    def exchange(self, mine: list[float]) -> Exchange:
-        """Begins to tell all processes these numbers, as many as they tell."""
-        return Exchange(self.group, mine)
+    def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
+        """Begins to tell all processes these numbers, as many as they tell; returns what waits for those of each."""
+        rows = torch.zeros(self.count, len(mine), dtype=torch.float64)
+        work = self.group.allgather([[*rows]], [torch.tensor(mine, dtype=torch.float64)])
+
+        def received() -> list[list[float]]:
+            with explained():
+                work.wait()
+            return rows.tolist()
+
+        return received
 
     def is_marked(self, mark: torch.Tensor) -> bool:
         """Whether the mark of an error that came is not 0. Reading it from a device makes the host wait."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from funcga._backend.prefixes import named_by_leaf
-from funcga._fold import LeafFold, Tally
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
 from funcga._types import Structure
@@ -53,17 +53,11 @@ class Agreement:
 
 @dataclass(eq=False)
 class History:
-    """The windows of one step over one group, as this replica has seen them.
-
-    `communicates` says that the loss itself calls collectives of the group. `folded` is what all replicas folded in the
-    last window that is finished; None if only a device knows it.
-    """
+    """The windows of one step over one group, as this replica has seen them."""
 
     step: Step | None
     begun: int = 0
     finished: int = 0
-    communicates: bool = False
-    folded: Tally | None = None
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))  # on the last structures
 
     def recalled(self, digest: float = 0) -> Agreement | None:

@@ -22,7 +22,8 @@ from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
-from torch_backend.engine.window import Engine, reductions_of
+from torch_backend.engine.window import Engine
+from torch_backend.reduce import reductions_of
 
 
 class _Calling(threading.local):
@@ -110,7 +111,7 @@ class ModuleGradient(OwningGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
-        reduction = None if program.across is None else reductions_of(program, backend)[0]
+        reduction = next(iter(reductions_of(program, backend)), None)
         return Engine(program, self.parts, backend, reduction, self.module)
 
     def check_not_traced(self) -> None:
