@@ -26,7 +26,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations, scaled_loss
-from funcga._types import Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
@@ -60,7 +60,7 @@ class Merge(Protocol):
     unweighed: bool
     weights: set[Scalar]
 
-    def begin(self, buffers: Buffers, leaves: Sequence[Any]) -> None:
+    def begin(self, buffers: Buffers, leaves: Sequence[Array]) -> None:
         """Takes the buffers of a window whose first micro-batch has these leaves."""
         ...
 
@@ -68,7 +68,7 @@ class Merge(Protocol):
         """The buffers of a replica without any micro-batch."""
         ...
 
-    def finish(self, state: list[Any]) -> list[Any]:
+    def finish(self, state: list[Array]) -> list[Array]:
         """Merges the buffers, and returns the state that is threaded on."""
         ...
 

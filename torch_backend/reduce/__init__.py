@@ -19,7 +19,7 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
-from funcga._types import Scalar, Structure, Tree
+from funcga._types import Array, Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
@@ -65,7 +65,7 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------------- a window begins
 
-    def begin(self, buffers: Buffers, leaves: Sequence[Any]) -> None:
+    def begin(self, buffers: Buffers, leaves: Sequence[Array]) -> None:
         """Takes the buffers of a window whose first micro-batch has these leaves; they may be folded already.
 
         A leaf that is None is reduced elsewhere.
@@ -87,7 +87,7 @@ class Reduction:
                 buffers.reduced[leaf] = view
 
     def take_part(
-        self, bind: Callable[[Tree], Outputs], arguments: Arguments, parameters: Sequence[Any] = ()
+        self, bind: Callable[[Tree], Outputs], arguments: Arguments, parameters: Sequence[Array] = ()
     ) -> Buffers:
         """Learns what the others fold, on a replica without any micro-batch, and begins with empty buffers for it.
 
@@ -98,7 +98,7 @@ class Reduction:
         leaves += parameters
         device = leaves[0].device if leaves else torch.device("cpu")
 
-        def rebuild(structure: Structure) -> tuple[Outputs, list[Any]]:
+        def rebuild(structure: Structure) -> tuple[Outputs, list[Array]]:
             # A value like those of the others, of numbers that mean nothing.
             skeleton, likes = structure
             leaves = [None if like is None else torch.empty_like(like, device=device) for like in likes]
@@ -189,7 +189,7 @@ class Reduction:
 
     # --------------------------------------------------------------------------------------------------- a window ends
 
-    def finish(self, state: list[Any]) -> list[Any]:
+    def finish(self, state: list[Array]) -> list[Array]:
         """Sends everything, and waits: the buffers are then those of all replicas.
 
         Returns the state to be threaded on: that of the last replica that folded anything.
@@ -250,11 +250,11 @@ class Reduction:
         """What begins each of them, in their order."""
         buffers, plan = self.buffers, self.agreement.plan
         # From the unit of this replica to that of all.
-        factors = dict.fromkeys(buffers.layout.weighted, (buffers.unit or self.unit) / self.unit)
+        weighted, factor = {*buffers.layout.weighted}, (buffers.unit or self.unit) / self.unit
         for index, bucket in enumerate(self.sums.buckets):
             # Not the device of the plan: a count on the host may be beside gradients, or totals, on a device.
             carrier = self._wire(bucket.kind.among, bucket.kind.device).carrier
-            yield partial(self.sums.send, index, carrier, buffers.reduced, factors)
+            yield partial(self.sums.send, index, carrier, buffers.reduced, weighted, factor)
         if any(report.on_device for report in self.reports):
             yield self._count_on_device
         for shapes in plan.converted:
@@ -288,7 +288,7 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------- what the others folded
 
-    def _take_in(self, state: list[Any]) -> list[Any]:
+    def _take_in(self, state: list[Array]) -> list[Array]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
         reports, buffers, mark = self.reports, self.buffers, self.sums.mark
         buffers.unit, buffers.counted = self.unit, None

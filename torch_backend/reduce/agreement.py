@@ -16,7 +16,7 @@ from funcga._backend.prefixes import named_by_leaf
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
-from funcga._types import Structure
+from funcga._types import Array, Structure
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
@@ -26,7 +26,7 @@ from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
 
 # Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
-Rebuild = Callable[[Structure], tuple[Outputs, list[Any]]]
+Rebuild = Callable[[Structure], tuple[Outputs, list[Array]]]
 
 
 @dataclass(eq=False)
@@ -61,9 +61,9 @@ class History:
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))  # on the last structures
 
     def recalled(self, digest: float = 0) -> Agreement | None:
-        """The Agreement of all replicas on the structure that has this digest, or on any."""
-        agreed = [each for each in self.agreements if each.steps and (each.digest == digest or not digest)]
-        return agreed[-1] if agreed else None
+        """The last Agreement of all replicas on the structure that has this digest, or on any."""
+        agreed = (each for each in reversed(self.agreements) if each.steps and digest in (0, each.digest))
+        return next(agreed, None)
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class Progress:
 
 
 def proposed(
-    history: History, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
+    history: History, outputs: Outputs, leaves: Sequence[Array], layout: Layout, replicas: Replicas
 ) -> Agreement:
     """The Agreement on outputs like these: one that there is, or one that the others have yet to agree to.
 
@@ -90,13 +90,11 @@ def proposed(
     """
     # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other gradient function
     # has a new one for each window.
-    for agreement in reversed(history.agreements):
-        if agreement.outputs is outputs:
-            return agreement
-    key = _key(outputs, leaves)
-    for agreement in reversed(history.agreements):
-        if agreement.key == key:
-            return agreement
+    known = next((each for each in history.agreements if each.outputs is outputs), None)
+    key = _key(outputs, leaves) if known is None else known.key
+    known = known or next((each for each in history.agreements if each.key == key), None)
+    if known is not None:
+        return known
     likes = [
         None if fold is None or leaf is None else _like(leaf, leaf_index in layout.sums_in_backward)
         for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
@@ -105,7 +103,7 @@ def proposed(
     return history.agreements[-1]
 
 
-def _key(outputs: Outputs, leaves: Sequence[Any]) -> tuple[object, ...]:
+def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:
     shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(outputs.shapes))]
     specs = {
         leaf_index: spec_of(leaves[leaf_index]) for leaf_index in outputs.reduced if is_dtensor(leaves[leaf_index])
@@ -247,9 +245,9 @@ class _Said(NamedTuple):
 
     step: Step | None
     steps_made: dict[str, int]
-    description: dict[str, str] | None
-    structure: bytes | str | None
-    groups: list[list[int]]
+    description: dict[str, str] | None = None
+    structure: bytes | str | None = None
+    groups: Sequence[list[int]] = ()
 
 
 def agreed(
@@ -260,13 +258,25 @@ def agreed(
     `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
     Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
-    # Usually the headers have said everything, and nothing more is sent.
-    steps = [report.step for report in reports]
-    earlier = _earlier(history, mine, reports)
+    # Usually the headers have said everything, and nothing more is sent. A digest of 0 is that of a replica that has
+    # nothing to fold: it goes with any other.
+    steps, digests = [report.step for report in reports], {report.digest for report in reports} - {0}
+    earlier = None
+    if len(digests) == 1 and all(report.agreed for report in reports):
+        earlier = history.recalled(*digests) if mine is None else mine
     if earlier is not None and earlier.steps == steps:
         return earlier
     # Otherwise all replicas come here, because all of them see the same reports. So the collectives below match.
-    said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
+    mine_said = _Said(history.step, steps_made())
+    if mine is not None:
+        # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica
+        # has nothing to fold, and so cannot know it.
+        mine_said = mine_said._replace(
+            description=mine.description if len(digests) > 1 else None,
+            structure=_pickled(mine) if any(not report.digest for report in reports) else None,
+            groups=[group.ranks for group in mine.groups[1:]],  # all replicas know the window's
+        )
+    said: list[_Said] = replicas.channel.gathered(mine_said)
     if earlier is not None or _are_mixed_up(said):
         spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
         raise FuncgaError(
@@ -304,26 +314,6 @@ def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
             f"So it may have what the losses of other replicas add to it, and nothing has weighed that. Return sums, "
             f"and let funcga divide them: fold=funcga.per_weight(), and a loss that is summed over what weight counts."
         )
-
-
-def _earlier(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
-    """The Agreement that all replicas have made before, if everything that they fold now has one digest."""
-    # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
-    digests = {report.digest for report in reports} - {0}
-    if len(digests) > 1 or not all(report.agreed for report in reports):
-        return None
-    return history.recalled(digests.pop()) if mine is None else mine
-
-
-def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
-    digests = {report.digest for report in reports}
-    if mine is None:
-        return _Said(step, steps_made(), None, None, [])
-    # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
-    # nothing to fold, and so cannot know it.
-    description = mine.description if len(digests - {0}) > 1 else None
-    groups = [group.ranks for group in mine.groups[1:]]  # all replicas know the window's
-    return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None, groups)
 
 
 def _check_groups(said: list[_Said], replicas: Replicas) -> None:

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from funcga._fold import LeafFold
-from funcga._types import Reduced
+from funcga._types import Array, Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
@@ -189,9 +189,9 @@ class Sums:
         self.sent = 0  # buckets
 
     def send(
-        self, index: int, carrier: dist.ProcessGroup, reduced: list[object], factors: Mapping[int, float]
+        self, index: int, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float
     ) -> Receive:
-        """Begins to add a bucket with the sums of its leaves, times their factors, if they have any.
+        """Begins to add a bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
 
         From then on `reduced` has views of the bucket in their place.
         """
@@ -203,10 +203,9 @@ class Sums:
             if isinstance(accumulated, torch.Tensor) and accumulated is not view:
                 view.copy_(accumulated)
             reduced[leaf] = view
-        for factor in {*factors.values()} - {1.0}:
-            to_scale = [view for leaf, view in views.items() if factors.get(leaf) == factor]
-            if to_scale:
-                torch._foreach_mul_(to_scale, factor)
+        to_scale = [view for leaf, view in views.items() if leaf in weighted]
+        if factor != 1 and to_scale:
+            torch._foreach_mul_(to_scale, factor)
         # The memory itself, unless the wire has another dtype.
         sent = memory.to(bucket.kind.wire)
         work = carrier.allreduce([sent])
@@ -340,11 +339,11 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Ca
     return received
 
 
-def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
+def carried(state: list[Array], source: int, wire: Wire) -> list[Array]:
     """The state of the replica `source`: its arrays and numbers. Any other object stays each replica's own."""
     is_source = wire.channel.rank == source
     # The hosts first exchange numbers, and the kinds of arrays, so that the others can make room for the broadcast.
-    said: list[Any] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
+    said: list[Array] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
     kinds: list[Form] = [theirs for theirs in said if isinstance(theirs, tuple)]
     if is_source:
         data = pack([leaf for leaf in state if isinstance(leaf, torch.Tensor)], wire.device)

@@ -7,7 +7,6 @@ So their sums are the weighted sums in units of that number. Dividing by the wei
 together gives the weighted mean, however uneven the replicas are.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -110,16 +109,12 @@ class ModuleWindow:
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
         self.reductions = reductions_of(replace(program, across=gradient.merged_over(program.across)), backend)
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
-        self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
         self.sync = gradient.sync
         # Whether what is beside the gradients is added after the backward pass, which tells what that is.
         self.adds_late = program.dropping is not None or program.observers is not None
         self.observing: Observing | None = None
         self.folded: GradientFunction = self.parts  # whose output is folded
-        # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
-        self.graph_size = self.walked_size = math.nan
-        self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
@@ -204,7 +199,7 @@ class ModuleWindow:
         """
         if self._is_in_step:
             last = self._meet(last)
-        elif not self.has_begun and self.wrapper.begins_with_buffers:
+        elif self.buffers is None and self.wrapper.begins_with_buffers:
             self._meet(last)
         if last:
             self.waiting.close()
@@ -220,17 +215,15 @@ class ModuleWindow:
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
-        self.has_begun = True
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked. The host cannot see
         # whether a weight on a device is 0.
         masks = isinstance(weight, torch.Tensor) or not weight
-        module, nodes = self.gradient.module, _private.nodes_made()
+        module = self.gradient.module
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with self.masked(weight) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
-        self.graph_size = _private.nodes_made() - nodes
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
     @contextmanager
@@ -308,13 +301,13 @@ class ModuleWindow:
         params, replaced = tuple(self.params.values()), self.wrapper.leaves()
         if params and not replaced and applied.last is self.since:
             return params, []
-        # Walking through a graph takes time. One with as many nodes as the last one is taken for the same.
-        if self.walked_size != self.graph_size:
-            self.walked_size, ids = self.graph_size, {*map(id, (*params, *replaced))}
-            others, is_custom = reach(loss, ids)
-            others += [p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in ids]
-            self.walked = ((), others) if is_custom or replaced or not params else (params, [])
-        return self.walked
+        ids = {*map(id, (*params, *replaced))}
+        others, is_custom = reach(loss, ids)
+        if params and not (is_custom or replaced):
+            return params, []
+        return (), others + [
+            p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in ids
+        ]
 
     def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> list[Array]:
         """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""

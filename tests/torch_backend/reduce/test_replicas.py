@@ -778,7 +778,7 @@ def test_not_in_one_graph():
 
 
 def test_not_with_auto():
-    with pytest.raises(funcga.FuncgaError, match=r'n="auto" was given together with across=: a replica that runs out'):
+    with pytest.raises(funcga.FuncgaError, match=r'n="auto" was given together with across=, a replica that runs out'):
         funcga.accumulate(funcga.grad(averaged), "auto", across="data")
 
 
