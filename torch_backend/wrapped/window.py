@@ -28,7 +28,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.dropping import put_back, statistics_of
+from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
 from torch_backend.engine.layout import Kept, Leaves
 from torch_backend.engine.observing import ObservedGradient, Observing
 from torch_backend.engine.others import applied, left_alone, reach
@@ -42,7 +42,6 @@ from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replacements import replacements
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.wrapped.ddp import Wrapper
-from torch_backend.wrapped.dropping import WindowBuffers
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _NOTHING = nullcontext()
@@ -374,7 +373,7 @@ class ModuleWindow:
             gradients = [taken(p, self.wrapper.fresh) for p in self.params.values()]
             # Of a DTensor only the local shard is divided.
             sums = local_tensors(gradients)
-            if isinstance(buffers, WindowBuffers):
+            if isinstance(buffers, DroppingBuffers):
                 buffers.look_at(sums)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
@@ -408,8 +407,7 @@ class ModuleWindow:
         layout = self.program.memory.keep(Kept).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
-        dropping, self.layout = self.program.dropping, layout
-        self.buffers = Buffers(layout) if dropping is None else WindowBuffers(dropping, layout)
+        self.layout, self.buffers = layout, buffers_of(self.program)(layout)
         if self.program.observers is not None:
             computed_with = self.wrapper.leaf_of()
             in_backward = zip(layout.in_backward, self.params.values(), strict=True)
