@@ -324,22 +324,26 @@ def check_replicas(params: Tree, across: Any) -> None:
     }
     said = replicas.channel.gathered(mine)
     check_alike([{path: kind for path, (kind, *_) in each.items()} for each in said], "have different parameters")
-    # What differs, by the ranks that have the leaf. All replicas see all of it, and all raise.
-    differing: dict[tuple[int, ...], list[str]] = {}
-    for path in leaves:
-        digests = {rank: each[path][1] for rank, each in zip(replicas.ranks, said, strict=True)}
-        for ranks in dict.fromkeys(each[path][2] for each in said):
-            others = [str(rank) for rank in ranks if digests[rank] != digests[ranks[0]]]
-            if others:
-                text = f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}"
-                differing.setdefault(ranks, []).append(text)
-    for (first, *_), texts in differing.items():
+    for (first, *_), texts in _differing(dict(zip(replicas.ranks, said, strict=True))).items():
         more = f"; and {len(texts) - 4} more" if texts[4:] else ""
         raise FuncgaError(
             f"the replicas start from different parameters: not as on rank {first} {'are' if texts[1:] else 'is'} "
             f"{'; '.join(texts[:4])}{more}. Send them around once before training: "
             f"for p in params.values(): torch.distributed.broadcast(p, src={first}, group=group)."
         )
+
+
+def _differing(said: dict[int, dict[str, tuple[str, bytes, tuple[int, ...]]]]) -> dict[tuple[int, ...], list[str]]:
+    """What differs, by the ranks that have the leaf. All replicas see all of it, and all raise."""
+    differing: dict[tuple[int, ...], list[str]] = {}
+    for path in next(iter(said.values())):
+        digests = {rank: leaves[path][1] for rank, leaves in said.items()}
+        for ranks in dict.fromkeys(leaves[path][2] for leaves in said.values()):
+            others = [str(rank) for rank in ranks if digests[rank] != digests[ranks[0]]]
+            if others:
+                text = f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}"
+                differing.setdefault(ranks, []).append(text)
+    return differing
 
 
 def _ranks_of_leaves(params: Tree, replicas: Replicas) -> list[tuple[int, ...]]:

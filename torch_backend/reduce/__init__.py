@@ -290,13 +290,10 @@ class Reduction:
 
     def _take_in(self, state: list[Array]) -> list[Array]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
-        reports, buffers, mark = self.reports, self.buffers, self.sums.mark
-        buffers.unit, buffers.counted = self.unit, None
-        buffers.steps, buffers.weight = int(sum(report.steps for report in reports)), sum(r.weight for r in reports)
-        buffers.rejected = int(sum(report.rejected for report in reports))
+        buffers, mark = self.buffers, self.sums.mark
+        self._count()
         while self.unreceived:
             self.unreceived.popleft()()
-        self._add_numbers(reports)
         # Reading the mark from a device would make the host wait. Instead the weight becomes NaN there, and so does
         # every mean of the window. But before another exchange between hosts the mark has to be read: a replica that
         # has given up would not answer.
@@ -312,21 +309,25 @@ class Reduction:
             nothing = Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
             buffers.counted = nothing if buffers.counted is None else buffers.counted.merge(nothing)
         # A view would keep its whole bucket alive as long as the caller keeps a loss.
-        for leaf in buffers.layout.rest:
-            if leaf in self.sums.views and self.sums.views[leaf].nbytes <= _SMALL:
-                buffers.reduced[leaf] = self.sums.views[leaf].clone()
+        for leaf in self.sums.views.keys() & {*buffers.layout.rest}:
+            view = self.sums.views[leaf]
+            buffers.reduced[leaf] = view.clone() if view.nbytes <= _SMALL else view
         if buffers.outputs.collected:
             self._gather()()
-        folded = [rank for rank, report in enumerate(reports) if report.steps]
+        folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         return carried(state, folded[-1], self._wire()) if state and folded else state
 
-    def _add_numbers(self, reports: list[Report]) -> None:
-        """Adds up the scalars of all headers, in the order of the replicas."""
+    def _count(self) -> None:
+        """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
+        buffers, reports = self.buffers, self.reports
+        buffers.unit, buffers.counted = self.unit, None
+        buffers.steps, buffers.weight = int(sum(report.steps for report in reports)), sum(r.weight for r in reports)
+        buffers.rejected = int(sum(report.rejected for report in reports))
         for position, leaf in enumerate(self.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = leaf in self.buffers.layout.weighted
+            is_weighted = leaf in buffers.layout.weighted
             addends = [r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports]
-            self.buffers.reduced[leaf] = torch.tensor(sum(addends), dtype=self.buffers.folds[leaf].accumulator_dtype)
+            buffers.reduced[leaf] = torch.tensor(sum(addends), dtype=buffers.folds[leaf].accumulator_dtype)
 
 
 _SMALL = 2**12  # bytes of a value that is copied out of its bucket
@@ -345,9 +346,7 @@ def _like(accumulated: Any, spec: Spec) -> Any:
 
 
 def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
-    """What merges a window over the replicas of `across=`, one after the other; usually one, without it none."""
-    if program.across is None:
-        return []
+    """What merges a window over the replicas of `across=`, one after the other; usually one."""
     # A wrapper of a module says itself what it is merged over.
     across = program.across
     several = across if isinstance(across, InTurn) else [program.replicas(backend)]

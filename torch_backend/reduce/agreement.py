@@ -258,25 +258,12 @@ def agreed(
     `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
     Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
-    # Usually the headers have said everything, and nothing more is sent. A digest of 0 is that of a replica that has
-    # nothing to fold: it goes with any other.
-    steps, digests = [report.step for report in reports], {report.digest for report in reports} - {0}
-    earlier = None
-    if len(digests) == 1 and all(report.agreed for report in reports):
-        earlier = history.recalled(*digests) if mine is None else mine
+    # Usually the headers have said everything, and nothing more is sent.
+    steps, earlier = [report.step for report in reports], _earlier(history, mine, reports)
     if earlier is not None and earlier.steps == steps:
         return earlier
     # Otherwise all replicas come here, because all of them see the same reports. So the collectives below match.
-    mine_said = _Said(history.step, steps_made())
-    if mine is not None:
-        # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica
-        # has nothing to fold, and so cannot know it.
-        mine_said = mine_said._replace(
-            description=mine.description if len(digests) > 1 else None,
-            structure=_pickled(mine) if any(not report.digest for report in reports) else None,
-            groups=[group.ranks for group in mine.groups[1:]],  # all replicas know the window's
-        )
-    said: list[_Said] = replicas.channel.gathered(mine_said)
+    said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
     if earlier is not None or _are_mixed_up(said):
         spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
         raise FuncgaError(
@@ -314,6 +301,26 @@ def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
             f"So it may have what the losses of other replicas add to it, and nothing has weighed that. Return sums, "
             f"and let funcga divide them: fold=funcga.per_weight(), and a loss that is summed over what weight counts."
         )
+
+
+def _earlier(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
+    """The Agreement that all replicas have made before, if everything that they fold now has one digest."""
+    # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
+    digests = {report.digest for report in reports} - {0}
+    if len(digests) > 1 or not all(report.agreed for report in reports):
+        return None
+    return history.recalled(digests.pop()) if mine is None else mine
+
+
+def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
+    if mine is None:
+        return _Said(step, steps_made())
+    # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
+    # nothing to fold, and so cannot know it.
+    digests = {report.digest for report in reports}
+    description = mine.description if len(digests - {0}) > 1 else None
+    structure = _pickled(mine) if 0 in digests else None
+    return _Said(step, steps_made(), description, structure, [group.ranks for group in mine.groups[1:]])
 
 
 def _check_groups(said: list[_Said], replicas: Replicas) -> None:

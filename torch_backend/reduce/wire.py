@@ -101,28 +101,47 @@ def planned(
     if len(sums) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
         kinds = {kind: leaves for kind, leaves in kinds.items() if not _are_few_counts(leaves, folds, likes)}
-    buckets = [
-        _bucket(kind, leaves, folds, likes)
-        for kind, of_kind in sorted(kinds.items(), key=lambda item: not item[0].among)
-        for leaves in _parts(
-            of_kind, {leaf: likes[leaf].numel() * kind.dtype.itemsize for leaf in of_kind}, bucket_bytes
-        )
-    ]
-    if not buckets or buckets[-1].kind.among:  # an empty one, for the mark of an error, which all replicas see
+    in_buckets = {leaf for leaves in kinds.values() for leaf in leaves}
+    others = [leaf for leaf in sorted(likes) if leaf not in in_buckets]
+    converted = _converted_together(others, folds, likes, bucket_bytes, among)
+    gathered = {*others}.difference(*converted)
+    shapes = {leaf: tuple(likes[leaf].shape) for leaf in others}
+    return Plan(
+        _buckets(kinds, folds, likes, bucket_bytes),
+        {leaf: shapes[leaf] for leaf in others if leaf in gathered},
+        tuple([{leaf: shapes[leaf] for leaf in leaves} for leaves in converted]),
+        among,
+    )
+
+
+def _buckets(
+    kinds: Mapping[Kind, list[int]], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """The buckets of sums. All replicas see the last one, which has the mark of an error."""
+    buckets = []
+    for kind, leaves in sorted(kinds.items(), key=lambda item: not item[0].among):
+        nbytes = {leaf: likes[leaf].numel() * kind.dtype.itemsize for leaf in leaves}
+        buckets += [_bucket(kind, together, folds, likes) for together in _parts(leaves, nbytes, bucket_bytes)]
+    if not buckets or buckets[-1].kind.among:
         device = next((like.device for like in likes.values()), torch.device("cpu"))
         buckets.append(Bucket(Kind(torch.float32, device, torch.float32, 0), (), 0))
-    in_buckets = {leaf for leaves in kinds.values() for leaf in leaves}
-    shapes = {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets}
-    converted: dict[int, list[int]] = {}
-    for leaf in shapes:
+    return tuple(buckets)
+
+
+def _converted_together(
+    leaves: Sequence[int],
+    folds: Sequence[LeafFold],
+    likes: Mapping[int, torch.Tensor],
+    bucket_bytes: int,
+    among: Mapping[int, int],
+) -> list[list[int]]:
+    """Of these leaves those that are converted, in groups that travel together."""
+    groups: dict[int, list[int]] = {}
+    for leaf in leaves:
         if folds[leaf].fold.reducer.monoid.sent is not None:
-            converted.setdefault(among.get(leaf, 0), []).append(leaf)
-    groups = [
-        {leaf: shapes.pop(leaf) for leaf in leaves}
-        for of_group in converted.values()
-        for leaves in _parts(of_group, {leaf: likes[leaf].nbytes for leaf in of_group}, bucket_bytes)
-    ]
-    return Plan(tuple(buckets), shapes, tuple(groups), among)
+            groups.setdefault(among.get(leaf, 0), []).append(leaf)
+    nbytes = {leaf: likes[leaf].nbytes for leaf in leaves}
+    return [together for group in groups.values() for together in _parts(group, nbytes, bucket_bytes)]
 
 
 def _kind_of(fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None, among: int) -> Kind:

@@ -111,7 +111,7 @@ class ModuleGradient(OwningGradient):
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
         """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
         self.check_not_traced()
-        reduction = next(iter(reductions_of(program, backend)), None)
+        reduction = None if program.across is None else reductions_of(program, backend)[0]
         return Engine(program, self.parts, backend, reduction, self.module)
 
     def check_not_traced(self) -> None:
