@@ -11,6 +11,7 @@ import pytest
 import jax_backend
 import torch_backend
 from funcga._backend import Arrays, DLPack, Gradients, Loop, Passes, Planner, Replicas, Sums, Transforms, Trees
+from tests import house
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
@@ -86,6 +87,22 @@ def test_imports_point_one_way():
     for path, source in sources("funcga").items():
         own = room(".".join(path.with_suffix("").parts))
         assert not upward_imports(own, source), path
+
+
+def packages_in_both_directions(imports):
+    """The pairs of packages of the torch backend that import each other."""
+    folder = lambda module: ".".join(module.split(".")[:2])
+    folders = {folder(module) for module in imports if module.startswith("torch_backend.") and module.count(".") > 1}
+    pairs = {(folder(module), folder(used)) for module, all_used in imports.items() for used in all_used}
+    return {(a, b) for a, b in pairs if a < b and (b, a) in pairs and {a, b} <= folders}
+
+
+def test_packages_of_torch_import_one_way():
+    assert packages_in_both_directions(house.imports()) == set()
+    graph = {"torch_backend.a.x": {"torch_backend.b.y"}, "torch_backend.b.y": {"torch_backend.c"}}
+    assert packages_in_both_directions(graph) == set()
+    graph["torch_backend.b.z"] = {"torch_backend.a"}
+    assert packages_in_both_directions(graph) == {("torch_backend.a", "torch_backend.b")}
 
 
 # The one file that imports the other framework, inside of functions: it runs what optax makes on torch tensors.

@@ -8,7 +8,6 @@ and load this file again.
 import functools
 import inspect
 import itertools
-import math
 import operator
 import sys
 import types
@@ -106,9 +105,6 @@ def stand_in(weight: Any) -> Any:
         return weight
     return True if weight.dtype == torch.bool else next(_NUMBERS)
 
-
-# How many nodes of graphs this thread has made. Torch 2.11 to 2.13 tell. Without it no graph is like another.
-nodes_made: Callable[[], float] = _attribute(torch.autograd, "_get_sequence_nr", lambda: math.nan)
 
 # How many tensors and storages hold the memory of this storage, by its `_cdata`. Torch 2.11 to 2.13 have it. Without it
 # nobody knows who else holds a gradient, and each first one of a window is copied.
@@ -365,12 +361,6 @@ def replicate_state(module: nn.Module) -> Any:
     return state
 
 
-def params_of_replicate(module: nn.Module) -> list[torch.Tensor]:
-    """The parameters that its DDP has."""
-    params: list[torch.Tensor] = replicate_state(module)._param_list
-    return params
-
-
 # --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------------------------
 # Torch 2.11 to 2.13 have all of these. Without one module_value_and_grad refuses the module.
 
@@ -518,19 +508,13 @@ def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
 
 
 def reset_fsdp2(module: Any) -> None:
-    """Drops all sums, and the traces of a pass that an error has ended: `reset_iter_state`, which torch 2.13 has."""
-    state, groups = module._get_fsdp_state(), param_groups(module)
+    """Drops the traces of a pass that an error has ended: `reset_iter_state`, which torch 2.13 has."""
+    state = module._get_fsdp_state()
     reset: Callable[[], None] | None = _attribute(module, "reset_iter_state", None)
     if reset is None:
-        _reset_iter_state(state, groups)
+        _reset_iter_state(state, param_groups(module))
     elif state._is_root:
         reset()
-    for group in groups:
-        group._partial_reduce_output = None
-        for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-        for unsharded in unsharded_params(group):
-            unsharded.grad = None
 
 
 def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:

@@ -29,11 +29,12 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import Alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.window import Engine, detached, reductions_of
+from torch_backend.engine.window import Engine, detached
 from torch_backend.loop import Calls, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import called
 from torch_backend.randomness import generator_states, put_generator_states
+from torch_backend.reduce import reductions_of
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import LossOfModule, ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient, with_a_blank_row

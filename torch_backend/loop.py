@@ -31,10 +31,10 @@ from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_
 from torch_backend.engine.compiled_window import CompiledWindow
 from torch_backend.engine.dropping import DroppingBuffers, buffers_of, fold_or_drop, put_back, statistics_of
 from torch_backend.engine.layout import Layout
-from torch_backend.engine.window import Engine, begun_by_others, detached, reductions_of
+from torch_backend.engine.window import Engine, detached
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
-from torch_backend.reduce import Reduction
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.replicas import Listener
 from torch_backend.wrapped.gradient import ModuleGradient, calling
 from torch_backend.wrapped.window import with_a_blank_row
@@ -535,7 +535,7 @@ class Calls:
         first, *others = self.reductions
         if not others:
             bind = lambda value: self.program.bind(value, arguments)[0]
-            return self._merged(begun_by_others(bind, first, arguments, self.parameters), state)
+            return self._merged(first.take_part(bind, arguments, self.parameters), state)
         # All replicas of the first group may be without rows. What the others count is like the totals of a row of
         # zeros, which are not added.
         outputs, leaves = self.program.bind(self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments)

@@ -162,7 +162,7 @@ class _Echo(Channel):
 
     def exchange(self, mine: list[float]) -> Any:
         """The numbers of all."""
-        return _Told([mine] * self.count)
+        return lambda: [mine] * self.count
 
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says."""
@@ -174,27 +174,19 @@ class _Echo(Channel):
 
     def allreduce(self, tensors: list[torch.Tensor]) -> "_Told":
         """A sum, of numbers that mean nothing."""
-        return _Told([])
+        return _Told()
 
     def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Told":
         """What all have, which stays empty here."""
-        return _Told([])
+        return _Told()
 
     def broadcast(self, data: torch.Tensor, source: int) -> "_Told":
         """What one has, which stays empty here."""
-        return _Told([])
+        return _Told()
 
 
-@dataclass(frozen=True)
 class _Told:
     """What is over as soon as it begins."""
-
-    of_all: list[list[float]]
-    done = True
-
-    def rows(self) -> list[list[float]]:
-        """The numbers of all."""
-        return self.of_all
 
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -1,9 +1,8 @@
 """Replicas: what across= names, what they tell each other, and whether they hold the same.
 
-All processes of a group have to call its collectives in one order. A loss may call some in its backward pass while
-gradients are sent, and a branch in the loss makes the order differ between replicas. So headers, descriptions, and
-gradients on the CPU travel over a channel: a process group that nobody else uses. It is made once for each group of the
-user's, with gloo, which needs no device: numbers on the host never wait for one.
+Headers, descriptions, and gradients on the CPU travel over a channel: a process group that nobody else uses, so that
+nothing is taken for a collective of the user's. It is made once for each group of the user's, with gloo, which needs no
+device: numbers on the host never wait for one.
 """
 
 import atexit
@@ -37,7 +36,7 @@ class Replicas:
 
     Args:
         group: A process group or a 1-D DeviceMesh.
-        bucket_bytes: The bytes of one all_reduce. It is launched while the last micro-batch's backward pass still runs.
+        bucket_bytes: The bytes of one all_reduce. All of them are launched after the last micro-batch's backward pass.
         wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
             replica contributes to 8 bits. By default they are sent as they are accumulated. Counts, weights and
             scalars, such as losses, are never rounded.
@@ -192,28 +191,6 @@ class Owed(Protocol):
         ...
 
 
-class Exchange:
-    """The numbers of all processes, under way: one small all_gather."""
-
-    def __init__(self, group: dist.ProcessGroup, mine: list[float]):
-        # The collective reads and writes these tensors until it is done, so they are kept until then.
-        self._sent = torch.tensor(mine, dtype=torch.float64)
-        self._rows = torch.zeros(group.size(), len(mine), dtype=torch.float64)
-        self._work = group.allgather([[*self._rows]], [self._sent])
-
-    @property
-    def done(self) -> bool:
-        """Whether they are here."""
-        return bool(self._work.is_completed())
-
-    def rows(self) -> list[list[float]]:
-        """Those of each process, in their order; waits for them."""
-        with explained():
-            self._work.wait()
-        rows: list[list[float]] = self._rows.tolist()
-        return rows
-
-
 class Channel:
     """A process group of funcga's own, on the processes of a user's group."""
 
@@ -231,9 +208,17 @@ class Channel:
         while self.owed:
             self.owed.pop(0).settle()
 
-    def exchange(self, mine: list[float]) -> Exchange:
-        """Begins to tell all processes these numbers, as many as they tell."""
-        return Exchange(self.group, mine)
+    def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
+        """Begins to tell all processes these numbers, as many as they tell; returns what waits for those of each."""
+        rows = torch.zeros(self.count, len(mine), dtype=torch.float64)
+        work = self.group.allgather([[*rows]], [torch.tensor(mine, dtype=torch.float64)])
+
+        def received() -> list[list[float]]:
+            with explained():
+                work.wait()
+            return rows.tolist()
+
+        return received
 
     def is_marked(self, mark: torch.Tensor) -> bool:
         """Whether the mark of an error that came is not 0. Reading it from a device makes the host wait."""
@@ -340,55 +325,46 @@ def check_replicas(params: Tree, across: Any) -> None:
     replicas = replicas_of(across)
     # Messages that an earlier window still owes come first, or replicas would read them as this one's.
     replicas.channel.settle()
-    # First the structure and the kinds of leaves are compared, then the numbers in them: these need equal paths.
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
-    kinds = {path: arrays.describe(leaf) if arrays.is_array(leaf) else repr(leaf) for path, leaf in leaves.items()}
-    check_alike(replicas.channel.gathered(kinds), "have different parameters")
-    whole = {path: leaf for path, leaf in leaves.items() if arrays.is_array(leaf) and not _is_cut(leaf, replicas.group)}
-    found = []
-    for group, own in _by_group(params, replicas).items():
-        here = {path: whole[path] for path in own if path in whole}
-        found += [_difference(here, Replicas(group))] if here else []
-    # Those of a group see what differs in it, and all raise it.
-    said = found if replicas.leaves is None else [text for texts in replicas.channel.gathered(found) for text in texts]
-    if any(said):
-        raise FuncgaError(next(filter(None, said)))
+    # Of an array a hash travels, however large it is; it is compared among the ranks that have the leaf.
+    mine = {
+        path: (arrays.describe(leaf), _digest(leaf, replicas), ranks)
+        if arrays.is_array(leaf)
+        else (repr(leaf), b"", ranks)
+        for (path, leaf), ranks in zip(leaves.items(), _ranks_of_leaves(params, replicas), strict=True)
+    }
+    said = replicas.channel.gathered(mine)
+    check_alike([{path: kind for path, (kind, *_) in each.items()} for each in said], "have different parameters")
+    for (first, *_), texts in _differing(dict(zip(replicas.ranks, said, strict=True))).items():
+        more = f"; and {len(texts) - 4} more" if texts[4:] else ""
+        raise FuncgaError(
+            f"the replicas start from different parameters: not as on rank {first} {'are' if texts[1:] else 'is'} "
+            f"{'; '.join(texts[:4])}{more}. Send them around once before training: "
+            f"for p in params.values(): torch.distributed.broadcast(p, src={first}, group=group)."
+        )
 
 
-def _by_group(params: Tree, replicas: Replicas) -> dict[dist.ProcessGroup, list[str]]:
-    """The paths of the leaves that are to be the same in each group."""
-    paths = leaf_paths(params, trees, "params")
-    if replicas.leaves is None:
-        return {replicas.group: paths}
-    groups: dict[dist.ProcessGroup, list[str]] = {}
-    named = named_by_leaf(replicas.leaves, params, is_group, trees, "params", WRITE_LEAVES)
-    for path, group in zip(paths, map(_group, named), strict=True):
-        groups.setdefault(group, []).append(path)
-    return groups
+def _differing(said: dict[int, dict[str, tuple[str, bytes, tuple[int, ...]]]]) -> dict[tuple[int, ...], list[str]]:
+    """What differs, by the ranks that have the leaf. All replicas see all of it, and all raise."""
+    differing: dict[tuple[int, ...], list[str]] = {}
+    for path in next(iter(said.values())):
+        digests = {rank: leaves[path][1] for rank, leaves in said.items()}
+        for ranks in dict.fromkeys(leaves[path][2] for leaves in said.values()):
+            others = [str(rank) for rank in ranks if digests[rank] != digests[ranks[0]]]
+            if others:
+                text = f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}"
+                differing.setdefault(ranks, []).append(text)
+    return differing
 
 
-def _is_cut(leaf: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether a tensor is cut over these replicas, so that each of them should have another shard."""
-    return is_dtensor(leaf) and bool(ranks_with_other_shards(leaf, dist.get_process_group_ranks(group)))
-
-
-def _difference(leaves: dict[str, torch.Tensor], replicas: Replicas) -> str:
-    """How the leaves differ between the replicas, and what to do about it; "" if they do not."""
-    # Only hashes travel, however large the arrays are.
-    digests_of_ranks = replicas.channel.gathered([_digest(leaf) for leaf in leaves.values()])
-    differing = []
-    for path, digests in zip(leaves, zip(*digests_of_ranks, strict=True), strict=True):
-        ranks = [str(rank) for rank, digest in zip(replicas.ranks, digests, strict=True) if digest != digests[0]]
-        if ranks:
-            differing.append(f"`{path}` of rank {', '.join(ranks[:8])}{', ...' if ranks[8:] else ''}")
-    if not differing:
-        return ""
-    first, more = replicas.ranks[0], f"; and {len(differing) - 4} more" if differing[4:] else ""
-    return (
-        f"the replicas start from different parameters: not as on rank {first} {'are' if differing[1:] else 'is'} "
-        f"{'; '.join(differing[:4])}{more}. Send them around once before training: "
-        f"for p in params.values(): torch.distributed.broadcast(p, src={first}, group=group)."
-    )
+def _ranks_of_leaves(params: Tree, replicas: Replicas) -> list[tuple[int, ...]]:
+    """The ranks of those replicas that each leaf is to be the same on."""
+    groups = [replicas.group for _ in trees.flatten(params)[0]]
+    if replicas.leaves is not None:
+        groups = [*map(_group, named_by_leaf(replicas.leaves, params, is_group, trees, "params", WRITE_LEAVES))]
+    for group in groups:
+        replicas.check_part(group)
+    return [tuple(dist.get_process_group_ranks(group)) for group in groups]
 
 
 # So many bytes are copied to the host at a time, so that it needs no room for a whole array.
@@ -396,8 +372,10 @@ _CHUNK = 2**24
 
 
 @torch.no_grad()
-def _digest(leaf: torch.Tensor) -> bytes:
-    """A hash of the bits of an array, 16 bytes."""
+def _digest(leaf: torch.Tensor, replicas: Replicas) -> bytes:
+    """A hash of the bits of an array, 16 bytes; of none, if each of these replicas should have another shard of it."""
+    if is_dtensor(leaf) and ranks_with_other_shards(leaf, replicas.ranks):
+        return b""
     shard = local(leaf)
     data = as_bytes(shard if shard.layout is torch.strided else shard.to_dense())
     digest = hashlib.blake2b(digest_size=16)

@@ -153,15 +153,12 @@ class Backward(Pass):
         loss: torch.Tensor,
         weight: Scalar,
         moving: Sequence[torch.Tensor] = (),
-        announce: Callable[[], Callable[[int], None]] | None = None,
         communicates: bool = False,
     ) -> float | None:
         """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`.
 
-        `announce()` begins a last pass, and returns what is called with the index of each sum, among what is reduced,
-        as soon as it is complete. A loss that `communicates` leaves the gradients of other processes' losses here as
-        well, whatever its own weight.
-        Returns the share of the weight. Raises FuncgaError if loss_fn ran a backward pass of its own before.
+        A loss that `communicates` leaves the gradients of other processes' losses here as well, whatever its own
+        weight. Returns the share of the weight. Raises FuncgaError if loss_fn ran a backward pass of its own before.
         """
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if self._count_writes() != self.writes:
@@ -172,15 +169,14 @@ class Backward(Pass):
         self.seed = seed
         if self.mixes:
             self._note(weight, communicates, has_weight)
-        ready = None if announce is None else announce()
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
             inputs = (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.layout.others, weight)
-            elif self.hooked or ready or self.autocast or applied.last is not self.since:
-                self._run_with_care(loss, seed, inputs, weight, has_weight, ready)
+            elif self.hooked or self.autocast or applied.last is not self.since:
+                self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
                 cotangent = torch.full_like(loss, seed, requires_grad=False)  # type: ignore[arg-type]  # a number
@@ -227,7 +223,6 @@ class Backward(Pass):
     def _run_with_care(
         self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
         has_weight: bool,
-        ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """A pass outside of autocast, or with hooks, or in which functions written in Python may run their own."""
         layout = self.layout
@@ -242,10 +237,10 @@ class Backward(Pass):
         if custom:
             # A leaf may get several gradients in such a pass, so each is taken when the pass is over, without a hook.
             self.run_by_hand(loss, seed, inputs, others)
-        elif not (waiting or ready):
+        elif not waiting:
             self.run(loss, seed, inputs)
         else:
-            self._run_hooked(loss, seed, inputs, weight, waiting, ready)
+            self._run_hooked(loss, seed, inputs, weight, waiting)
         if waiting:
             self._take_rest(waiting, weight)
 
@@ -258,18 +253,12 @@ class Backward(Pass):
     def _run_hooked(
         self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
         waiting: set[int],
-        ready: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole there.
         handles = [
             _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting)) for leaf_index in waiting
         ]
-        if ready is not None:
-            handles += [
-                _after(self.inputs[added.position], partial(_tell, ready, added.sum_index))
-                for added in self.layout.added
-            ]
         try:
             self.run(loss, seed, inputs)
         finally:
@@ -333,10 +322,6 @@ class Backward(Pass):
 def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
     return handle
-
-
-def _tell(ready: Callable[[int], None], index: int, _: torch.Tensor) -> None:
-    ready(index)
 
 
 def ran_backward() -> FuncgaError:

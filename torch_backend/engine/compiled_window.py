@@ -75,7 +75,7 @@ class CompiledWindow(Engine):
         """Whether nothing else is to see the gradients of a micro-batch, or takes part in computing them."""
         if self.step.is_refused or self.hooked or not self.is_whole:
             return False
-        if self.any_group is not None or arguments.state or is_watched():
+        if self.listener is not None or arguments.state or is_watched():
             return False
         if isinstance(self.visit, Visit):
             self.visit.reserve()  # the module and its parameters are checked

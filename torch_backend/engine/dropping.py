@@ -52,8 +52,14 @@ class DroppingBuffers(Buffers):
         return self._add_where(keep, leaves, weight)
 
     def keeps(self, leaves: Sequence[Any], weight: Scalar) -> bool | torch.Tensor:
-        """Whether a micro-batch of these leaves is folded."""
-        return self.dropping.keeps(self.outputs, self.tested, leaves, weight)
+        """Whether a micro-batch of these leaves is folded; None for one that a wrapper of a module sums."""
+        present = [leaf_index for leaf_index in self.tested.leaf_indices if leaves[leaf_index] is not None]
+        return self.dropping.keeps(self.outputs, self.tested._replace(leaf_indices=present), leaves, weight)
+
+    def look_at(self, sums: Sequence[torch.Tensor]) -> None:
+        """Drops the window if what a wrapper has summed is not finite."""
+        finite = self.outputs.backend.arrays.finite(sums)
+        self.rejected = self.rejected + arrays.scalar((~finite).to(torch.int64))
 
     def _add_where(self, keep: torch.Tensor, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
         """`add`, where only a device knows whether to keep the micro-batch."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, evaluations, scaled_loss
-from funcga._types import Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
@@ -42,13 +42,39 @@ from torch_backend.modules.checks import check_no_params, check_unfrozen
 from torch_backend.modules.functional import noted, recomputing
 from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import IN_USE
-from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import Progress
 from torch_backend.replacements import replacements
-from torch_backend.replicas import InTurn, Listener
+from torch_backend.replicas import Listener, Replicas
 
 _NOTHING = nullcontext()
 _OWN = -1  # in place of the index of an argument: the module's own parameters
+
+
+class Merge(Protocol):
+    """What merges a window over replicas.
+
+    `unweighed`: whether gradients of other replicas' losses came in, and nothing had weighed them; `weights`: those of
+    the micro-batches.
+    """
+
+    replicas: Replicas
+    unweighed: bool
+    weights: set[Scalar]
+
+    def begin(self, buffers: Buffers, leaves: Sequence[Array]) -> None:
+        """Takes the buffers of a window whose first micro-batch has these leaves."""
+        ...
+
+    def take_part(self, bind: Callable[[Tree], Outputs], arguments: Arguments) -> Buffers:
+        """The buffers of a replica without any micro-batch."""
+        ...
+
+    def finish(self, state: list[Array]) -> list[Array]:
+        """Merges the buffers, and returns the state that is threaded on."""
+        ...
+
+    def give_up(self) -> None:
+        """Tells the other replicas of an error."""
+        ...
 
 
 class Engine:
@@ -58,6 +84,7 @@ class Engine:
     """
 
     records = True
+    looks_ahead = False
     detaches_aux = True  # whether what comes with a loss has no graph
 
     def __init__(
@@ -65,7 +92,7 @@ class Engine:
         program: Program,
         gradient: GradientFunction,
         backend: Backend,
-        reduction: Reduction | None,
+        reduction: Merge | None,
         module: nn.Module | None = None,
     ):
         self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
@@ -73,7 +100,7 @@ class Engine:
         self.folded = gradient
         self.buffers_of: Callable[[Layout], Buffers] = Buffers
         self.module = module
-        self.looks_ahead = self.may_be_short = reduction is not None
+        self.may_be_short = reduction is not None
         # Whether leaves may have what the losses of other replicas add to them.
         self.mixes = reduction is not None and reduction.replicas.leaves is not None
         self.kept = program.memory.keep(Kept)
@@ -89,18 +116,13 @@ class Engine:
         self.merges_shards = False
         self.observing: Observing | None = None  # what observers are told, from the first loss on
         self.unreached = False  # whether a loss reached no leaf, though it should have
-        # Losses may call collectives themselves. One listener hears those of any group, the other only those of the
-        # group that gradients may travel over.
-        self.any_group: Listener | None = None
-        self.given_group: Listener | None = None
+        self.listener: Listener | None = None  # hears a loss that calls collectives itself
 
     def __enter__(self) -> Self:
         self.noted_around = noted.calls, noted.last  # those of a loss around this window
         noted.last = () if self.is_uninterrupted else None
         if dist.is_available() and dist.is_initialized():
-            self.any_group = Listener()
-            if self.reduction is not None:
-                self.given_group = Listener(self.reduction.replicas.group)
+            self.listener = Listener()
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can never have a gradient, so the whole window runs outside of it.
             self.stack.enter_context(torch.inference_mode(False))
@@ -161,7 +183,7 @@ class Engine:
             # The first loss shows what becomes of the output. Accumulators have to be there before its backward pass.
             if self.backward is None:
                 self.backward = self._bind(loss.detach(), aux, leaves, moving, arguments)
-            announce, communicates = (None, False) if self.any_group is None else self._listen(weight, last)
+            communicates = self.listener is not None and self.listener.heard
             # A checkpoint runs parts of the loss again in the backward pass: it needs the parameters in the module
             # then.
             with recomputing(applied.last is self.since) if noted.calls else recording_loss():
@@ -169,7 +191,7 @@ class Engine:
                     # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
                     if arrivals is not None:
                         arrivals.watch(tensors_of(leaves))
-                    share = self.backward(differentiated, weight, moving, announce, communicates)
+                    share = self.backward(differentiated, weight, moving, communicates)
                 except BaseException as error:
                     explain(error, leaves, arrivals)
                     raise
@@ -299,31 +321,6 @@ class Engine:
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
         return loss, detached(aux) if self.detaches_aux and gradient.has_aux else aux, differentiated
 
-    def _listen(self, weight: Scalar, last: bool) -> "tuple[Callable[[], Callable[[int], None]] | None, bool]":
-        """(what announces the window before its last backward pass, whether the loss has called any collective)."""
-        assert self.any_group is not None
-        announce = None
-        if self.reduction is not None:
-            self._note_collectives()
-            if last and not self.merges_shards and self.reduction.overlaps:
-                announce = partial(self._announce, self.reduction, weight)
-        return announce, self.any_group.heard
-
-    def _announce(self, reduction: Reduction, weight: Scalar) -> Callable[[int], None]:
-        assert self.backward is not None
-        reduction.unweighed, reduction.weights = self.backward.unweighed, self.backward.weights
-        reduction.announce(weight, steps=1)
-        return reduction.ready
-
-    def _note_collectives(self) -> None:
-        """Remembers a loss that calls collectives of the group that gradients may travel over."""
-        if self.reduction is None:
-            return
-        # Leaves may be merged over other groups, too, which the loss may use.
-        heard = self.any_group if self.mixes else self.given_group
-        if heard is not None and heard.heard:
-            self.reduction.history.communicates = True
-
     def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]") -> list[Any]:
         """The leaves of what grad_fn returns; None for gradients that autograd has added already."""
         gradients = [() if argnum in self.leaves else _gradients(argument) for argnum, argument in leaves.items()]
@@ -371,9 +368,9 @@ class Engine:
         # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
         return Backward(self.buffers, leaves_in_backward, around, self.since, not self.hooked, self.mixes)
 
-    def _begin_reduction(self, reduction: Reduction, value: Tree) -> None:
+    def _begin_reduction(self, reduction: Merge, value: Tree) -> None:
         """Lets the sums of outputs like this value begin in the memory that will be sent."""
-        if self.any_group is not None and (self.any_group.heard or self.mixes):
+        if self.mixes or (self.listener is not None and self.listener.heard):
             # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
             self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
         self.likes = trees.flatten(value)[0]
@@ -424,8 +421,6 @@ class Engine:
             self.buffers.reduced = [*map(local, self.buffers.reduced)]
             self.reduction.begin(self.buffers, [*map(local, self.likes)])
         self.reduction.unweighed, self.reduction.weights = self.backward.unweighed, self.backward.weights
-        if not self.reduction.sums.sent:
-            self._note_collectives()  # those of the last backward pass, too
         state = self.reduction.finish(state)
         return self._on_meshes(self.buffers.result(state))
 
@@ -452,30 +447,8 @@ class Engine:
             # The others say what their shards are like, and here the parameters are.
             bind = lambda value: self.program.bind(self._with_own_leaves(value), arguments)[0]
             with_arrays = self.whole((self.leaves[_OWN].tree,))
-        buffers = begun_by_others(bind, self.reduction, with_arrays)
+        buffers = self.reduction.take_part(bind, with_arrays)
         return self._on_meshes(buffers.result(self.reduction.finish(state)))
-
-
-def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
-    """What merges a window over the replicas of `across=`, one after the other; usually one."""
-    across = program.across
-    # A wrapped module, whose totals are counted, says itself what it is merged over.
-    several = across if isinstance(across, InTurn) else [program.replicas(backend)]
-    progress = program.memory.keep(Progress, program.memory.step)
-    return [Reduction(progress, replicas) for replicas in several]
-
-
-def begun_by_others(
-    bind: Callable[[Tree], Outputs], reduction: Reduction, arguments: Arguments, parameters: Sequence[Any] = ()
-) -> Buffers:
-    """The buffers of a replica that has nothing to fold; `arguments` are all that it was called with, or `parameters`.
-
-    `bind(value)` is the Outputs of a value like those of the others.
-    """
-    leaves = [leaf for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)]
-    leaves += parameters
-    reduction.take_part(bind, leaves[0].device if leaves else torch.device("cpu"))
-    return reduction.buffers
 
 
 def changed_in_place() -> FuncgaError:

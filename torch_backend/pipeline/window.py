@@ -38,7 +38,7 @@ from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import InTurn, Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import check_folds, check_no_stream, rescaled, taken, with_a_blank_row
+from torch_backend.wrapped.window import check_folds, check_no_stream, put, taken, with_a_blank_row
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,9 @@ class PipelineWindow:
                 buffers.add(self._leaves(loss, aux), weight)
             gradients = [taken(p, self.wrapper is not None and self.wrapper.fresh) for p in self.params.values()]
             sums = local_tensors(gradients)  # of a DTensor only the local shard is divided
-            self._put(buffers, sums)
+            # A wrapper has divided the sums, usually by the number of replicas.
+            scales = [1.0 for _ in sums] if self.wrapper is None else self.wrapper.scales(self.params.values())
+            put(buffers, sums, scales)
             for reduction in self.reductions:
                 beside = [None] * len(sums) if self.wrapper is not None else gradients
                 reduction.begin(buffers, [*self._leaves(*values[0])[: -len(sums) or None], *beside])
@@ -307,19 +309,6 @@ class PipelineWindow:
         dtypes = [p.dtype if wrapper is None else wrapper.sums_in(p, "every") for p in self.params.values()]
         name, remedy = "a pipeline", "Keep parameters in float32, and let stages compute under torch.autocast."
         check_folds(outputs, self.params, dtypes, name, remedy)
-
-    def _put(self, buffers: Buffers, sums: list[torch.Tensor]) -> None:
-        """Puts the sums of the gradients into the buffers, in units of 1."""
-        if self.wrapper is not None:
-            # The wrapper has divided the sums, usually by the number of replicas.
-            scale = rescaled(sums, self.wrapper.scales(self.params.values()))
-            if sums and scale != 1:
-                torch._foreach_mul_(sums, scale)
-        buffers.hold_in(1.0)
-        for leaf_index, gradient in zip(self.layout.in_backward, sums, strict=True):
-            index = self.layout.index_of[leaf_index]
-            dtype = gradient.dtype if self.layout.kinds[index] else self.layout.folds[index].accumulator_dtype
-            buffers.reduced[index] = gradient.to(dtype)
 
 
 def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

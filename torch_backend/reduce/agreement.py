@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from funcga._backend.prefixes import named_by_leaf
-from funcga._fold import LeafFold, Tally
+from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
-from funcga._types import Structure
+from funcga._types import Array, Structure
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
@@ -26,7 +26,7 @@ from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
 
 # Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
-Rebuild = Callable[[Structure], tuple[Outputs, list[Any]]]
+Rebuild = Callable[[Structure], tuple[Outputs, list[Array]]]
 
 
 @dataclass(eq=False)
@@ -53,23 +53,17 @@ class Agreement:
 
 @dataclass(eq=False)
 class History:
-    """The windows of one step over one group, as this replica has seen them.
-
-    `communicates` says that the loss itself calls collectives of the group. `folded` is what all replicas folded in the
-    last window that is finished; None if only a device knows it.
-    """
+    """The windows of one step over one group, as this replica has seen them."""
 
     step: Step | None
     begun: int = 0
     finished: int = 0
-    communicates: bool = False
-    folded: Tally | None = None
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))  # on the last structures
 
     def recalled(self, digest: float = 0) -> Agreement | None:
-        """The Agreement of all replicas on the structure that has this digest, or on any."""
-        agreed = [each for each in self.agreements if each.steps and (each.digest == digest or not digest)]
-        return agreed[-1] if agreed else None
+        """The last Agreement of all replicas on the structure that has this digest, or on any."""
+        agreed = (each for each in reversed(self.agreements) if each.steps and digest in (0, each.digest))
+        return next(agreed, None)
 
 
 @dataclass(eq=False)
@@ -88,7 +82,7 @@ class Progress:
 
 
 def proposed(
-    history: History, outputs: Outputs, leaves: Sequence[Any], layout: Layout, replicas: Replicas
+    history: History, outputs: Outputs, leaves: Sequence[Array], layout: Layout, replicas: Replicas
 ) -> Agreement:
     """The Agreement on outputs like these: one that there is, or one that the others have yet to agree to.
 
@@ -96,13 +90,11 @@ def proposed(
     """
     # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other gradient function
     # has a new one for each window.
-    for agreement in reversed(history.agreements):
-        if agreement.outputs is outputs:
-            return agreement
-    key = _key(outputs, leaves)
-    for agreement in reversed(history.agreements):
-        if agreement.key == key:
-            return agreement
+    known = next((each for each in history.agreements if each.outputs is outputs), None)
+    key = _key(outputs, leaves) if known is None else known.key
+    known = known or next((each for each in history.agreements if each.key == key), None)
+    if known is not None:
+        return known
     likes = [
         None if fold is None or leaf is None else _like(leaf, leaf_index in layout.sums_in_backward)
         for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
@@ -111,7 +103,7 @@ def proposed(
     return history.agreements[-1]
 
 
-def _key(outputs: Outputs, leaves: Sequence[Any]) -> tuple[object, ...]:
+def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:
     shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(outputs.shapes))]
     specs = {
         leaf_index: spec_of(leaves[leaf_index]) for leaf_index in outputs.reduced if is_dtensor(leaves[leaf_index])
@@ -253,9 +245,9 @@ class _Said(NamedTuple):
 
     step: Step | None
     steps_made: dict[str, int]
-    description: dict[str, str] | None
-    structure: bytes | str | None
-    groups: list[list[int]]
+    description: dict[str, str] | None = None
+    structure: bytes | str | None = None
+    groups: Sequence[list[int]] = ()
 
 
 def agreed(
@@ -267,8 +259,7 @@ def agreed(
     Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
     """
     # Usually the headers have said everything, and nothing more is sent.
-    steps = [report.step for report in reports]
-    earlier = _earlier(history, mine, reports)
+    steps, earlier = [report.step for report in reports], _earlier(history, mine, reports)
     if earlier is not None and earlier.steps == steps:
         return earlier
     # Otherwise all replicas come here, because all of them see the same reports. So the collectives below match.
@@ -322,14 +313,14 @@ def _earlier(history: History, mine: Agreement | None, reports: list[Report]) ->
 
 
 def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
-    digests = {report.digest for report in reports}
     if mine is None:
-        return _Said(step, steps_made(), None, None, [])
+        return _Said(step, steps_made())
     # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
     # nothing to fold, and so cannot know it.
+    digests = {report.digest for report in reports}
     description = mine.description if len(digests - {0}) > 1 else None
-    groups = [group.ranks for group in mine.groups[1:]]  # all replicas know the window's
-    return _Said(step, steps_made(), description, _pickled(mine) if 0 in digests else None, groups)
+    structure = _pickled(mine) if 0 in digests else None
+    return _Said(step, steps_made(), description, structure, [group.ranks for group in mine.groups[1:]])
 
 
 def _check_groups(said: list[_Said], replicas: Replicas) -> None:

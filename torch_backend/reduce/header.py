@@ -1,10 +1,11 @@
 """The header of a window: what each replica says before its gradients are sent."""
 
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from funcga.errors import FuncgaError
-from torch_backend.replicas import Channel, Exchange
+from torch_backend.replicas import Channel
 
 
 class Report(NamedTuple):
@@ -15,7 +16,7 @@ class Report(NamedTuple):
     finished: float
     digest: float = 0  # of what is folded; 0 without any micro-batch
     agreed: float = False  # whether the replicas have agreed on that before
-    on_device: float = False  # whether some weights are counted on the device, and are not in `weight`
+    on_device: float = False  # whether something is counted on the device, and is not in this report
     steps: float = 0
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
@@ -34,30 +35,14 @@ def digest_of(description: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
 
 
-class Header:
-    """The reports of all replicas, under way: one small all_gather, over when the first gradients can be sent.
+def exchanged(channel: Channel, mine: Report) -> Callable[[], list[Report]]:
+    """Begins one small all_gather, and returns a function that waits for the reports of all replicas, in their order.
 
-    It begins before the last backward pass, when all of its numbers are known. All replicas see the same reports, so a
-    problem makes all of them raise, in the same window.
+    All replicas see the same reports, so a problem makes all of them raise, in the same window.
     """
-
-    def __init__(self, channel: Channel, mine: Report):
-        *counts, numbers = mine
-        said = [*counts, *numbers, *[0.0] * (ROOM - len(numbers))]
-        self._exchange: Exchange | None = channel.exchange(said)  # None once it is over
-        self._reports: list[Report] = []
-
-    @property
-    def done(self) -> bool:
-        """Whether the reports of all replicas are here."""
-        return self._exchange is None or self._exchange.done
-
-    def reports(self) -> list[Report]:
-        """Those of all replicas, in their order; waits for them."""
-        if self._exchange is not None:
-            self._reports = [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in self._exchange.rows()]
-            self._exchange = None
-        return self._reports
+    *counts, numbers = mine
+    rows = channel.exchange([*counts, *numbers, *[0.0] * (ROOM - len(numbers))])
+    return lambda: [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in rows()]
 
 
 def check_in_step(reports: list[Report]) -> None:

@@ -5,21 +5,23 @@ as moments or collected rows, are gathered, and combined in the order of the rep
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from funcga._fold import LeafFold
-from funcga._types import Reduced
+from funcga._types import Array, Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
 from torch_backend.replicas import Channel, as_bytes
+
+# Waits for a message that has begun, and takes in what the others have sent.
+Receive = Callable[[], None]
 
 # So few elements are not worth a bucket of their own.
 _FEW = 8
@@ -36,24 +38,29 @@ class Segment(NamedTuple):
     stride: tuple[int, ...]
     is_complex: bool  # then the last axis has the real and the imaginary parts, as not every carrier adds complex ones
 
-    @property
-    def end(self) -> int:
-        """The element after its last."""
-        return self.start + math.prod(self.shape)
 
+class Kind(NamedTuple):
+    """What leaves have in common that are added over the replicas together.
 
-class Bucket(NamedTuple):
-    """Leaves of one dtype on one device, which are added over the replicas together; `wire` is what they are sent as.
-
-    `length` counts elements. `among` is which of the groups of replicas they are added over, as in a Plan.
+    The dtype and the device of their accumulators, what they are sent as, and which of the groups of replicas they are
+    added over, as in a Plan.
     """
 
     dtype: torch.dtype
     device: torch.device
     wire: torch.dtype
     among: int
+
+
+class Bucket(NamedTuple):
+    """Leaves of a kind in one memory, of so many elements."""
+
+    kind: Kind
     segments: tuple[Segment, ...]
     length: int
+
+
+Shapes = dict[int, tuple[int, ...]]
 
 
 class Plan(NamedTuple):
@@ -65,33 +72,22 @@ class Plan(NamedTuple):
     """
 
     buckets: tuple[Bucket, ...]
-    gathered: dict[int, tuple[int, ...]]
-    converted: tuple[dict[int, tuple[int, ...]], ...] = ()
+    gathered: Shapes
+    converted: tuple[Shapes, ...] = ()
     among: Mapping[int, int] = MappingProxyType({})
 
     @property
     def device(self) -> torch.device:
         """Where everything travels from that is in no bucket."""
-        return self.buckets[-1].device
+        return self.buckets[-1].kind.device
 
     def numbers(self, most: int) -> tuple[int, ...]:
         """All leaves, if they are real scalars on the host, and no more than so many; otherwise none."""
+        kinds = [bucket.kind for bucket in self.buckets]
         segments = [segment for bucket in self.buckets for segment in bucket.segments]
-        on_host = all(bucket.device.type == "cpu" and bucket.dtype.is_floating_point for bucket in self.buckets)
-        if (
-            self.gathered
-            or self.converted
-            or self.among
-            or len(segments) > most
-            or not on_host
-            or any(segment.shape for segment in segments)
-        ):
-            return ()
-        return tuple([segment.leaf for segment in segments])
-
-
-# The dtype and the device of accumulators, the dtype that they are sent as, and the number of the group of replicas.
-_Group = tuple[torch.dtype, torch.device, torch.dtype, int]
+        on_host = all(kind.device.type == "cpu" and kind.dtype.is_floating_point for kind in kinds)
+        others = self.gathered or self.converted or self.among or any(segment.shape for segment in segments)
+        return tuple([segment.leaf for segment in segments]) if on_host and len(segments) <= most and not others else ()
 
 
 def planned(
@@ -99,86 +95,61 @@ def planned(
     wire_dtype: torch.dtype | None, among: Mapping[int, int] = MappingProxyType({}),
 ) -> Plan:  # fmt: skip
     """The Plan for leaves like these, of which `sums` are merged by adding them; `among` as in a Plan."""
-    groups = _groups(folds, likes, sums, wire_dtype, among)
+    kinds: dict[Kind, list[int]] = {}
+    for leaf in sorted(sums):
+        kinds.setdefault(_kind_of(folds[leaf], likes[leaf], wire_dtype, among.get(leaf, 0)), []).append(leaf)
     if len(sums) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
-        groups = {group: leaves for group, leaves in groups.items() if not _are_few_counts(leaves, folds, likes)}
-    buckets: list[Bucket] = []
-    for group, leaves in groups.items():
-        dtype, *_ = group
-        segments: list[Segment] = []
-        end = 0
-        for leaf in leaves:
-            segment = _segment(leaf, end, likes[leaf], folds[leaf].accumulator_dtype.is_complex)
-            # A leaf that does not fit begins a new bucket, however large it is.
-            if segments and segment.end * dtype.itemsize > bucket_bytes:
-                buckets.append(Bucket(*group, tuple(segments), end))
-                segments, segment = [], segment._replace(start=0)
-            segments.append(segment)
-            end = segment.end
-        buckets.append(Bucket(*group, tuple(segments), end))
-    if among:
-        # The backward pass completes buckets of several groups in turn: first those whose first leaf is the last one.
-        buckets.sort(key=lambda bucket: -min(segment.leaf for segment in bucket.segments))
-    if not buckets or buckets[-1].among:  # an empty one, for the mark of an error, which all replicas see
+        kinds = {kind: leaves for kind, leaves in kinds.items() if not _are_few_counts(leaves, folds, likes)}
+    in_buckets = {leaf for leaves in kinds.values() for leaf in leaves}
+    others = [leaf for leaf in sorted(likes) if leaf not in in_buckets]
+    converted = _converted_together(others, folds, likes, bucket_bytes, among)
+    gathered = {*others}.difference(*converted)
+    shapes = {leaf: tuple(likes[leaf].shape) for leaf in others}
+    return Plan(
+        _buckets(kinds, folds, likes, bucket_bytes),
+        {leaf: shapes[leaf] for leaf in others if leaf in gathered},
+        tuple([{leaf: shapes[leaf] for leaf in leaves} for leaves in converted]),
+        among,
+    )
+
+
+def _buckets(
+    kinds: Mapping[Kind, list[int]], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """The buckets of sums. All replicas see the last one, which has the mark of an error."""
+    buckets = []
+    for kind, leaves in sorted(kinds.items(), key=lambda item: not item[0].among):
+        nbytes = {leaf: likes[leaf].numel() * kind.dtype.itemsize for leaf in leaves}
+        buckets += [_bucket(kind, together, folds, likes) for together in _parts(leaves, nbytes, bucket_bytes)]
+    if not buckets or buckets[-1].kind.among:
         device = next((like.device for like in likes.values()), torch.device("cpu"))
-        buckets.append(Bucket(torch.float32, device, torch.float32, 0, (), 0))
-    return Plan(tuple(buckets), *_others(folds, likes, buckets, bucket_bytes, among), among)
+        buckets.append(Bucket(Kind(torch.float32, device, torch.float32, 0), (), 0))
+    return tuple(buckets)
 
 
-def _others(
-    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], buckets: Sequence[Bucket], bucket_bytes: int,
+def _converted_together(
+    leaves: Sequence[int],
+    folds: Sequence[LeafFold],
+    likes: Mapping[int, torch.Tensor],
+    bucket_bytes: int,
     among: Mapping[int, int],
-) -> tuple[dict[int, tuple[int, ...]], tuple[dict[int, tuple[int, ...]], ...]]:  # fmt: skip
-    """The leaves that are in no bucket: those that are gathered, and the groups of those that are converted."""
-    in_buckets = {segment.leaf for bucket in buckets for segment in bucket.segments}
-    shapes = {leaf: tuple(likes[leaf].shape) for leaf in sorted(likes) if leaf not in in_buckets}
-    converted = {leaf: shape for leaf, shape in shapes.items() if folds[leaf].fold.reducer.monoid.sent is not None}
-    gathered = {leaf: shape for leaf, shape in shapes.items() if leaf not in converted}
-    return gathered, _grouped(converted, likes, bucket_bytes, among)
+) -> list[list[int]]:
+    """Of these leaves those that are converted, in groups that travel together."""
+    groups: dict[int, list[int]] = {}
+    for leaf in leaves:
+        if folds[leaf].fold.reducer.monoid.sent is not None:
+            groups.setdefault(among.get(leaf, 0), []).append(leaf)
+    nbytes = {leaf: likes[leaf].nbytes for leaf in leaves}
+    return [together for group in groups.values() for together in _parts(group, nbytes, bucket_bytes)]
 
 
-def _grouped(
-    shapes: Mapping[int, tuple[int, ...]], likes: Mapping[int, torch.Tensor], bucket_bytes: int,
-    among: Mapping[int, int],
-) -> tuple[dict[int, tuple[int, ...]], ...]:  # fmt: skip
-    """The leaves in groups that travel together, over the same replicas, about as large as a bucket."""
-    groups: list[dict[int, tuple[int, ...]]] = []
-    room, last = 0, 0
-    for leaf, shape in sorted(shapes.items(), key=lambda item: among.get(item[0], 0)):
-        if not groups or likes[leaf].nbytes > room or among.get(leaf, 0) != last:
-            groups.append({})
-            room, last = bucket_bytes, among.get(leaf, 0)
-        groups[-1][leaf] = shape
-        room -= likes[leaf].nbytes
-    return tuple(groups)
-
-
-def _segment(leaf: int, end: int, like: torch.Tensor, is_complex: bool) -> Segment:
-    """The Segment for a leaf, in a bucket whose leaves take up its elements until `end`."""
-    start = -(-end // _ALIGNED) * _ALIGNED  # rounded up
-    if is_complex:
-        return Segment(leaf, start, (*like.shape, 2), (*[2 * stride for stride in like.stride()], 1), True)
-    return Segment(leaf, start, tuple(like.shape), like.stride(), False)
-
-
-def _groups(
-    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int],
-    wire_dtype: torch.dtype | None, among: Mapping[int, int],
-) -> dict[_Group, list[int]]:  # fmt: skip
-    """The leaves that can share a bucket, in the order in which they are sent.
-
-    Autograd has the gradients of the last layer first, so that is the order. Scalars, such as the loss, come last: no
-    bucket of gradients waits for them. Scalars and counts are never rounded.
-    """
-    groups: dict[_Group, list[int]] = {}
-    for leaf in sorted(sums, key=lambda leaf: (likes[leaf].ndim == 0, -leaf)):
-        dtype: torch.dtype = folds[leaf].accumulator_dtype
-        dtype = dtype.to_real() if dtype.is_complex else dtype
-        is_exact = likes[leaf].ndim == 0 or not dtype.is_floating_point
-        wire = dtype if wire_dtype is None or is_exact else wire_dtype
-        groups.setdefault((dtype, likes[leaf].device, wire, among.get(leaf, 0)), []).append(leaf)
-    return groups
+def _kind_of(fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None, among: int) -> Kind:
+    """The Kind of a sum. Scalars, such as the loss, and counts are never rounded."""
+    dtype: torch.dtype = fold.accumulator_dtype
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    is_exact = like.ndim == 0 or not dtype.is_floating_point
+    return Kind(dtype, like.device, dtype if wire_dtype is None or is_exact else wire_dtype, among)
 
 
 def _are_few_counts(leaves: list[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]) -> bool:
@@ -187,18 +158,44 @@ def _are_few_counts(leaves: list[int], folds: Sequence[LeafFold], likes: Mapping
     return elements <= _FEW and all(folds[leaf].fold.reducer.unweighted for leaf in leaves)
 
 
+def _parts(leaves: list[int], nbytes: Mapping[int, int], most: int) -> list[list[int]]:
+    """The leaves in groups of at most so many bytes. One that is larger is a group of its own."""
+    parts: list[list[int]] = []
+    room = 0
+    for leaf in leaves:
+        if not parts or nbytes[leaf] > room:
+            parts.append([])
+            room = most
+        parts[-1].append(leaf)
+        room -= nbytes[leaf]
+    return parts
+
+
+def _bucket(kind: Kind, leaves: Sequence[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]) -> Bucket:
+    segments: list[Segment] = []
+    end = 0
+    for leaf in leaves:
+        start, like = -(-end // _ALIGNED) * _ALIGNED, likes[leaf]  # rounded up
+        if folds[leaf].accumulator_dtype.is_complex:
+            stride = (*[2 * stride for stride in like.stride()], 1)
+            segments.append(Segment(leaf, start, (*like.shape, 2), stride, True))
+        else:
+            segments.append(Segment(leaf, start, tuple(like.shape), like.stride(), False))
+        end = start + math.prod(segments[-1].shape)
+    return Bucket(kind, tuple(segments), end)
+
+
 class Sums:
-    """The sums of one window in the memory of their buckets, and those buckets that are under way.
+    """The sums of one window in the memory of their buckets.
 
     Buckets are sent in the order of the plan, so all replicas send in one order. The last bucket has one more element,
     the mark: its sum is not 0 if any replica has raised an error. A plan without buckets has no mark to send.
     """
 
     def __init__(self, plan: Plan):
-        self.buckets = plan.buckets
-        last = len(plan.buckets) - 1
+        self.buckets, last = plan.buckets, len(plan.buckets) - 1
         self._memory = [
-            torch.zeros(bucket.length + (index == last), dtype=bucket.dtype, device=bucket.device)
+            torch.zeros(bucket.length + (index == last), dtype=bucket.kind.dtype, device=bucket.kind.device)
             for index, bucket in enumerate(plan.buckets)
         ]
         # Each view shares the memory of its bucket: what is added to it is in the bucket.
@@ -208,43 +205,16 @@ class Sums:
             for segment in bucket.segments
         }
         self.mark = self._memory[-1][-1] if self._memory else torch.zeros(())
-        self._bucket_of = {
-            segment.leaf: index for index, bucket in enumerate(plan.buckets) for segment in bucket.segments
-        }
-        self._incomplete = [{segment.leaf for segment in bucket.segments} for bucket in plan.buckets]
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self.sent = 0  # buckets
 
-    @property
-    def sent(self) -> int:
-        """How many buckets have been sent."""
-        return len(self._sent)
-
-    @property
-    def left(self) -> int:
-        """How many have not."""
-        return len(self.buckets) - len(self._sent)
-
-    def complete(self, leaf: int) -> None:
-        """Says that nothing more will be added to a leaf."""
-        if leaf in self._bucket_of:
-            self._incomplete[self._bucket_of[leaf]].discard(leaf)
-
-    @property
-    def next_is_complete(self) -> bool:
-        """Whether the next bucket can be sent before the window ends. The last one, with the mark, cannot."""
-        return self.left > 1 and not self._incomplete[self.sent]
-
-    @property
-    def next_bucket(self) -> Bucket:
-        """The one that is sent next."""
-        return self.buckets[self.sent]
-
-    def send(self, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float) -> None:
-        """Sends the next bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
+    def send(
+        self, index: int, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float
+    ) -> Receive:
+        """Begins to add a bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
 
         From then on `reduced` has views of the bucket in their place.
         """
-        bucket, memory = self.buckets[self.sent], self._memory[self.sent]
+        bucket, memory = self.buckets[index], self._memory[index]
         # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0 there.
         views = {segment.leaf: self.views[segment.leaf] for segment in bucket.segments}
         for leaf, view in views.items():
@@ -256,15 +226,16 @@ class Sums:
         if factor != 1 and to_scale:
             torch._foreach_mul_(to_scale, factor)
         # The memory itself, unless the wire has another dtype.
-        sent = memory.to(bucket.wire)
-        self._sent.append((carrier.allreduce([sent]), sent))
+        sent = memory.to(bucket.kind.wire)
+        work = carrier.allreduce([sent])
+        self.sent += 1
 
-    def wait(self) -> None:
-        """Waits for all buckets, which then hold the sums of all replicas."""
-        for (work, sent), memory in zip(self._sent, self._memory, strict=True):
+        def receive() -> None:
             work.wait()
             if sent is not memory:
                 memory.copy_(sent)
+
+        return receive
 
 
 def _view(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -284,44 +255,29 @@ class Wire(NamedTuple):
     channel: Channel
 
 
-def add_converted(buffers: Buffers, plan: Plan, wire_among: Callable[[int], Wire]) -> None:
-    """Adds over the replicas the leaves that are added as what their monoid makes of them.
-
-    Two groups are under way at a time, so that what is made takes little memory.
-    """
-    under_way: deque[Callable[[], None]] = deque()
-    for group in plan.converted:
-        number = plan.among.get(next(iter(group)), 0)
-        under_way.append(_converted(buffers, group, wire_among(number)))
-        if len(under_way) > 2:
-            under_way.popleft()()
-    for receive in under_way:
-        receive()
-
-
-def _converted(buffers: Buffers, group: Mapping[int, tuple[int, ...]], wire: Wire) -> Callable[[], None]:
-    """Begins to add the leaves of a group, and returns a function that waits for the sums and takes them in."""
-    addends, structure = trees.flatten([_sent(buffers, leaf, shape, wire.device) for leaf, shape in group.items()])
+def add_converted(buffers: Buffers, shapes: Shapes, wire: Wire) -> Receive:
+    """Begins to add leaves of these shapes over the replicas, as what their monoid makes of them for that."""
+    addends, structure = trees.flatten(
+        [_converted(buffers, leaf, shape, wire.device) for leaf, shape in shapes.items()]
+    )
+    kinds = [(addend.shape, addend.dtype, addend.device) for addend in addends]
     # One collective for each dtype.
-    places: dict[torch.dtype, list[int]] = {}
-    for place, addend in enumerate(addends):
-        places.setdefault(addend.dtype, []).append(place)
     sent = {
-        dtype: torch.cat([addends[at].reshape(-1) for at in here]).to(wire.device) for dtype, here in places.items()
+        dtype: torch.cat([addend.reshape(-1) for addend in addends if addend.dtype == dtype]).to(wire.device)
+        for dtype in dict.fromkeys(addend.dtype for addend in addends)
     }
     works = [wire.carrier.allreduce([numbers]) for numbers in sent.values()]
-    kinds = [(addend.shape, addend.device) for addend in addends]
     del addends
 
     def receive() -> None:
         for work in works:
             work.wait()
-        sums: list[torch.Tensor] = [torch.empty(0)] * len(kinds)
-        for dtype, here in places.items():
-            rows = torch.split(sent[dtype], [math.prod(kinds[at][0]) for at in here])
-            for at, row in zip(here, rows, strict=True):
-                sums[at] = row.view(kinds[at][0]).to(kinds[at][1])
-        for leaf, of_leaf in zip(group, trees.unflatten(structure, sums), strict=True):
+        rows = {
+            dtype: iter(torch.split(numbers, [shape.numel() for shape, of, _ in kinds if of == dtype]))
+            for dtype, numbers in sent.items()
+        }
+        sums = [next(rows[dtype]).view(shape).to(device) for shape, dtype, device in kinds]
+        for leaf, of_leaf in zip(shapes, trees.unflatten(structure, sums), strict=True):
             received = buffers.folds[leaf].fold.reducer.monoid.received
             assert received is not None
             buffers.reduced[leaf] = received(torch, of_leaf)
@@ -329,17 +285,18 @@ def _converted(buffers: Buffers, group: Mapping[int, tuple[int, ...]], wire: Wir
     return receive
 
 
-def _sent(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
-    """What this replica sends of a leaf."""
-    sent = buffers.folds[leaf].fold.reducer.monoid.sent
+def _converted(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
+    """What this replica sends of a leaf, in place of which nothing is held meanwhile."""
+    sent, lifted = buffers.folds[leaf].fold.reducer.monoid.sent, _lifted(buffers, leaf, shape, device)
+    buffers.reduced[leaf] = None
     assert sent is not None  # or it is gathered
-    return sent(torch, _lifted(buffers, leaf, shape, device))
+    return sent(torch, lifted)
 
 
 # -------------------------------------------------------------------------------------------------- what is gathered
 
 
-def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[int]]) -> Callable[[], None]:
+def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[int]]) -> Receive:
     """Begins to gather the leaves that are in no bucket, and collected rows.
 
     The function that it returns waits for them, and combines and joins them in the order of the replicas. `members` has
@@ -386,7 +343,7 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Ca
     Where they `have_rows`, shapes may differ between replicas, which first tell each other their own.
     """
     kinds = [(tuple(array.shape), array.dtype) for array in arrays]
-    kinds_of_ranks: list[list[Kind]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
+    kinds_of_ranks: list[list[Form]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
     packed = pack(arrays, wire.device)
     padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
@@ -401,12 +358,12 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Ca
     return received
 
 
-def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
+def carried(state: list[Array], source: int, wire: Wire) -> list[Array]:
     """The state of the replica `source`: its arrays and numbers. Any other object stays each replica's own."""
     is_source = wire.channel.rank == source
     # The hosts first exchange numbers, and the kinds of arrays, so that the others can make room for the broadcast.
-    said: list[Any] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
-    kinds: list[Kind] = [theirs for theirs in said if isinstance(theirs, tuple)]
+    said: list[Array] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
+    kinds: list[Form] = [theirs for theirs in said if isinstance(theirs, tuple)]
     if is_source:
         data = pack([leaf for leaf in state if isinstance(leaf, torch.Tensor)], wire.device)
     else:
@@ -420,7 +377,7 @@ def carried(state: list[Any], source: int, wire: Wire) -> list[Any]:
     ]
 
 
-def _said_of(leaf: object) -> "Kind | bool | float | complex | str | None":
+def _said_of(leaf: object) -> "Form | bool | float | complex | str | None":
     """What is said of a leaf of the state: the kind of an array, a number itself, None of any other object."""
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
@@ -430,10 +387,10 @@ def _said_of(leaf: object) -> "Kind | bool | float | complex | str | None":
 # ------------------------------------------------------------------------------------------------- arrays as bytes
 
 # The shape and the dtype of an array.
-Kind = tuple[tuple[int, ...], torch.dtype]
+Form = tuple[tuple[int, ...], torch.dtype]
 
 
-def nbytes(kinds: Sequence[Kind]) -> int:
+def nbytes(kinds: Sequence[Form]) -> int:
     """How long arrays of these kinds are together."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
 
@@ -443,7 +400,7 @@ def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *[as_bytes(a).to(device) for a in arrays]])
 
 
-def unpack(data: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+def unpack(data: torch.Tensor, kinds: Sequence[Form]) -> list[torch.Tensor]:
     """The arrays of these kinds that uint8[nbytes] holds, in memory of their own."""
     arrays, start = [], 0
     for kind in kinds:

@@ -60,49 +60,38 @@ class Wrapper:
         """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
         raise NotImplementedError
 
-    def widest(self) -> list[dist.ProcessGroup]:
-        """Those of the part that is reduced over most replicas: the weights of a window are counted over these."""
-        return max(self.groups(), key=lambda groups: prod(group.size() for group in groups))
-
-    def over_different(self) -> FuncgaError:
-        """The error for parts that are reduced over different ranks."""
-        groups = self.groups()
-        ranks = list(dict.fromkeys(" x ".join(map(str, map(_ranks, groups_of_part))) for groups_of_part in groups))
-        return FuncgaError(
-            f"parts of the module are wrapped by {self.name} over different replicas, the ranks {ranks[0]} and "
-            f"{ranks[1]}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
-            f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
-            f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
-        )
-
     def check(self, sync: str) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
-        groups = self.groups()
-        if len({tuple(map(tuple, map(_ranks, of_part))) for of_part in groups}) > 1:
-            raise self.over_different()
-        has_outer = self.knows_outer and all(len(groups_of_part) == 2 for groups_of_part in groups)
-        if sync == "outer" and not has_outer:
+        ranks = [" x ".join(str(_ranks(group)) for group in groups) for groups in self.groups()]
+        if len({*ranks}) > 1:
+            first, other = [*dict.fromkeys(ranks)][:2]
+            raise FuncgaError(
+                f"parts of the module are wrapped by {self.name} over different replicas, the ranks {first} and "
+                f"{other}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
+                f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
+                f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+            )
+        if sync == "outer" and not (self.knows_outer and all(len(groups) == 2 for groups in self.groups())):
             raise no_outer_mesh(self.name)
 
     def replicas(self, across: Array) -> InTurn:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=` names anything else."""
-        # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the outer
-        # one. All other ranks follow from these, because the rows are the same row shifted along the column.
-        groups = self.widest()
-        inner, *outer = map(_ranks, groups)
-        this_rank = dist.get_rank()
-        ranks = sorted(rank + other - this_rank for rank in inner for other in (outer[0] if outer else [this_rank]))
+        groups = self.groups()[0]
         if across is not None:
             check_one_for_all(
                 replicas_of(across),
                 f"the module is wrapped by {self.name}, which reduces all gradients itself",
                 "Leave across= out; or let funcga reduce the module that was wrapped.",
             )
-        if across is not None and _ranks(across) != ranks:
-            raise FuncgaError(
-                f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which reduces "
-                f"over the ranks {ranks}. Leave across= out: the wrapper knows its replicas."
-            )
+            # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the
+            # outer one. All other ranks follow, because the rows are the same row shifted along the column.
+            shifts = [rank - dist.get_rank() for rank in _ranks(groups[-1])] if groups[1:] else [0]
+            ranks = sorted(rank + shift for rank in _ranks(groups[0]) for shift in shifts)
+            if _ranks(across) != ranks:
+                raise FuncgaError(
+                    f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which "
+                    f"reduces over the ranks {ranks}. Leave across= out: the wrapper knows its replicas."
+                )
         return InTurn([Replicas(group) for group in groups])
 
     def leaves(self) -> list[torch.Tensor]:
@@ -195,7 +184,7 @@ class DDP(Wrapper):
         """All parameters but those that DDP was told to ignore."""
         return {
             id(p)
-            for ddp in self.wrapped
+            for ddp in self.modules()
             for name, p in ddp.module.named_parameters()
             if name not in ddp.parameters_to_ignore
         }
@@ -317,10 +306,6 @@ class Replicate(DDP):
         """The DistributedDataParallel objects, which are made at the first forward pass, or here."""
         return [_private.replicate_state(module)._ddp for module in self.wrapped]
 
-    def covered(self) -> set[int]:
-        """All parameters of its DDP."""
-        return {id(p) for module in self.wrapped for p in _private.params_of_replicate(module)}
-
     def check(self, sync: str) -> None:
         """Checks its DDP."""
         DDP(self.modules(), "DistributedDataParallel").check(sync)
@@ -331,15 +316,16 @@ class Replicate(DDP):
     @contextmanager
     def waiting(self, sync: str) -> Iterator[None]:
         """set_requires_gradient_sync(False)."""
-        self._require(sync != "last")
+
+        def require(is_required: bool) -> None:
+            for module in self.wrapped:
+                module.set_requires_gradient_sync(is_required)  # type: ignore[operator]
+
+        require(sync != "last")
         try:
             yield
         finally:
-            self._require(True)
-
-    def _require(self, sync: bool) -> None:
-        for module in self.wrapped:
-            module.set_requires_gradient_sync(sync)  # type: ignore[operator]
+            require(True)
 
 
 @contextmanager

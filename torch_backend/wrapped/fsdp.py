@@ -111,6 +111,8 @@ class FSDP2(Wrapper):
         """Drops the sums, and lets the next forward pass begin anew."""
         for part in self.parts:
             _private.reset_fsdp2(part)
+        for leaf in self.leaves():
+            leaf.grad = None
 
     def holders(self) -> list[object]:
         """What FSDP2 keeps for each part, and for its groups of parameters and each of these."""

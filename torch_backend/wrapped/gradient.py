@@ -22,8 +22,9 @@ from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
-from torch_backend.engine.window import Engine, reductions_of
+from torch_backend.engine.window import Engine
 from torch_backend.modules.checks import check_wrapped_before
+from torch_backend.reduce import reductions_of
 
 
 class _Calling(threading.local):

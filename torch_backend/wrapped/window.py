@@ -7,7 +7,6 @@ So their sums are the weighted sums in units of that number. Dividing by the wei
 together gives the weighted mean, however uneven the replicas are.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
-from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, scaled_loss
 from funcga._types import Across, Array, GradFn, Scalar, Tree
@@ -30,7 +28,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.dropping import put_back, statistics_of
+from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
 from torch_backend.engine.layout import Kept, Leaves
 from torch_backend.engine.observing import ObservedGradient, Observing
 from torch_backend.engine.others import applied, left_alone, reach
@@ -39,17 +37,11 @@ from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_params, modules_in
 from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import IN_USE
-from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce import reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replacements import replacements
-from torch_backend.replicas import (
-    COULD_NOT_MERGE,
-    is_of_a_collective,
-)
-from torch_backend.sums import divide, is_power_of_two
+from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.wrapped.ddp import Wrapper
-from torch_backend.wrapped.dropping import WindowBuffers
 from torch_backend.wrapped.gradient import ModuleGradient
 
 _NOTHING = nullcontext()
@@ -104,22 +96,14 @@ class ModuleWindow:
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
-        progress = program.memory.keep(Progress, program.memory.step)
-        self.reductions = [
-            Reduction(progress, replicas, announces_all=True) for replicas in gradient.merged_over(program.across)
-        ]
+        self.reductions = reductions_of(replace(program, across=gradient.merged_over(program.across)), backend)
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
-        self.has_begun = False  # a pass, of which something may be left
         self.buffers: Buffers | None = None
-        # What may be dropped has to be reduced alone.
         self.sync = gradient.sync
         # Whether what is beside the gradients is added after the backward pass, which tells what that is.
         self.adds_late = program.dropping is not None or program.observers is not None
         self.observing: Observing | None = None
         self.folded: GradientFunction = self.parts  # whose output is folded
-        # The number of nodes of the last graph, and of the graph that was walked through last. NaN equals nothing.
-        self.graph_size = self.walked_size = math.nan
-        self.walked: tuple[tuple[torch.Tensor, ...], list[torch.Tensor]] = (), []
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs."""
@@ -182,14 +166,14 @@ class ModuleWindow:
             self._backward(differentiated, cotangent)
             # A window with observers sees the gradients of this replica, times the cotangent.
             on_device = self.is_weighted and isinstance(weight, torch.Tensor)
-            self.seed = cotangent if on_device else float(self.factor * (weight if self.is_weighted else 1))
+            self.seed = cotangent if on_device else float(weight if self.is_weighted else 1)
             state = self._add(loss.detach(), aux, weight)
         else:
             # The loss is added first: before the last backward pass the replicas tell each other what they have folded.
             state = self._add(loss.detach(), aux, weight)
             self._backward(differentiated, cotangent)
         if last:
-            self._keep_step(args, kwargs)
+            self._keep_step(arguments, args, kwargs)
         return state
 
     @property
@@ -204,7 +188,7 @@ class ModuleWindow:
         """
         if self._is_in_step:
             last = self._meet(last)
-        elif not self.has_begun and self.wrapper.begins_with_buffers:
+        elif self.buffers is None and self.wrapper.begins_with_buffers:
             self._meet(last)
         if last:
             self.waiting.close()
@@ -220,17 +204,15 @@ class ModuleWindow:
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
-        self.has_begun = True
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked. The host cannot see
         # whether a weight on a device is 0.
         masks = isinstance(weight, torch.Tensor) or not weight
-        module, nodes = self.gradient.module, _private.nodes_made()
+        module = self.gradient.module
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             with self.masked(weight) if masks else _NOTHING:
                 output = called(self.gradient.loss_fn, module, *args, **kwargs)
             loss, aux = self.parts.split(output, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
-        self.graph_size = _private.nodes_made() - nodes
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
     @contextmanager
@@ -260,9 +242,9 @@ class ModuleWindow:
             handle.remove()
 
     def _cotangent(self, loss: torch.Tensor, weight: Scalar) -> torch.Tensor:
-        """The weight, or 1 for plain sums, times the factor of the window, in the loss's dtype."""
+        """The weight, or 1 for plain sums, in the loss's dtype."""
         if not self.is_weighted:
-            return torch.full_like(loss, self.factor, requires_grad=False)
+            return torch.ones_like(loss, requires_grad=False)
         on_device = isinstance(weight, torch.Tensor)
         if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
             which = "a weight that is on the device" if on_device else f"the weight {weight}"
@@ -271,8 +253,8 @@ class ModuleWindow:
                 f"computed from outputs in float32: F.cross_entropy(module(x).float(), y)."
             )
         if isinstance(weight, torch.Tensor):
-            return (weight.to(loss.device, loss.dtype) * self.factor).expand_as(loss)
-        return torch.full_like(loss, float(weight * self.factor), requires_grad=False)
+            return weight.to(loss.device, loss.dtype).expand_as(loss)
+        return torch.full_like(loss, float(weight), requires_grad=False)
 
     def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
         """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others' `.grad`s stay."""
@@ -293,7 +275,6 @@ class ModuleWindow:
                     self._meet(True)
                 else:
                     self.reductions[0].announce()
-                    self.reductions[0].agree()
                 stack.enter_context(self.wrapper.synchronising(self.sync, self.params))
             elif self._is_in_step:
                 self._meet(False)
@@ -309,28 +290,22 @@ class ModuleWindow:
         params, replaced = tuple(self.params.values()), self.wrapper.leaves()
         if params and not replaced and applied.last is self.since:
             return params, []
-        # Walking through a graph takes time. One with as many nodes as the last one is taken for the same.
-        if self.walked_size != self.graph_size:
-            self.walked_size, ids = self.graph_size, {*map(id, (*params, *replaced))}
-            others, is_custom = reach(loss, ids)
-            others += [p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in ids]
-            self.walked = ((), others) if is_custom or replaced or not params else (params, [])
-        return self.walked
+        ids = {*map(id, (*params, *replaced))}
+        others, is_custom = reach(loss, ids)
+        if params and not (is_custom or replaced):
+            return params, []
+        return (), others + [
+            p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in ids
+        ]
 
     def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> list[Array]:
         """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""
-        buffers, layout = self.buffers, self.layout
-        assert buffers is not None
-        is_lone = layout.is_loss_alone and loss.dtype == layout.head.dtypes[0] and not self.adds_late
-        share = buffers.share(weight) if is_lone else None
-        if share is not None:
-            buffers.add_value(loss, weight, share)  # the usual case
-            return []
         leaves = self._leaves(loss, aux)
         if self.observing is not None:
             told = self.observing.told(leaves, weight, self.seed)
             leaves[: len(told)] = told
-        return buffers.add(leaves, weight)
+        assert self.buffers is not None
+        return self.buffers.add(leaves, weight)
 
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
@@ -340,17 +315,14 @@ class ModuleWindow:
 
     # --- replicas with fewer micro-batches than others
 
-    def _keep_step(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+    def _keep_step(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Runs passes that add nothing while other replicas have micro-batches and this one has none left."""
         while not self.is_last:
             self._begin_pass(True)
-            self._run_nothing(args, kwargs)
+            self._run_nothing(arguments, args, kwargs)
 
-    def _run_nothing(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], arguments: Arguments | None = None) -> None:
-        """Forward and backward passes that add nothing. The module's buffers are as before.
-
-        With `arguments` room is made for outputs like its own.
-        """
+    def _run_nothing(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+        """Forward and backward passes that add nothing. The module's buffers are as before."""
         module = self.gradient.module
         if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()):
             raise FuncgaError(
@@ -361,7 +333,7 @@ class ModuleWindow:
         # The rows only stand in for others, so running statistics, for instance, must not see them.
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         loss, aux, _ = self._forward(args, kwargs, None, None)
-        if arguments is not None:
+        if self.buffers is None:
             self._make_room(loss.detach(), aux, arguments)
         self._backward(loss, torch.zeros_like(loss, requires_grad=False))
         if self.observing is not None:
@@ -377,10 +349,7 @@ class ModuleWindow:
         check_no_stream(self.program)
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
-        args = arguments.cut(0, 1, state)
-        self._begin_pass(True)
-        self._run_nothing(args, kwargs, arguments)
-        self._keep_step(args, kwargs)
+        self._keep_step(arguments, arguments.cut(0, 1, state), kwargs)
         return self.result(state)
 
     # --- the result
@@ -393,16 +362,14 @@ class ModuleWindow:
             gradients = [taken(p, self.wrapper.fresh) for p in self.params.values()]
             # Of a DTensor only the local shard is divided.
             sums = local_tensors(gradients)
-            # The wrapper has divided the sum by a scale, usually the number of replicas.
-            scale = rescaled(sums, self.scales)
-            if isinstance(buffers, WindowBuffers):
+            if isinstance(buffers, DroppingBuffers):
                 buffers.look_at(sums)
             # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
             for reduction in self.reductions:
                 state = reduction.finish(state)
             if not buffers.steps and self.program.dropping is None:
                 raise nothing_to_fold()
-            self._put(buffers, sums, scale / self.factor)
+            put(buffers, sums, self.wrapper.scales(self.params.values()))
             result = buffers.result(state)
             before, (value, folded) = ((), result) if self.program.observers is None else result
             if self.program.dropping is not None:
@@ -415,33 +382,6 @@ class ModuleWindow:
             for name, gradient, shard in named
         }
         return (value, grads) if self.program.observers is None else (before, (value, grads))
-
-    def _put(self, buffers: Buffers, sums: list[torch.Tensor], unit: float) -> None:
-        """Puts the sums of the gradients, which are held in this unit, into the buffers.
-
-        Means are divided on the way: in one pass over memory, or in none where the unit is the total.
-        """
-        layout = self.layout
-        totals = {"weight": buffers.weight, "steps": buffers.steps} if buffers.counted is None else {}
-        indices = [layout.index_of[leaf_index] for leaf_index in layout.in_backward]
-        groups: dict[float, list[torch.Tensor]] = {}  # by what each is divided by
-        without_unit: list[torch.Tensor] = []
-        for index, gradient in zip(indices, sums, strict=True):
-            kind, total = layout.kinds[index], totals.get(str(layout.folds[index].fold.normalizer.divides_by))
-            if kind is not None and total:
-                groups.setdefault(total / unit, []).append(gradient)
-                buffers.normalized.add(index)
-            elif kind == "weighted":
-                buffers.hold_in(unit)  # and divide it in the end
-            else:
-                without_unit.append(gradient)
-        for divisor, group in groups.items():
-            divide(group, divisor)
-        if without_unit and unit != 1:
-            torch._foreach_mul_(without_unit, unit)
-        for index, gradient in zip(indices, sums, strict=True):
-            dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
-            buffers.reduced[index] = gradient.to(dtype)
 
     # --- what becomes of each leaf
 
@@ -456,8 +396,7 @@ class ModuleWindow:
         layout = self.program.memory.keep(Kept).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
-        dropping, self.layout = self.program.dropping, layout
-        self.buffers = Buffers(layout) if dropping is None else WindowBuffers(dropping, layout)
+        self.layout, self.buffers = layout, buffers_of(self.program)(layout)
         if self.program.observers is not None:
             computed_with = self.wrapper.leaf_of()
             in_backward = zip(layout.in_backward, self.params.values(), strict=True)
@@ -472,21 +411,6 @@ class ModuleWindow:
         # All of the gradients are weighed, or none.
         folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward[:1]]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
-        self.scales = self.wrapper.scales(self.params.values())
-        self.factor = self._factor(loss.dtype, folds)
-
-    def _factor(self, dtype: torch.dtype, folds: list[LeafFold | None]) -> float:
-        """What all cotangents are multiplied by, on every replica: a power of two, which rounds nothing.
-
-        If the window comes to the total of the last one, as usual, the wrapper's average is then the mean already.
-        """
-        last = self.reductions[-1].history.folded
-        may_underflow = self.layout.narrow or dtype is torch.float16 or self.parts.scaled
-        if last is None or may_underflow or not folds or folds[0] is None:
-            return 1.0
-        total = {"weight": last.weight[0], "steps": last.steps}.get(str(folds[0].fold.normalizer.divides_by), 1)
-        factor = self.scales[0] / total if total else 1.0
-        return factor if is_power_of_two(factor) else 1.0
 
     def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
@@ -568,10 +492,18 @@ def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     return gradient if fresh or is_alone(gradient) else gradient.clone()
 
 
-def rescaled(sums: list[torch.Tensor], scales: list[float]) -> float:
-    """The one scale that all sums are divided by; those that were divided by another one are rescaled first."""
-    scale = scales[0] if scales else 1.0
-    for other in {*scales} - {scale}:
-        others = [gradient for gradient, divisor in zip(sums, scales, strict=True) if divisor == other]
-        torch._foreach_mul_(others, other / scale)
-    return scale
+def put(buffers: Buffers, sums: list[torch.Tensor], scales: list[float]) -> None:
+    """Puts the sums of the gradients into the buffers; a wrapper has divided them by these scales."""
+    layout, unit = buffers.layout, scales[0] if scales else 1.0
+    for scale in {*scales} - {unit}:
+        torch._foreach_mul_([gradient for gradient, of in zip(sums, scales, strict=True) if of == scale], scale / unit)
+    indices = [layout.index_of[leaf_index] for leaf_index in layout.in_backward]
+    pairs = [*zip(indices, sums, strict=True)]
+    # The scale is the unit of weighted sums. All others are multiplied by it.
+    without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+    if without_unit and unit != 1:
+        torch._foreach_mul_(without_unit, unit)
+    buffers.hold_in(unit)
+    for index, gradient in pairs:
+        dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
+        buffers.reduced[index] = gradient.to(dtype)

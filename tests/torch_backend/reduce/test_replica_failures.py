@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -82,13 +83,10 @@ def deep_part(params, x):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_error_that_is_caught_reaches_the_others(n):
-    """All can go on if all of them leave the window out.
-
-    With n = 1 it is in the last backward pass, when buckets are underway: the rest comes with a mark.
-    """
+    """All can go on if all of them leave the window out."""
     for rank, found in enumerate(alone(catches, n)):
         assert max(found[0], found[1], found[3]) <= 1e-6
-        text = "another replica has raised an error, or was int" if n == 1 else "rank 1 has raised an error in this w"
+        text = "rank 1 has raised an error in this window"
         assert found[2].startswith("out of memory" if rank == 1 else text)
 
 
@@ -187,28 +185,23 @@ def test_parameters_can_be_compared_after_an_error():
     assert alone(checks) == [[6.0, "FuncgaError", 6.0], [6.0, "MemoryError", 6.0]]
 
 
-class Sleeps(torch.autograd.Function):
-    """Takes as long in its backward pass as it is told to."""
+class Late(torch.utils._python_dispatch.TorchDispatchMode):
+    """Waits before each all_reduce as long as it is told to."""
 
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        return x.clone()
+    seconds = 0
 
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, None
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        time.sleep(self.seconds if "allreduce" in str(op) else 0)
+        return op(*args, **(kwargs or {}))
 
 
 def waits(group, where):
     """Rank 1 is interrupted while it waits for rank 0 in window 1; what each of them sees in windows 1 and 2."""
-    rank, found, params, late = dist.get_rank(group), [], layers(3), []
+    rank, found, params, late = dist.get_rank(group), [], layers(3), Late()
 
     def loss(params, x):
-        time.sleep(late[0] if where == "forward" else 0)
-        x = deep_part(params[:1], Sleeps.apply(deep_part(params[1:], x), late[0] if where == "backward" else 0))
-        return (x**2).mean()
+        time.sleep(late.seconds if where == "before the header" else 0)
+        return (deep_part(params, x) ** 2).mean()
 
     def ring(*_):
         raise TimeoutError("interrupted")
@@ -216,11 +209,12 @@ def waits(group, where):
     step = funcga.accumulate(funcga.value_and_grad(loss), 1, across=group)
     before = signal.signal(signal.SIGALRM, ring)
     for window in range(3):
-        late[:] = [1.5 if window == 1 and rank == 0 else 0]
+        late.seconds = 1.5 if window == 1 and rank == 0 else 0
         if window == 1 and rank == 1:
             signal.setitimer(signal.ITIMER_REAL, 0.7)
         try:
-            step(params, torch.ones(8, 64))
+            with late if where == "before the sums" else nullcontext():
+                step(params, torch.ones(8, 64))
             found.append("nothing")
         except (TimeoutError, funcga.FuncgaError) as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -230,7 +224,7 @@ def waits(group, where):
 
 def test_a_replica_that_is_interrupted_before_the_others_are_as_far():
     """It has sent nothing but its header. The rest is owed, and comes with a mark as soon as it goes on."""
-    (late, after), interrupted = alone(waits, "forward")
+    (late, after), interrupted = alone(waits, "before the header")
     assert interrupted == ["TimeoutError: interrupted", "nothing"]
     assert late.startswith("FuncgaError: another replica has raised an error, or was interrupted")
     assert after == "nothing"
@@ -238,7 +232,7 @@ def test_a_replica_that_is_interrupted_before_the_others_are_as_far():
 
 def test_a_replica_that_is_interrupted_when_it_has_sent_everything():
     """The others have the result of that window, and it has not: the next window says so on all of them."""
-    (complete, after), (interrupted, same) = alone(waits, "backward")
+    (complete, after), (interrupted, same) = alone(waits, "before the sums")
     assert (complete, interrupted) == ("nothing", "TimeoutError: interrupted")
     assert after == same
     assert same.startswith(

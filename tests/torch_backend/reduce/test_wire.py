@@ -42,12 +42,12 @@ def plan(likes, bucket_bytes=2**20, wire_dtype=None, sums=None):
     return planned(folds, dict(enumerate(likes)), sums, bucket_bytes, wire_dtype)
 
 
-def test_gradients_go_from_the_last_to_the_first_and_scalars_after_them():
+def test_a_leaf_begins_where_memory_is_aligned():
     found = plan([torch.ones(()), torch.ones(100), torch.ones(20), torch.ones(3, 2)])
     (bucket,) = found.buckets
-    assert [segment.leaf for segment in bucket.segments] == [3, 2, 1, 0]
-    assert [segment.start for segment in bucket.segments] == [0, 16, 48, 160]
-    assert bucket.length == 161
+    assert [segment.leaf for segment in bucket.segments] == [0, 1, 2, 3]
+    assert [segment.start for segment in bucket.segments] == [0, 16, 128, 160]
+    assert bucket.length == 166
 
 
 @pytest.mark.parametrize(("bucket_bytes", "counts"), [(1, [1, 1, 1, 1]), (900, [2, 2]), (2**20, [4])])
@@ -58,10 +58,10 @@ def test_a_bucket_has_as_many_leaves_as_go_into_it(bucket_bytes, counts):
 
 def test_a_bucket_is_of_one_dtype_and_sent_as_one():
     likes = [torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), torch.ones(())]
-    kinds = lambda found: {(b.dtype, b.wire): [segment.leaf for segment in b.segments] for b in found.buckets}
-    assert kinds(plan(likes)) == {(torch.int64, torch.int64): [1], (torch.float32, torch.float32): [2, 0, 3]}
+    kinds = lambda found: {(b.kind.dtype, b.kind.wire): [segment.leaf for segment in b.segments] for b in found.buckets}
+    assert kinds(plan(likes)) == {(torch.int64, torch.int64): [1], (torch.float32, torch.float32): [0, 2, 3]}
     assert kinds(plan(likes, wire_dtype=torch.bfloat16)) == {
-        (torch.float32, torch.bfloat16): [2, 0],
+        (torch.float32, torch.bfloat16): [0, 2],
         (torch.int64, torch.int64): [1],
         (torch.float32, torch.float32): [3],  # a scalar is not rounded
     }
@@ -89,7 +89,7 @@ def test_leaves_are_views_of_their_buckets():
     assert sums.views[1].dtype == torch.complex64
     for leaf, view in sums.views.items():
         view.fill_(leaf + 1)
-    assert [{*view.flatten().tolist()} for view in sums.views.values()] == [{3}, {2}, {1}]
+    assert [{*view.flatten().tolist()} for view in sums.views.values()] == [{1}, {2}, {3}]
     assert sums.mark.item() == 0
 
 
@@ -100,12 +100,4 @@ def test_a_segment_lies_as_torch_says(like, dtype):
     (segment,) = plan([like]).buckets[0].segments
     real = torch.view_as_real(like) if dtype.is_complex else like
     assert (segment.shape, segment.stride) == (tuple(real.shape), real.stride())
-    assert segment.end == segment.start + real.numel()
-
-
-def test_a_bucket_is_complete_when_each_of_its_leaves_is():
-    sums = Sums(plan([torch.ones(100)] * 4, bucket_bytes=900))
-    assert not sums.next_is_complete
-    for leaf, complete in ((3, False), (0, False), (2, True)):
-        sums.complete(leaf)
-        assert sums.next_is_complete == complete
+    assert plan([like]).buckets[0].length == segment.start + real.numel()

@@ -1,5 +1,6 @@
 """Wrapped modules are driven as they want to be, and what comes out is the gradient of the whole batch on one device."""
 
+import itertools
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -1262,6 +1263,21 @@ def test_grads_of_what_the_loss_closes_over_stay(wrapper, how):
     for kept, error in processes(2).run(closing_over, wrapper, how):
         assert kept
         assert error <= 1e-12
+
+
+def taking_turns(group, wrapper):
+    """The `.grad`s of tensors of which each micro-batch uses another, in graphs of one form."""
+    others = [torch.ones((), dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    in_turn = itertools.cycle(others)
+    loss_fn = lambda module, x, y: mean_square(module, x, y) * next(in_turn)
+    module = WRAPPERS[wrapper](group, deep())
+    funcga.accumulate(module_value_and_grad(module, loss_fn), 3)(*rows_of(group.rank(), torch.float64, 6))
+    return [other.grad is None for other in others]
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_grads_stay_of_what_one_micro_batch_alone_uses(wrapper):
+    assert processes(2).run(taking_turns, wrapper) == [[True] * 3] * 2
 
 
 def unsynchronised(module):
