@@ -71,11 +71,11 @@ def compile_quickly():
 
 
 def known_to_xla(names):
-    """Those of the flags whose names stand in the library."""
+    """Those of the flags whose names the library has as strings of C; it also lists those that it no longer takes."""
     known = set()
     for path in Path(importlib.util.find_spec("jaxlib").origin).parent.glob("*.so"):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-            known |= {name for name in names if library.find(name.encode()) >= 0}
+            known |= {name for name in names if library.find(name.encode() + b"\0") >= 0}
     return sorted(known)
 
 

@@ -1,5 +1,6 @@
 """The documentation: every block of every page runs, in the order of the page, in every framework that it is for."""
 
+import itertools
 import re
 import runpy
 import textwrap
@@ -13,8 +14,10 @@ import pytest
 import torch.distributed as dist
 
 import funcga
+from tests import versions
 from tests.kits import JAX, TORCH
 from tests.processes import launched
+from torch_backend import _private
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
@@ -160,6 +163,20 @@ def test_llms_txt_lists_every_page_and_is_small():
     linked = re.findall(r"^- \[[^\]]+\]\((\S+)\.html\)", text, re.MULTILINE)
     assert sorted(linked) == sorted(page.removesuffix(".md") for page in PAGES if page != "index.md")
     assert len(text) < 12_000
+
+
+def test_the_package_promises_the_versions_that_were_tried():
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    tried = {key: versions.cells(line)[2:6] for key, line in versions.rows(PAGES["reference/versions.md"]).items()}
+    assert {*tried} == {*itertools.product(versions.PYTHONS, ("oldest", "newest"))}
+    for python in versions.PYTHONS:
+        floors = zip(tried[python, "oldest"], versions.floors(), strict=True)
+        assert all(found == least or found.startswith(f"{least}.") for found, (_, least) in floors)
+    pythons = [each.split(" :: ")[-1] for each in project["classifiers"] if re.search(r"Python :: 3\.", each)]
+    assert tuple(pythons) == versions.PYTHONS
+    assert project["requires-python"] == f">={pythons[0]}"
+    of_torch = [tried[pythons[-1], age][0].rsplit(".", 1)[0] for age in ("oldest", "newest")]
+    assert " to ".join(of_torch) == _private.TRIED
 
 
 def test_the_page_on_versions_has_the_limits_of_the_package():

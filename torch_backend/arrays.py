@@ -250,13 +250,7 @@ def in_transform() -> bool:
 
     A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss this is a part of.
     """
-    # Where torch.compile cannot trace the depth of transforms, the answer is the safe one: nothing is written to.
-    if torch.compiler.is_compiling() and not _TRACES_DEPTH:
-        return True
     return _private.transforms() > 0 or _private.in_forward_mode() or (_recordings > 0 and is_recorded())
-
-
-_TRACES_DEPTH = torch.__version__ >= "2.13"
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ def _mode(program: Program) -> Any:
     if not is_planned:
         raise FuncgaError(
             f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run without sending "
-            f"anything. Plan the step of the module that was wrapped, with across=group; or use torch 2.11 to 2.13."
+            f"anything. Plan the step of the module that was wrapped, with across=group; or use torch "
+            f"{_private.TRIED}."
         )
     return mode
 
