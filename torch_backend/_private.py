@@ -272,8 +272,7 @@ def group_of_our_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     try:
         store = dist.PrefixStore("funcga", group.get_group_store())  # type: ignore[attr-defined]
-        on_host = "cpu" in {device.type for device in group._device_types}
-        options = group._get_backend(torch.device("cpu" if on_host else "cuda")).options
+        options = group._get_backend(group._device_types[0]).options
         backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=options._timeout)
         own = dist.ProcessGroup(store, group.rank(), group.size())
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -624,8 +623,8 @@ def has_weight_passes(schedule: object) -> bool:
     been.
     """
     order: Mapping[int, Sequence[Any]] | None = _attribute(schedule, "pipeline_order", None)
-    kinds = {getattr(action, "computation_type", None) for actions in (order or {}).values() for action in actions}
-    return any(getattr(kind, "name", "") == "BACKWARD_WEIGHT" for kind in kinds)
+    actions = itertools.chain.from_iterable((order or {}).values())
+    return any(_attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions)
 
 
 # --- Trees ----------------------------------------------------------------------------------------------------------

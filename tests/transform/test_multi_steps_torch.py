@@ -1,9 +1,6 @@
 """`multi_steps` in torch: memory, what is given away, modules, sparse gradients, compiled halves, optax on tensors."""
 
 import copy
-import io
-import sys
-import types
 
 import jax
 import numpy as np
@@ -344,26 +341,6 @@ def test_the_host_does_not_wait_for_the_device(donate, options):
             for g in grads:
                 updates, state = tx.update(g, state, params, weight=tokens)
     assert updates["w"].is_cuda
-
-
-def test_a_state_that_was_saved_by_another_name_of_its_module(monkeypatch):
-    """As before the modules were moved."""
-    tx, params = funcga.multi_steps(adamw(), 2), tree(0)
-    state = tx.accumulate(tree(1), tx.init(params))
-    names = {"MultiStepsState": "window", "Window": "window", "Dropped": "window", "Tally": "tally"}
-    modules = {}
-    for part in (state, state.window, state.dropped, state.window.tally):
-        kind = type(part)
-        old = f"funcga.{names[kind.__name__]}"
-        modules.setdefault(old, types.ModuleType(old)).__dict__[kind.__name__] = kind
-        monkeypatch.setattr(kind, "__module__", old)
-    for old, module in modules.items():
-        monkeypatch.setitem(sys.modules, old, module)
-    file = io.BytesIO()
-    torch.save(state, file)
-    monkeypatch.undo()
-    file.seek(0)
-    assert difference(TORCH, torch.load(file, weights_only=True), state) == 0
 
 
 def test_a_state_with_observers_can_be_loaded(tmp_path):
