@@ -93,9 +93,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype.itemsize < 4 else dtype
 
 
-def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The array in another dtype."""
-    return array.to(dtype)
+def cast(array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """The array in another dtype, and on the device of the one beside it."""
+    return array.to(dtype) if beside is None else array.to(beside.device, dtype, non_blocking=True)
 
 
 def exact(array: torch.Tensor, name: str) -> torch.Tensor:
@@ -130,9 +130,7 @@ _LONG = 2**16  # elements whose squares the host adds to float32 sums with an er
 
 def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
-    if any(map(is_dtensor, arrays)):
-        return torch.stack(measured(lambda shard: squared_norms([shard], dtype)[0], arrays))
-    return torch.stack([squared_norm(array, dtype).to(arrays[0].device) for array in arrays])
+    return torch.stack(measured(lambda array: squared_norm(array, dtype), arrays))
 
 
 def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +151,7 @@ def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def measured(measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
     if not any(map(is_dtensor, arrays)):
-        return [measure(array) for array in arrays]
+        return [measure(array).to(arrays[0].device) for array in arrays]
     whole = [without_partials(array) for array in arrays]
     measures = [measure(local(array)) for array in whole]
     return summed_over_shards(measures, whole)
