@@ -40,6 +40,7 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist would start the files with the most tests first
     # a process that reads what another is still writing compiles it for itself
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+    config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0")  # of torch.compile
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
         compile_quickly()

@@ -174,7 +174,7 @@ def test_the_package_promises_the_versions_that_were_tried():
     pythons = [each.split(" :: ")[-1] for each in project["classifiers"] if re.search(r"Python :: 3\.", each)]
     assert tuple(pythons) == versions.PYTHONS
     assert project["requires-python"] == f">={pythons[0]}"
-    of_torch = [tried[pythons[-1], age][0].rsplit(".", 1)[0] for age in ("oldest", "newest")]
+    of_torch = [found[0].rsplit(".", 1)[0] for found in (tried[versions.ROWS[0]], tried[versions.ROWS[-1]])]
     assert " to ".join(of_torch) == _private.TRIED
 
 

@@ -93,9 +93,16 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype.itemsize < 4 else dtype
 
 
+def _is_number_of_host(array: torch.Tensor) -> bool:
+    """Whether operators take it together with arrays of any device."""
+    return array.is_cpu and not array.ndim
+
+
 def cast(array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
     """The array in another dtype, and on the device of the one beside it."""
-    return array.to(dtype) if beside is None else array.to(beside.device, dtype, non_blocking=True)
+    if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
+        return array.to(dtype)
+    return array.to(beside.device, dtype)
 
 
 def exact(array: torch.Tensor, name: str) -> torch.Tensor:

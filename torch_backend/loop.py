@@ -310,7 +310,7 @@ def _read(
 
 def _stream(device: torch.device) -> torch.Stream | None:
     """A new stream of the device; None if that is the host, or has only one stream, as Apple's does."""
-    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
+    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
     return torch.Stream(device)
 

@@ -55,7 +55,7 @@ def nbytes(tree: Tree) -> int:
 
 
 def free_memory(tree: Tree) -> int | None:
-    """The bytes that are free on the device of these arrays; None if it does not tell, as the host does not."""
+    """The bytes that are free on the device of these arrays; None if that is the host."""
     devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
     try:
         return min([_free_on(device) for device in devices if device.type != "cpu"], default=None)

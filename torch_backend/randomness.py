@@ -222,11 +222,15 @@ def devices_of(leaves: Sequence[Any]) -> list[torch.device]:
 def generator_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """The states of the generators of the host and of these devices."""
     states = [torch.get_rng_state()]
-    return states + [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    for device in devices:
+        with torch.accelerator.device_index(device.index):  # not all of these functions take a device
+            states.append(torch.get_device_module(device).get_rng_state())
+    return states
 
 
 def put_generator_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
     """Puts states of the generators back."""
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
-        torch.get_device_module(device).set_rng_state(state, device)
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(device).set_rng_state(state)
