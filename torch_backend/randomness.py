@@ -8,7 +8,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -213,7 +212,7 @@ def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
 # -- the states of the global generators, for what is to draw the same once more
 
 
-def devices_of(leaves: Sequence[Any]) -> list[torch.device]:
+def devices_of(leaves: Sequence[object]) -> list[torch.device]:
     """The devices of these whose random numbers a function of them may draw, besides the host's."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return [device for device in devices if device.type not in ("cpu", "meta")]
