@@ -241,7 +241,7 @@ def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
     # A usual scale, 65,536, is infinite in float16.
     dtype = arrays.accumulator_dtype(loss.dtype)
     wide = arrays.cast(loss, dtype)
-    return wide * (arrays.cast(scale, dtype) if arrays.is_array(scale) else scale)
+    return wide * (arrays.cast(scale, dtype, loss) if arrays.is_array(scale) else scale)
 
 
 def _has_gradient(leaf: Any, backend: Backend) -> bool:

@@ -1,7 +1,8 @@
-"""What is used of JAX that it does not promise to keep: what for, in which versions, and what happens without it.
+"""What is used of JAX that it does not promise to keep: what for, and what happens without it.
 
-Without any of these the numbers are right still, and `tests/jax_backend/test_private.py` takes each away to see that.
-Everything else that this package uses of JAX is documented.
+All versions in the table of docs/reference/versions.md have these names, unless it is said which. Without any of these
+the numbers are right still, and `tests/jax_backend/test_private.py` takes each away to see that. Everything else that
+this package uses of JAX is documented.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 # -- traces
 
-# Tells whether a trace is running, of jit, vmap, grad or shard_map. jax.extend.core since 0.4.36. Without it every call
-# counts as traced: it runs as it is and not jitted, and n="auto" refuses it.
+# Tells whether a trace is running, of jit, vmap, grad or shard_map. Without it every call counts as traced: it runs as
+# it is and not jitted, and n="auto" refuses it.
 try:
     TRACE_STATE: Callable[[], object] | None = jax.extend.core.get_opaque_trace_state
 except AttributeError:
@@ -37,7 +38,7 @@ def is_tracing() -> bool:
     return TRACE_STATE is None or TRACE_STATE() != _OUTSIDE
 
 
-# The class of arrays that stand for others in a trace. jax.core in all versions. Without it an array is asked where it
+# The class of arrays that stand for others in a trace. Without it an array is asked where it
 # lies, which one in a trace cannot say.
 try:
     TRACER: type | None = jax.core.Tracer
@@ -58,7 +59,7 @@ def is_traced(leaf: object) -> bool:
 def address(array: jax.Array) -> int:
     """Where the memory of an array on one device begins.
 
-    `unsafe_buffer_pointer` in all versions. Without it, that of NumPy's array of the same numbers, which is the same
+    Without `unsafe_buffer_pointer`, that of NumPy's array of the same numbers, which is the same
     on a CPU; on another device an array that another framework shares is reported as copied.
     """
     try:
@@ -69,7 +70,7 @@ def address(array: jax.Array) -> int:
 
 # -- types of arrays
 
-# An array's type. jax.core in all versions. Without it nothing passes for the type of a plain array: scans over layers
+# An array's type. Without it nothing passes for the type of a plain array: scans over layers
 # are left as they are.
 try:
     ARRAY_TYPE: type | None = jax.core.ShapedArray
@@ -85,7 +86,7 @@ def is_array_type(aval: object) -> bool:
 def varying(aval: Any) -> frozenset[str] | None:
     """The mesh axes along which an array of this type may differ; None if its type does not say.
 
-    `manual_axis_type` in 0.10.2 and later. Without it an array may differ along all manual axes.
+    Without `manual_axis_type` an array may differ along all manual axes.
     """
     try:
         return frozenset(aval.manual_axis_type.varying)
@@ -108,7 +109,7 @@ def cast_varying(array: Array, names: Sequence[str]) -> Array:
 
 # -- programs
 
-# A program's constants, and a program as a function. jax.extend.core since 0.4.30. Without them scans over layers are
+# A program's constants, and a program as a function. Without them scans over layers are
 # left as they are, as without anything below: a scan stacks the gradients of its layers, and then they are added.
 try:
     LITERAL: tuple[type, ...] = (jax.extend.core.Literal,)
@@ -116,7 +117,7 @@ try:
 except AttributeError:
     LITERAL, AS_FUNCTION = (), None
 
-# What a scan is described by: num_consts and num_carry in 0.10, ft_in and ft_out in 0.11. One that is described by
+# What a scan is described by: num_consts and num_carry in 0.10, ft_in and ft_out since 0.11. One that is described by
 # anything else is left as it is.
 SCAN_PARAMETERS = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
 
@@ -194,7 +195,8 @@ def is_inlineable(call: "JaxprEqn") -> bool:
 # -- compiling
 
 # Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter of the time. They
-# may go as they came, and XLA refuses options that it does not know: those are left out, and compiling takes longer.
+# may go as they came, as the second one did with jaxlib 0.12, and XLA refuses options that it does not know: those are
+# left out, and compiling takes longer.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 

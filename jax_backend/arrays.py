@@ -88,8 +88,9 @@ def strong(leaf: Array) -> jax.Array:
     return jnp.asarray(leaf, dtype=leaf.dtype)
 
 
-def cast(array: Array, dtype: Dtype) -> jax.Array:
-    """The array in another dtype."""
+def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
+    """The array in another dtype, and on the device of the one beside it."""
+    # JAX itself puts numbers where they are computed with, as all arrays of a program are on the same devices.
     return jnp.asarray(array, dtype=dtype)
 
 

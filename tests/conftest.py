@@ -40,6 +40,7 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist would start the files with the most tests first
     # a process that reads what another is still writing compiles it for itself
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+    config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0")  # of torch.compile
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
         compile_quickly()
@@ -71,11 +72,11 @@ def compile_quickly():
 
 
 def known_to_xla(names):
-    """Those of the flags whose names stand in the library."""
+    """Those of the flags whose names the library has as strings of C; it also lists those that it no longer takes."""
     known = set()
     for path in Path(importlib.util.find_spec("jaxlib").origin).parent.glob("*.so"):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-            known |= {name for name in names if library.find(name.encode()) >= 0}
+            known |= {name for name in names if library.find(name.encode() + b"\0") >= 0}
     return sorted(known)
 
 

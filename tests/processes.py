@@ -33,7 +33,7 @@ def share_one_device():
     gloo = dist.ProcessGroupGloo
     create, device = gloo.__init__, gloo.create_default_device()
 
-    def on_that_device(self, store, rank, size, timeout):
+    def on_that_device(self, store, rank, size, timeout, **_):  # what newer versions say beside it is torch's default
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
         create(self, store, rank, size, options)

@@ -213,3 +213,42 @@ def test_backends_supply_what_the_core_asks_for(backend):
                 own = getattr(getattr(backend.BACKEND, part), name)
                 assert list(inspect.signature(own).parameters) == list(inspect.signature(member).parameters)[1:]
                 assert (own.__doc__ or "").splitlines()[0] == (member.__doc__ or "").splitlines()[0]
+
+
+# Where CUDA alone is meant, and no device of another kind would do.
+CUDA_ALONE = {
+    "torch_backend/dlpack.py": "the devices of which JAX's `gpu` is one",
+    "torch_backend/optim/optax_adapter.py": "the devices of which JAX's `gpu` is one",
+    "torch_backend/engine/compiled.py": "CUDA graphs",
+    "funcga/_parity/in_torch.py": "NCCL",
+    "funcga/_parity/replicas.py": "NCCL",
+    "funcga/_verify/in_torch.py": "cuDNN, and whether CUDA has been used",
+}
+
+
+def names_cuda(source):
+    """The lines that name CUDA: a string that is no docstring, an attribute of torch, or that of a tensor."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    is_name = lambda node: isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
+    is_text = lambda node: (
+        isinstance(node, ast.Constant) and str(node.value).startswith("cuda") and id(node) not in docstrings
+    )
+    return {node.lineno for node in ast.walk(tree) if is_name(node) or is_text(node)}
+
+
+def test_no_device_is_named_that_torch_could_have_said():
+    found = {
+        str(path)
+        for package in ("torch_backend", "funcga")
+        for path, text in sources(package).items()
+        if names_cuda(text)
+    }
+    assert found == {*CUDA_ALONE}
+
+
+def test_the_check_of_devices_can_fail():
+    assert names_cuda(
+        '"""cuda"""\nx = torch.device("cuda:1")\ny = x.is_cuda\ntorch.cuda.Stream()\nz = f"cuda:{x}"'
+    ) == {2, 3, 4, 5}
+    assert names_cuda("x = torch.accelerator.current_accelerator()") == set()

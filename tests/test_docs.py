@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 import funcga
+from tests import versions
 from tests.kits import JAX, TORCH
 from tests.processes import launched
+from torch_backend import _private
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = {
@@ -160,6 +162,20 @@ def test_llms_txt_lists_every_page_and_is_small():
     linked = re.findall(r"^- \[[^\]]+\]\((\S+)\.html\)", text, re.MULTILINE)
     assert sorted(linked) == sorted(page.removesuffix(".md") for page in PAGES if page != "index.md")
     assert len(text) < 12_000
+
+
+def test_the_package_promises_the_versions_that_were_tried():
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    tried = {key: versions.cells(line)[2:6] for key, line in versions.rows(PAGES["reference/versions.md"]).items()}
+    assert (*tried,) == versions.ROWS
+    for found in [found for (_, age), found in tried.items() if age == "oldest"]:
+        pairs = zip(found, versions.floors(), strict=True)
+        assert all(version == least or version.startswith(f"{least}.") for version, (_, least) in pairs)
+    pythons = [each.split(" :: ")[-1] for each in project["classifiers"] if re.search(r"Python :: 3\.", each)]
+    assert tuple(pythons) == versions.PYTHONS
+    assert project["requires-python"] == f">={pythons[0]}"
+    of_torch = [found[0].rsplit(".", 1)[0] for found in (tried[versions.ROWS[0]], tried[versions.ROWS[-1]])]
+    assert " to ".join(of_torch) == _private.TRIED
 
 
 def test_the_page_on_versions_has_the_limits_of_the_package():

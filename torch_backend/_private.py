@@ -1,8 +1,9 @@
-"""What is used of torch that is private: what for, which versions have it, and what happens without it.
+"""What is used of torch that is private: what for, and what happens without it.
 
-Each name has a fallback that gives the same numbers, and is read by `_attribute`, which says what stands in for it.
-Other files call these through the module, as in `_private.transforms()`: then a test can take a name away from torch
-and load this file again.
+All versions in the table of docs/reference/versions.md have all of these names: tests/torch_backend/test_private.py
+says so in each. For those to come, each name has a fallback that gives the same numbers, and is read by `_attribute`,
+which says what stands in for it. Other files call these through the module, as in `_private.transforms()`: then a test
+can take a name away from torch and load this file again.
 """
 
 import functools
@@ -24,6 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from torch_backend.replacements import replacements
 
 T = TypeVar("T")
+
+# The versions of torch in that table, as errors name them.
+TRIED = "2.13 to 2.14"
 
 
 def _attribute(owner: object, path: str, otherwise: T) -> T:
@@ -47,11 +51,11 @@ def _reader(*names: str, otherwise: T) -> Callable[[torch.Tensor], T]:
 # --- Backward passes ------------------------------------------------------------------------------------------------
 
 
-# `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Torch 2.11 to 2.13 have it.
-# Without it the public function runs.
+# `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Without it the public function
+# runs.
 _run_anywhere: Callable[..., object] | None = _attribute(torch.autograd.graph, "_engine_run_backward", None)
 # The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs in the thread that
-# calls it. Torch 2.11 to 2.13 have it. Without it the one above runs.
+# calls it. Without it the one above runs.
 _run_on_host = _attribute(torch.autograd.Variable, "_execution_engine.run_backward", _run_anywhere)
 
 
@@ -68,12 +72,11 @@ _graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", 
 
 
 def in_backward() -> bool:
-    """Whether this thread runs part of a backward pass. Torch 2.11 to 2.13 tell; without it, False."""
+    """Whether this thread runs part of a backward pass; False if torch does not tell."""
     return _graph_task() != -1
 
 
-# Tensors that have shapes and no numbers, and the mode that makes them. Torch 2.11 to 2.13 have them. Without them
-# nothing can be planned.
+# Tensors that have shapes and no numbers, and the mode that makes them. Without them nothing can be planned.
 FAKE: type | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensor", None)
 _FAKE_MODE: Callable[..., Any] | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensorMode", None)
 _NUMBERS = itertools.count(2)
@@ -90,9 +93,9 @@ def is_for_lack_of_numbers(error: BaseException) -> bool:
 
 
 def sends_no_fakes() -> bool:
-    """Whether a collective of such tensors returns at once and sends nothing, as in torch 2.11 to 2.13.
+    """Whether a collective of such tensors returns at once and sends nothing.
 
-    Without it no module that is wrapped can be planned.
+    Where it does not, no module that is wrapped can be planned.
     """
     has_kernel: Callable[..., bool] = _attribute(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     names = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "broadcast_"
@@ -106,11 +109,11 @@ def stand_in(weight: Any) -> Any:
     return True if weight.dtype == torch.bool else next(_NUMBERS)
 
 
-# How many tensors and storages hold the memory of this storage, by its `_cdata`. Torch 2.11 to 2.13 have it. Without it
-# nobody knows who else holds a gradient, and each first one of a window is copied.
+# How many tensors and storages hold the memory of this storage, by its `_cdata`. Without it nobody knows who else holds
+# a gradient, and each first one of a window is copied.
 use_count: Callable[[int], int] = _attribute(torch._C, "_storage_Use_Count", lambda _: 0)
 
-# Whether autocast is on for any type of device. Torch 2.11 to 2.13 have it. Without it each type is asked.
+# Whether autocast is on for any type of device. Without it each type is asked.
 is_any_autocast_enabled: Callable[[], bool] = _attribute(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 # --- Transforms -----------------------------------------------------------------------------------------------------
@@ -124,12 +127,12 @@ def _transforms_found_out() -> int:
     return 0
 
 
-# How many transforms of torch.func are running, one inside the other. Torch 2.11 to 2.13 tell, by no public function.
-# Without it a tensor is asked to require a gradient, which each transform refuses: then it is 2 for some.
+# How many transforms of torch.func are running, one inside the other. Without it a tensor is asked to require a
+# gradient, which each transform refuses: then it is 2 for some.
 transforms: Callable[[], int] = _attribute(torch._C, "_functorch.get_dynamic_layer_stack_depth", _transforms_found_out)
 
-# Whether forward-mode AD says at which level it is, as torch 2.11 to 2.13 do: -1 outside of all of them. Without it a
-# dual number is made, which is refused there.
+# Whether forward-mode AD says at which level it is: -1 outside of all of them. Without it a dual number is made, which
+# is refused there.
 _TELLS_LEVEL = _attribute(forward_ad, "_current_level", None) is not None
 
 
@@ -147,13 +150,13 @@ def in_forward_mode() -> bool:
 
 # --- Tensors --------------------------------------------------------------------------------------------------------
 
-# A number that changes with every write to a tensor in place. Every version has it, and the manual names it. Without it
-# a loss that writes to its parameters, or runs a backward pass of its own, goes unnoticed.
+# A number that changes with every write to a tensor in place, which the manual names. Without it a loss that writes to
+# its parameters, or runs a backward pass of its own, goes unnoticed.
 version: Callable[[torch.Tensor], int] = _reader("_version", otherwise=0)
 
 
 def hooks_of(tensor: object) -> MutableMapping[int, Callable[..., Any]] | None:
-    """The hooks that `register_hook` has put on a tensor, by number, which every version keeps there.
+    """The hooks that `register_hook` has put on a tensor, by number.
 
     Without this nobody knows of them, and they are not called.
     """
@@ -168,7 +171,7 @@ def acts_on_grad(tensor: object) -> bool:
 def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:
     """Takes a hook away, and the empty table that it leaves in the tensor: every backward pass would still look there.
 
-    Every version keeps the table. Without this a backward pass takes a few percent longer.
+    Without this a backward pass takes a few percent longer.
     """
     hook.remove()
     if hooks_of(tensor) is not None and not hooks_of(tensor):
@@ -183,17 +186,17 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader("_post_accumulate_
 
 # --- Modules --------------------------------------------------------------------------------------------------------
 
-# The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`. Every version has them, as
-# they are in every module that was saved whole. Without them no other parameters can be put into a module: then
-# `pure_loss` runs on torch.func.functional_call alone, where torch.compile traces it.
+# The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in every module that was
+# saved whole. Without them no other parameters can be put into a module: then `pure_loss` runs on
+# torch.func.functional_call alone, where torch.compile traces it.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
 
 
 def serve_functional_calls(serve: Callable[..., Any]) -> None:
     """Lets `serve` run each torch.func.functional_call while `replacements` last.
 
-    It is called as serve(torch's own, module, tensors, args, kwargs, ...). Torch 2.11 to 2.13 look up the function that
-    it replaces at every call. Where that has other parameters, or another name, torch's own runs, which takes longer.
+    It is called as serve(torch's own, module, tensors, args, kwargs, ...). Torch looks up the function that it replaces
+    at every call. Where that has other parameters, or another name, torch's own runs, which takes longer.
     """
     plain: Callable[..., Any] | None = _attribute(nn.utils.stateless, "_functional_call", None)
     if plain is None or [*inspect.signature(plain).parameters] != [*_CALL]:
@@ -211,7 +214,7 @@ def serve_functional_calls(serve: Callable[..., Any]) -> None:
 
 _CALL = ("module", "parameters_and_buffers", "args", "kwargs", "tie_weights", "strict")
 
-# What all BatchNorm layers are. Torch 2.11 to 2.13 have it. Without it they are those that torch itself has.
+# What all BatchNorm layers are. Without it they are those that torch itself has.
 BatchNorm: Any = _attribute(
     nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 )
@@ -232,7 +235,7 @@ def layer_and_input_of(error: BaseException) -> tuple[nn.Module | None, object]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory have in common, and no others."""
-    # Every version has `_cdata`. Without it empty tensors on a device are thought to share memory.
+    # Without `_cdata` empty tensors on a device are thought to share memory.
     storage = tensor.untyped_storage()
     try:
         return int(storage._cdata)
@@ -240,8 +243,8 @@ def storage_key(tensor: torch.Tensor) -> int:
         return storage.data_ptr()
 
 
-# Whether a tensor tells which one it is a view of. Every version does. Without it two tensors with one storage are
-# taken for views of the same.
+# Whether a tensor tells which one it is a view of. Without it two tensors with one storage are taken for views of the
+# same.
 _TELLS_BASE = _attribute(torch.Tensor, "_base", None) is not None
 
 
@@ -260,13 +263,12 @@ def group_of_our_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group of gloo, on the processes of this one, which all of them have to make.
 
     `torch.distributed.new_group` would have to be called by the processes of no other group as well, and names groups
-    by how many a process has, which may differ. Torch 2.11 to 2.13 have what this is made of. Without it, the result is
-    the given group itself: then collectives of a loss must not be called in other orders on other replicas.
+    by how many a process has, which may differ. Without what this is made of, the result is the given group itself:
+    then collectives of a loss must not be called in other orders on other replicas.
     """
     try:
         store = dist.PrefixStore("funcga", group.get_group_store())  # type: ignore[attr-defined]
-        on_host = "cpu" in {device.type for device in group._device_types}
-        options = group._get_backend(torch.device("cpu" if on_host else "cuda")).options
+        options = group._get_backend(group._device_types[0]).options
         backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=options._timeout)
         own = dist.ProcessGroup(store, group.rank(), group.size())
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -279,8 +281,7 @@ def group_of_our_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
     """How many collectives this process has called, of one group or of all; None if torch does not tell.
 
-    Torch 2.11 to 2.13 do. Without it no loss is known to communicate: then a window in which it does needs equal
-    weights on all replicas.
+    Then no loss is known to communicate, and a window in which one does needs equal weights on all replicas.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
@@ -297,7 +298,7 @@ def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
 def local_tensor(tensor: Any) -> torch.Tensor:
     """What this process holds of a DTensor, in the same memory and without a place in any graph.
 
-    Every version keeps it there. Without it the public function gives it, which may record a graph.
+    Without its attribute the public function gives it, which may record a graph.
     """
     try:
         shard: torch.Tensor = tensor._local_tensor
@@ -310,20 +311,20 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def is_in_join(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether a call is inside of `Join`, which is refused. Torch 2.11 to 2.13 tell; without it is not refused."""
+    """Whether a call is inside of `Join`, which is refused, if torch tells."""
     return bool(_attribute(ddp, "_join_config.enable", False))
 
 
 def has_comm_hooks(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether others than DDP's own reducer communicate. Torch 2.11 to 2.13 tell; without it nobody listens to it."""
+    """Whether others than DDP's own reducer communicate; if torch does not tell, True: then nobody listens to it."""
     return bool(_attribute(ddp, "_comm_hooks", True))
 
 
 def is_finished(ddp: nn.parallel.DistributedDataParallel, guess: bool) -> bool:
     """Whether the last backward pass has reduced every gradient.
 
-    The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first. Torch 2.11 to 2.13
-    do. Without it every parameter is thought to need a gradient, unless find_unused_parameters=True: the `guess`.
+    The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first. Without it every
+    parameter is thought to need a gradient, unless find_unused_parameters=True: the `guess`.
     """
     rebuild: Callable[[], object] | None = _attribute(ddp.reducer, "_rebuild_buckets", None)
     if rebuild is None:
@@ -340,20 +341,20 @@ def is_finished(ddp: nn.parallel.DistributedDataParallel, guess: bool) -> bool:
 def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
     """Makes the reducer forget a backward pass that an error has ended.
 
-    Torch 2.11 to 2.13 can. Without it the next forward pass raises an error of torch's own.
+    Without this the next forward pass raises an error of torch's own.
     """
     _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
 # The attribute of a DDP, and of the state of a replicate(), that says whether backward passes synchronise, as no_sync()
-# and set_requires_gradient_sync() set it, and its value where they do. Torch 2.11 to 2.13 have them.
+# and set_requires_gradient_sync() set it, and its value where they do.
 SYNCHRONISES_DDP, SYNCHRONISES_REPLICATE = ("require_backward_grad_sync", True), ("_no_sync", False)
 
 
 def replicate_state(module: nn.Module) -> Any:
     """The state of a module of `torch.distributed._composable.replicate`, begun: its DDP is there, as `_ddp`.
 
-    Torch 2.11 to 2.13 have it, and make the DDP at the first forward pass. Without it there is no replicate either.
+    Torch makes the DDP at the first forward pass. Without the state there is no replicate either.
     """
     state: Any = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
     if state._init_args or state._init_kwargs:
@@ -362,7 +363,7 @@ def replicate_state(module: nn.Module) -> Any:
 
 
 # --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------------------------
-# Torch 2.11 to 2.13 have all of these. Without one module_value_and_grad refuses the module.
+# Without one of these module_value_and_grad refuses the module.
 
 SYNCHRONISES_FSDP1 = "_sync_gradients"
 
@@ -422,17 +423,16 @@ def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
 
 
 # --- fully_shard, FSDP2 ---------------------------------------------------------------------------------------------
-# Torch 2.11 to 2.13 have all of these, but for what is said. Without one module_value_and_grad refuses the module.
+# Without one of these module_value_and_grad refuses the module.
 
 # Parameters that are communicated together.
 ParamGroup = Any
 
 
 def param_groups(module: Any) -> list[ParamGroup]:
-    """The groups of a module. Torch 2.11 has one at most."""
-    state = module._get_fsdp_state()
-    groups: list[ParamGroup] | None = _attribute(state, "_fsdp_param_groups", None)
-    return groups if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
+    """The groups of a module."""
+    groups: list[ParamGroup] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
 
 
 def is_sharded(group: ParamGroup) -> bool:
@@ -472,12 +472,11 @@ def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """What attributes a group and its parameters have in a window, as (object, name, value).
 
-    Those that hold what passes without synchronisation have summed have None. Torch 2.13 can reduce what one replica
-    alone has used.
+    What one replica alone has used is reduced too. Those that hold what passes without synchronisation have summed
+    have None.
     """
-    values = [(group, "reduce_grads", True), (group, "all_reduce_grads", True), (group, "_partial_reduce_output", None)]
-    if _attribute(group, "reduce_scatter_unused_params", None) is not None:
-        values.append((group, "reduce_scatter_unused_params", True))
+    reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
+    values = [*[(group, name, True) for name in reduced], (group, "_partial_reduce_output", None)]
     return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
 
 
@@ -508,32 +507,15 @@ def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
 
 
 def reset_fsdp2(module: Any) -> None:
-    """Drops the traces of a pass that an error has ended: `reset_iter_state`, which torch 2.13 has."""
-    state = module._get_fsdp_state()
-    reset: Callable[[], None] | None = _attribute(module, "reset_iter_state", None)
-    if reset is None:
-        _reset_iter_state(state, param_groups(module))
-    elif state._is_root:
-        reset()
-
-
-def _reset_iter_state(state: Any, groups: list[ParamGroup]) -> None:
-    idle = type(state._training_state).IDLE
-    state._training_state = idle
-    state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
-    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
-    state._comm_ctx.post_forward_order.clear()
-    for group in groups:
-        group._training_state = idle
-        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-        group._post_forward_indices.clear()
-        group._to_sharded()
+    """Drops the traces of a pass that an error has ended."""
+    if module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
 
 
 # --- Compilers ------------------------------------------------------------------------------------------------------
 
-# What compiles the functions that are called now, also where a function that is compiled runs this one as it is. Torch
-# 2.11 to 2.13 have it. Without it a module_value_and_grad inside of a compiled function runs as it is, uncompiled.
+# What compiles the functions that are called now, also where a function that is compiled runs this one as it is.
+# Without it a module_value_and_grad inside of a compiled function runs as it is, uncompiled.
 compiling: Callable[[], object] = _attribute(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 
 
@@ -553,8 +535,8 @@ class Compiled(NamedTuple):
 def compiled_of(function: object) -> Compiled | None:
     """The Compiled of a function that torch.compile has made; None for any other.
 
-    The function that it returns holds its options, in a variable of its own. Torch 2.11 to 2.13 do this. Without it no
-    function is known to be compiled: then autograd adds the gradients of a compiled loss.
+    The function that it returns holds its options, in a variable of its own. Without that no function is known to be
+    compiled: then autograd adds the gradients of a compiled loss.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
     if frames is None or not isinstance(function, types.FunctionType):
@@ -587,21 +569,21 @@ def compiled_of(function: object) -> Compiled | None:
 def refusals_to_compile() -> tuple[type[Exception], ...]:
     """What torch.compile raises for a function that it cannot compile, before any of it has run.
 
-    Torch 2.11 to 2.13 have these. Without them the error of torch is raised.
+    Without these the error of torch is raised.
     """
     errors = sys.modules.get("torch._dynamo.exc")
     names = "TorchDynamoException", "FailOnRecompileLimitHit"
     return tuple([error for name in names if (error := getattr(errors, name, None)) is not None])
 
 
-# How many modes there are that see every operation. Torch 2.11 to 2.13 tell. Without it none is known.
+# How many modes there are that see every operation. Without it none is known.
 dispatch_modes: Callable[[], int] = _attribute(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 def saves_by_hooks() -> bool:
-    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are in force. Torch 2.11 to 2.13 tell.
+    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are in force.
 
-    Without it they are thought not to be: then a compiled loss may be computed without them.
+    If torch does not tell, they are thought not to be: then a compiled loss may be computed without them.
     """
     top: Callable[[bool], object] = _attribute(torch._C, "_autograd._top_saved_tensors_default_hooks", lambda _: None)
     return top(True) is not None
@@ -611,9 +593,9 @@ def saves_by_hooks() -> bool:
 
 
 def loss_of_schedule(schedule: object, otherwise: object) -> object:
-    """The loss that a schedule of torch.distributed.pipelining was built with. Torch 2.11 to 2.13 tell.
+    """The loss that a schedule of torch.distributed.pipelining was built with.
 
-    Without it the schedule is taken to have the loss that it was given, `otherwise`.
+    If that does not tell, the schedule is taken to have the loss that it was given, `otherwise`.
     """
     return _attribute(schedule, "_loss_fn", otherwise)
 
@@ -621,16 +603,16 @@ def loss_of_schedule(schedule: object, otherwise: object) -> object:
 def has_weight_passes(schedule: object) -> bool:
     """Whether a schedule computes gradients of parameters in passes of their own, as zero-bubble schedules do.
 
-    The actions of torch 2.11 to 2.13 tell. Without them it is not known, and the reduction that is missing is found
-    where it should have been.
+    Its actions tell. Without them it is not known, and the reduction that is missing is found where it should have
+    been.
     """
     order: Mapping[int, Sequence[Any]] | None = _attribute(schedule, "pipeline_order", None)
-    kinds = {getattr(action, "computation_type", None) for actions in (order or {}).values() for action in actions}
-    return any(getattr(kind, "name", "") == "BACKWARD_WEIGHT" for kind in kinds)
+    actions = itertools.chain.from_iterable((order or {}).values())
+    return any(_attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions)
 
 
 # --- Trees ----------------------------------------------------------------------------------------------------------
 
-# Trees as torch.func, torch.compile and torch.export walk them, with the classes that anyone has registered. Torch 2.11
-# to 2.13 have it, and there is no public module. Without it nothing runs.
+# Trees as torch.func, torch.compile and torch.export walk them, with the classes that anyone has registered. There is
+# no public module. Without it nothing runs.
 pytree = torch.utils._pytree

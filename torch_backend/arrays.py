@@ -97,9 +97,16 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype.itemsize < 4 else dtype
 
 
-def cast(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The array in another dtype."""
-    return array.to(dtype)
+def _is_number_of_host(array: torch.Tensor) -> bool:
+    """Whether operators take it together with arrays of any device."""
+    return array.is_cpu and not array.ndim
+
+
+def cast(array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """The array in another dtype, and on the device of the one beside it."""
+    if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
+        return array.to(dtype)
+    return array.to(beside.device, dtype)
 
 
 def exact(array: torch.Tensor, name: str) -> torch.Tensor:
@@ -134,9 +141,7 @@ _LONG = 2**16  # elements whose squares the host adds to float32 sums with an er
 
 def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
-    if any(map(is_dtensor, arrays)):
-        return torch.stack(measured(lambda shard: squared_norms([shard], dtype)[0], arrays))
-    return torch.stack([squared_norm(array, dtype).to(arrays[0].device) for array in arrays])
+    return torch.stack(measured(lambda array: squared_norm(array, dtype), arrays))
 
 
 def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +162,7 @@ def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def measured(measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
     if not any(map(is_dtensor, arrays)):
-        return [measure(array) for array in arrays]
+        return [measure(array).to(arrays[0].device) for array in arrays]
     whole = [without_partials(array) for array in arrays]
     measures = [measure(local(array)) for array in whole]
     return summed_over_shards(measures, whole)
@@ -291,13 +296,7 @@ def in_transform() -> bool:
 
     A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss this is a part of.
     """
-    # Where torch.compile cannot trace the depth of transforms, the answer is the safe one: nothing is written to.
-    if torch.compiler.is_compiling() and not _TRACES_DEPTH:
-        return True
     return _private.transforms() > 0 or _private.in_forward_mode() or (_recordings > 0 and is_recorded())
-
-
-_TRACES_DEPTH = torch.__version__ >= "2.13"
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch_backend.engine.window import Engine, detached
 from torch_backend.loop import Calls, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import called
-from torch_backend.randomness import generator_states, put_generator_states
+from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import LossOfModule, ModuleGradient
@@ -207,9 +207,7 @@ class _FirstPass(Calls):
         is_in_step = isinstance(own, WrappedGradient) and (own.wrapper.in_step or own.sync != "last")
         self.runs, self.ran = (program.n or 0) if is_in_step else 0, 0
         tensors = [*trees.flatten(args)[0], *([] if own is None else own.parameters())]
-        # Those whose random numbers a summary may draw, besides the host's.
-        devices = {leaf.device for leaf in tensors if isinstance(leaf, torch.Tensor)}
-        self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self.devices = devices_of(tensors)
         self.generators: list[list[torch.Tensor]] = []  # before each micro-batch
 
     def fold(self, arguments: Arguments, args: Args, kwargs: Kwargs, weight: Scalar, last: bool) -> list[Any]:
@@ -340,5 +338,5 @@ class _SecondPass:
         pairs = [*zip(leaves, of_leaves, strict=True), *[(leaf, torch.zeros_like(leaf)) for leaf in self.waiting]]
         # Summed in at least 32 bits.
         terms = [(leaf * cotangent).sum(dtype=arrays.accumulator_dtype(leaf.dtype)) for leaf, cotangent in pairs]
-        loss = sum(terms, torch.zeros(()))
+        loss = sum([term.to(self.loss.device) for term in terms], torch.zeros(()))
         return (loss, cotangents.threaded(output)) if cotangents.outputs.threads else loss

@@ -28,7 +28,8 @@ def device(name: object) -> torch.device:
 
 def devices() -> list[str]:
     """The names of the devices that there are."""
-    return ["cpu", *[f"cuda:{index}" for index in range(torch.cuda.device_count())]]
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
 def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
@@ -121,8 +122,8 @@ def import_arrays(exports: Sequence[Transfer], device: torch.device | None, copy
         # JAX may reuse the memory of its arrays as soon as this returns, so the copies must be done.
         pairs = zip(imports, exports, strict=True)
         copies = [new.array for new, old in pairs if not isinstance(old.array, torch.Tensor)]
-        for cuda in {tensor.device for tensor in copies if tensor.is_cuda}:
-            torch.cuda.current_stream(cuda).synchronize()
+        for device in {tensor.device for tensor in copies if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
     return imports
 
 

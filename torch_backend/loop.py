@@ -308,20 +308,27 @@ def _read(
         del arguments
 
 
+def _stream(device: torch.device) -> torch.Stream | None:
+    """A new stream of the device; None if that is the host, or has only one stream, as Apple's does."""
+    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
+        return None
+    return torch.Stream(device)
+
+
 def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[tuple[Tree, ...]]:
     """The items with their tensors on the device. Each is copied while the one before it is computed with.
 
-    On CUDA a second stream copies while kernels for the last item still run. From pinned memory the host does not wait
-    for the copy either.
+    Where the device has streams, a second one copies while kernels for the last item still run. From pinned memory the
+    host does not wait for the copy either.
     """
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    copies = _stream(device)
 
     def begin() -> tuple[Tree, ...] | None:
         item = next(items, None)
         if item is None:
             return None
         leaves, structure = trees.flatten(item)
-        with torch.cuda.stream(copies) if copies is not None else nullcontext():
+        with copies or nullcontext():
             leaves = [leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         moved: tuple[Tree, ...] = trees.unflatten(structure, leaves)
         return moved
@@ -329,7 +336,7 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
     item = begin()
     while item is not None:
         if copies is not None:
-            computing = torch.cuda.current_stream(device)
+            computing = torch.accelerator.current_stream(device)
             computing.wait_stream(copies)
             # The memory was allocated on the copying stream. The allocator must not reuse it while the computing one
             # still reads it.

@@ -35,7 +35,7 @@ from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
-_CUDA_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
+_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
 _ENOUGH = 2  # micro-batches: the third does what the second did; with a wrapper the fourth what the third, but the last
 
 
@@ -57,14 +57,16 @@ def nbytes(tree: Tree) -> int:
 def free_memory(tree: Tree) -> int | None:
     """The bytes that are free on the device of these arrays; None if that is the host."""
     devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
-    free = [_free_on(device) for device in devices if device.type == "cuda"]
-    return min(free) if free else None
+    try:
+        return min([_free_on(device) for device in devices if device.type != "cpu"], default=None)
+    except RuntimeError:
+        return None
 
 
 def _free_on(device: torch.device) -> int:
+    memory = torch.accelerator
     # What the allocator has reserved and does not use is as good as free.
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return memory.get_memory_info(device)[0] + memory.memory_reserved(device) - memory.memory_allocated(device)
 
 
 def peak(
@@ -133,7 +135,8 @@ def _mode(program: Program) -> Any:
     if not is_planned:
         raise FuncgaError(
             f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run without sending "
-            f"anything. Plan the step of the module that was wrapped, with across=group; or use torch 2.11 to 2.13."
+            f"anything. Plan the step of the module that was wrapped, with across=group; or use torch "
+            f"{_private.TRIED}."
         )
     return mode
 
@@ -420,7 +423,7 @@ def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 def _granule(tensor: torch.Tensor) -> int:
-    return _CUDA_BLOCK if tensor.device.type == "cuda" else 1
+    return 1 if tensor.device.type == "cpu" else _BLOCK
 
 
 def _rounded(size: int, granule: int) -> int:

@@ -197,28 +197,39 @@ def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
 @contextmanager
 def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
     """A context in which the global generators, of the host and of the devices of the arguments, begin at a seed."""
-    devices = {leaf.device for leaf in trees.flatten(args)[0] if isinstance(leaf, torch.Tensor)}
-    devices |= {p.device for module in args if isinstance(module, nn.Module) for p in module.parameters()}
-    on_cuda = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=on_cuda):
-        torch.default_generator.manual_seed(seed)
-        for device in on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    parameters = [p for module in args if isinstance(module, nn.Module) for p in module.parameters()]
+    devices = devices_of([*trees.flatten(args)[0], *parameters])
+    before = generator_states(devices)
+    generators = [torch.Generator(), *map(torch.Generator, devices)]
+    seeded = [generator.manual_seed(seed).get_state() for generator in generators]
+    put_generator_states(devices, seeded)
+    try:
         yield
+    finally:
+        put_generator_states(devices, before)
 
 
 # -- the states of the global generators, for what is to draw the same once more
 
 
+def devices_of(leaves: Sequence[object]) -> list[torch.device]:
+    """The devices of these whose random numbers a function of them may draw, besides the host's."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return [device for device in devices if device.type not in ("cpu", "meta")]
+
+
 def generator_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """The states of the generators of the host and of these devices."""
     states = [torch.get_rng_state()]
-    return states + [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    for device in devices:
+        with torch.accelerator.device_index(device.index):  # not all of these functions take a device
+            states.append(torch.get_device_module(device).get_rng_state())
+    return states
 
 
 def put_generator_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
     """Puts states of the generators back."""
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
-        torch.get_device_module(device).set_rng_state(state, device)
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(device).set_rng_state(state)

@@ -83,8 +83,8 @@ class Arrays(Protocol):
         """The dtype that sums of this dtype are held in: at least 32 bits."""
         ...
 
-    def cast(self, array: Array, dtype: Dtype) -> Array:
-        """The array in another dtype."""
+    def cast(self, array: Array, dtype: Dtype, beside: Array | None = None) -> Array:
+        """The array in another dtype, and on the device of the one beside it."""
         ...
 
     def exact(self, array: Array, name: str) -> Array:

@@ -67,5 +67,6 @@ class DroppingStep(Dropping):
         value = None if self.test is None else outputs.value_of(leaves)
         keep = self.is_kept(value, [leaves[leaf_index] for leaf_index in tested.leaf_indices], backend)
         if tested.are_weighted and not is_on_host:
-            keep = backend.arrays.xp.logical_or(backend.arrays.as_array(keep), weight == 0)
+            keep = backend.arrays.as_array(keep)
+            keep = backend.arrays.xp.logical_or(keep, backend.arrays.cast(weight == 0, keep.dtype, keep))
         return keep

@@ -181,7 +181,7 @@ class LeafFold:
     def lift(self, value: Array, weight: Scalar) -> Reduced:
         """What one micro-batch's value contributes."""
         if self.arrays.is_array(weight):
-            weight = self.arrays.cast(weight, self.accumulator_dtype)
+            weight = self.arrays.cast(weight, self.accumulator_dtype, value)
         elif isinstance(weight, int):
             weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
         value = self.arrays.cast(value, self.accumulator_dtype)
@@ -202,8 +202,9 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype that the caller is to see."""
+        dtype, beside = self.accumulator_dtype, largest(reduced)
         scalars = [
-            self.arrays.cast(amount, self.accumulator_dtype) if self.arrays.is_array(amount) else float(amount)
+            self.arrays.cast(amount, dtype, beside) if self.arrays.is_array(amount) else float(amount)
             for amount in (tally.total, tally.steps)
         ]
         return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars)))

@@ -90,13 +90,16 @@ class Accumulation(NamedTuple):
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """Itself where the condition is true, else the other window. The host need not see the condition."""
-        xp = self.outputs.backend.arrays.xp
+        arrays = self.outputs.backend.arrays
 
         # `where`, not a product with 0 or 1: 0 * NaN is NaN, and what is not chosen may be NaN.
         def select(chosen: Reduced, otherwise: Reduced) -> Reduced:
             if isinstance(chosen, tuple):
                 return tuple(select(*parts) for parts in zip(chosen, otherwise, strict=True))
-            return None if chosen is None else xp.where(condition, chosen, otherwise)
+            if chosen is None:
+                return None
+            is_true = arrays.cast(condition, condition.dtype, chosen) if arrays.is_array(chosen) else condition
+            return arrays.xp.where(is_true, chosen, otherwise)
 
         both = [(tuple(window.accumulators), tuple(window.tally), window.rejected) for window in (self, other)]
         accumulators, counted, rejected = select(*both)

@@ -89,6 +89,7 @@ class Readings:
         # What weighs nothing is nothing to observers, as no backward pass may be run for it.
         is_array = self.arrays.is_array(weight)
         if is_array:
+            weight = self.arrays.cast(weight, self.dtype, measures)
             measures = xp.where(weight != 0, measures, 0)
         elif not weight:
             measures = xp.zeros_like(measures)
@@ -96,8 +97,7 @@ class Readings:
         scales: list[Scalar] = [] if isinstance(seed, float) and seed == 1 else [seed]
         if not self.is_weighted:
             # The sum over a micro-batch becomes its mean.
-            weight = self.arrays.cast(weight, self.dtype) if is_array else float(weight)
-            scales.append(xp.where(weight != 0, weight, 1) if is_array else weight or 1.0)
+            scales.append(xp.where(weight != 0, weight, 1) if is_array else float(weight) or 1.0)
         for scale in scales:
             vectors = [
                 vector / scale**observer.degree for observer, vector in zip(self.observers.all, vectors, strict=True)
@@ -135,6 +135,7 @@ class Readings:
     def finish(self, folded: Sequence[Tree], of_result: Array, loss_scale: Scalar) -> Tree:
         """The same from the measures of the gradient in the value."""
         total, steps = folded[0][0], folded[0][1]
+        of_result = self.arrays.cast(of_result, self.dtype, total)
         if self.arrays.is_array(loss_scale):
             loss_scale = self.arrays.cast(loss_scale, self.dtype)
         factor = {"weight": 1.0, "steps": total / steps}.get(str(self.divides_by), total)

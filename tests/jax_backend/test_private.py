@@ -47,6 +47,7 @@ def check_right():
 
 def test_with_everything():
     assert check_right() == ["output[1]['layers']"]
+    assert None not in (_private.TRACE_STATE, _private.TRACER, _private.varying(jax.typeof(jnp.ones(2))))
 
 
 @pytest.mark.parametrize("name", ["ARRAY_TYPE", "LITERAL", "AS_FUNCTION"])

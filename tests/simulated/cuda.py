@@ -22,6 +22,9 @@ def replace(loaded):
         for name in REPLACED:
             if hasattr(module, name):
                 setattr(module, name, here[name])
+    for module in (torch.accelerator, torch.accelerator.memory):
+        module.get_memory_info, module.memory_allocated = mem_get_info, memory_allocated
+        module.memory_reserved = memory_reserved
     torch.Tensor.record_stream = lambda tensor, stream: None
 
 

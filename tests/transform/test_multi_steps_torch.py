@@ -275,7 +275,6 @@ def test_sparse_gradients_are_summed_densely():
     torch.testing.assert_close(state.window.accumulated["e"], 2 * sparse.to_dense())
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="the compiler of older ones stumbles over a tuple with names")
 def test_the_halves_compile_to_one_graph_each():
     tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s)), 3)
     params = tree(0)

@@ -31,7 +31,7 @@ from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
-from torch_backend.engine.backward import Backward, autocasting, ran_backward
+from torch_backend.engine.backward import Backward, ran_backward
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Kept, Layout, Leaves
 from torch_backend.engine.observing import ObservedGradient, Observing
@@ -140,7 +140,7 @@ class Engine:
             self.watch.changed()
         self.stack.__exit__(*error)
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would outlive them.
-        if _private.is_any_autocast_enabled() and autocasting(("cuda",)):
+        if _private.is_any_autocast_enabled():
             torch.clear_autocast_cache()
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:

@@ -13,6 +13,7 @@ from torch import nn
 from funcga._grad import check_scaled
 from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
+from torch_backend import _private
 from torch_backend.modules.checks import check_module_and_loss, kind_of
 from torch_backend.wrapped.ddp import Wrapper, no_outer_mesh
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -103,8 +104,9 @@ def module_value_and_grad(
     except AttributeError as error:
         raise FuncgaError(
             f"{wrapper.name} of torch {torch.__version__} has no `{error.name}`, without which its gradients cannot be "
-            f"summed over a window. Use torch 2.11 to 2.13; or let funcga reduce: accumulate(funcga.value_and_grad("
-            f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+            f"summed over a window. Use torch {_private.TRIED}; or let funcga reduce: accumulate("
+            f"funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that "
+            "was wrapped."
         ) from error
     return WrappedGradient(module, loss_fn, has_aux, scaled, sync, wrapper)
 

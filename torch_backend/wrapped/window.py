@@ -144,7 +144,7 @@ class ModuleWindow:
                 self.wrapper.recover()
                 if is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
-        if autocasting(("cuda",)):
+        if _private.is_any_autocast_enabled():
             torch.clear_autocast_cache()
 
     # --- micro-batches

@@ -264,7 +264,7 @@ def test_what_cannot_be_put_back_or_would_be_sent_is_refused(kind, name, label):
         assert failure == "FuncgaError"
         assert text == (
             f"the module is wrapped by {label}, which torch {torch.__version__} cannot run without sending anything. "
-            f"Plan the step of the module that was wrapped, with across=group; or use torch 2.11 to 2.13."
+            f"Plan the step of the module that was wrapped, with across=group; or use torch 2.13 to 2.14."
         )
 
 

@@ -314,10 +314,7 @@ def flags(module):
         found += [getattr(m, name, None) for name in ("require_backward_grad_sync", "_sync_gradients")]
         if hasattr(m, "_get_fsdp_state"):
             state = m._get_fsdp_state()
-            found += [
-                (g.reduce_grads, g.all_reduce_grads)
-                for g in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])
-            ]
+            found += [(g.reduce_grads, g.all_reduce_grads) for g in state._fsdp_param_groups]
             found.append(state._state_ctx.is_last_backward)
     return found
 
