@@ -462,11 +462,18 @@ class Cotangents:
     keeps: bool
     are_weighed: bool
 
-    def parts(self, output: Tree, weight: Scalar) -> list[Reduced]:
-        """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent."""
+    def parts(self, output: Tree, weight: Scalar, share: Scalar = None) -> list[Reduced]:
+        """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent.
+
+        `share` is the weight in the unit that those of means are measured in, if there is one.
+        """
         leaves = self.outputs.in_order(output)
         triples = zip(self.outputs.reduced, self.outputs.reduced_folds, self.reduced, strict=True)
-        lifted = [fold.lift(leaves[leaf_index], weight) for leaf_index, fold, cot in triples if cot is not None]
+        lifted = [
+            fold.lift(leaves[leaf_index], share if fold.is_mean and share is not None else weight)
+            for leaf_index, fold, cotangent in triples
+            if cotangent is not None
+        ]
         pairs = zip(self.outputs.collected, self.collected, strict=True)
         return [*lifted, *[leaves[leaf_index] for leaf_index, cotangent in pairs if cotangent is not None]]
 

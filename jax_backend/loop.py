@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,7 +16,7 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
 from funcga._call.dropping import DroppingStep
 from funcga._call.totals import OVERFLOWN
-from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
+from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow, power_below
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
@@ -101,13 +101,17 @@ class _Microbatch:
 
     def weigh(self, start: Scalar, state: list[jax.Array]) -> Tally:
         """Its tally."""
+        return arrays.tally(self.weight(start, state))
+
+    def weight(self, start: Scalar, state: list[jax.Array]) -> Scalar:
+        """Its weight, a number where that is known before the program runs."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
         size: Any = self.size
         rows: Any = jnp.asarray(size) if is_symbolic_dim(size) else size
         weight = self.program.weigh(self.arguments, args, rows)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
-        return arrays.tally(weight)
+        return weight
 
 
 class Carry(NamedTuple):
@@ -128,17 +132,18 @@ class _Step(NamedTuple):
     outputs: Outputs
     gradient: Gradient
     weigh: Callable[..., Tally]
+    unit: Scalar
     weights: list[Scalar] | None = None  # one for each leaf that is reduced, where they are known before the loop
     dropping: DroppingStep | None = None
 
 
 def _step(
     microbatch: _Microbatch, outputs: Outputs, weigh: Callable[..., Tally], evaluate: Callable[..., Tree],
-    traced: "ClosedJaxpr", value: Tree, weight: Scalar = None, is_shared: bool = False,
+    traced: "ClosedJaxpr", value: Tree, unit: Scalar, weight: Scalar = None, is_shared: bool = False,
 ) -> _Step:  # fmt: skip
     """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program `traced`.
 
-    `weight` is one that is known before the loop. If all micro-batches share it, weighted sums are multiplied by it at
+    `unit` is what the weights of means are measured in. `weight` is one that is known before the loop. If all micro-batches share it, weighted sums are multiplied by it at
     the end.
     """
     program = microbatch.program
@@ -148,11 +153,14 @@ def _step(
     if program.dropping is None:
         weights = None
         if weight is not None:
-            weights = [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
-        return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, weights)
+            weights = [
+                1 if is_shared and fold.adds == "weighted" else weight / unit if fold.is_mean else weight
+                for fold in outputs.reduced_folds
+            ]
+        return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights)
     # All leaves are looked at before one is folded.
     leaves_of = partial(leaves_to_fold, outputs, evaluate, readings)
-    return _Step(outputs, leaves_of, weigh, dropping=program.dropping)
+    return _Step(outputs, leaves_of, weigh, unit, dropping=program.dropping)
 
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
@@ -161,7 +169,8 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
     if weights is None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
         counted = step.weigh(start, carry.state)
-        total, weights = total.merge(counted), [of_leaf.total for of_leaf in _tallies(outputs, counted)]
+        total = total.merge(counted)
+        weights = [of_leaf.total for of_leaf in _tallies(outputs, counted, step.unit)]
     into = {
         leaf_index: Into(before, fold, weight)
         for leaf_index, fold, before, weight in zip(
@@ -198,17 +207,28 @@ def _add_kept(
     return Carry(reduced, total, state, dropped), collected
 
 
-def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
-    """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
-    folds = outputs.reduced_folds
-    # Without such a leaf a program in float64 has no float32 in it.
-    narrowed = narrow(total) if any(fold.is_narrow for fold in folds) else total
-    return [narrowed if fold.is_narrow else total for fold in folds]
+def unit_of(weight: Scalar) -> Scalar:
+    """A power of two near the weight of a first micro-batch: what the weights of means are measured in.
+
+    So the sums are of the size of the values, and leave their range only where the values nearly do.
+    """
+    if isinstance(weight, int | float):
+        return power_below(weight) if weight else 1.0
+    weight = arrays.tally(weight).total
+    return jnp.where(weight > 0, jnp.ldexp(jnp.ones_like(weight), jnp.frexp(weight)[1] - 1), 1)
 
 
-def narrow(total: Tally) -> Tally:
-    """The tally as a float32 holds it; NaN if it cannot."""
-    weight = total.total
+def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
+    """A tally for each leaf that is reduced."""
+    of_kind = cache(partial(tally_of, total, unit))  # leaves that are alike have one
+    return [of_kind(fold.is_mean, fold.is_narrow) for fold in outputs.reduced_folds]
+
+
+def tally_of(total: Tally, unit: Scalar, is_mean: bool, is_narrow: bool) -> Tally:
+    """The tally for a fold: in this unit for a mean; NaN where a float32 cannot hold it, so that no 0 comes of it."""
+    weight = total.total / unit if is_mean else total.total
+    if not is_narrow:  # a program in float64 has no float32 in it
+        return Tally((weight,), total.steps)
     # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as well.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
@@ -242,6 +262,7 @@ def _merged(
     replicas: Replicas | None,
     carry: Carry,
     chunks: Sequence[Sequence[jax.Array]],
+    unit: Scalar,
     shared: Scalar = None,
 ) -> Folded:
     """What all replicas have folded, before it is normalised.
@@ -253,20 +274,23 @@ def _merged(
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
-    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped)
+    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
     if replicas is not None:
         folded = merge(outputs, folded, replicas)
     if shared is None:
         return folded
     pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
     return folded._replace(
-        reduced=[fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
+        reduced=[
+            fold.lift(leaf, shared / unit if fold.is_mean else shared) if fold.adds == "weighted" else leaf
+            for fold, leaf in pairs
+        ]
     )
 
 
 def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     """The result, in the structure of grad_fn's output."""
-    triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total), strict=True)
+    triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total, folded.unit), strict=True)
     normalised, state = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples], folded.state
     collected = folded.collected
     if folded.dropped is not None:
@@ -275,11 +299,6 @@ def _normalised(outputs: Outputs, folded: Folded) -> Tree:
         state = jax.tree.map(partial(jnp.where, is_whole), state, folded.dropped.state)
         collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
     return outputs.join(normalised, collected, state)
-
-
-def _finish(outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]]) -> Tree:
-    """The normalised result of all replicas."""
-    return _normalised(outputs, _merged(outputs, replicas, carry, chunks))
 
 
 def spoilt(result: Tree, totals: Tree) -> Tree:
@@ -358,12 +377,13 @@ class Accumulate:
                 # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
+                unit = unit_of(microbatch.weight(jnp.int32(0), state))
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
             weight = None
             if is_known:
                 # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
                 weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            step = _step(microbatch, outputs, weigh, evaluate, traced, value, weight, is_shared)
+            step = _step(microbatch, outputs, weigh, evaluate, traced, value, unit, weight, is_shared)
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
@@ -371,7 +391,7 @@ class Accumulate:
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
         carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped)
-        return outputs, _merged(outputs, replicas, carry, chunks, weight if is_shared else None), spread
+        return outputs, _merged(outputs, replicas, carry, chunks, unit, weight if is_shared else None), spread
 
 
 def _check_whole(program: Program) -> None:
@@ -458,9 +478,9 @@ class _Stream:
             if outputs is None:
                 outputs = self._outputs_of(leading, kwargs, item)
                 spread = sharding.spread_of((*leading, *item))
-                carry = self.begin((outputs, spread), leading, kwargs, item)
+                carry, unit = self.begin((outputs, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
-            carry, collected = add(outputs, spread, whole, cut, carry, arrays_whole, arrays_cut)
+            carry, collected = add(outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut)
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, arrays_cut, collected  # so that no more than one micro-batch is held
@@ -470,14 +490,15 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        result = self.finish((outputs, replicas), carry, chunks, {} if self.program.observers is None else kwargs)
+        told = {} if self.program.observers is None else kwargs
+        result = self.finish((outputs, replicas), carry, unit, chunks, told)
         return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
 
     def _finish(
-        self, outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]],
-        kwargs: Kwargs,
+        self, outputs: Outputs, replicas: Replicas | None, carry: Carry, unit: jax.Array,
+        chunks: Sequence[Sequence[jax.Array]], kwargs: Kwargs,
     ) -> Tree:  # fmt: skip
-        result = _finish(outputs, replicas, carry, chunks)
+        result = _normalised(outputs, _merged(outputs, replicas, carry, chunks, unit))
         return result if self.program.observers is None else self.program.observed(result, kwargs)
 
     def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
@@ -499,15 +520,19 @@ class _Stream:
     def _evaluate(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Tree:
         return self._microbatch(leading, kwargs, item).evaluate(0, state)
 
-    def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
-        state = [arrays.strong(leaf) for leaf in self._microbatch(leading, kwargs, item).arguments.state]
+    def _begin(
+        self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args
+    ) -> tuple[Carry, jax.Array]:
+        microbatch = self._microbatch(leading, kwargs, item)
+        state = [arrays.strong(leaf) for leaf in microbatch.arguments.state]
         types = jax.make_jaxpr(partial(self.evaluate, (), leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(leaf, copy=True) for leaf in state]
-        return _begin(outputs, spread, types, state, self.program.dropping)
+        unit = arrays.tally(unit_of(microbatch.weight(0, state))).total
+        return _begin(outputs, spread, types, state, self.program.dropping), unit
 
     def _add(
-        self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry,
+        self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry, unit: jax.Array,
         arrays_whole: Sequence[jax.Array], arrays_cut: Sequence[jax.Array],
     ) -> tuple[Carry, list[jax.Array]]:  # fmt: skip
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
@@ -517,7 +542,8 @@ class _Stream:
 
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
         microbatch = self._microbatch(leading, kwargs, item)
-        carry, collected = _add(_step(microbatch, outputs, microbatch.weigh, evaluate, traced, value), carry, None)
+        step = _step(microbatch, outputs, microbatch.weigh, evaluate, traced, value, unit)
+        carry, collected = _add(step, carry, None)
         return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped), collected
 
 

@@ -1,5 +1,6 @@
 """What a window holds: for each leaf a fold that is bound to its dtypes, and a tally of how much has been folded."""
 
+import math
 import numbers
 import sys
 from collections.abc import Callable
@@ -55,6 +56,11 @@ class Tally(NamedTuple):
     def total(self) -> Scalar:
         """The total weight as one scalar, rounded to the type of its limbs."""
         return self.weight[0] if len(self.weight) == 1 else self.weight[0] + self.weight[1]
+
+
+def power_below(number: float) -> float:
+    """The greatest power of two that is not above a positive number: to multiply or divide by it rounds nothing."""
+    return math.ldexp(1.0, math.frexp(number)[1] - 1)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -164,6 +170,11 @@ class LeafFold:
         """Whether the weight of a micro-batch counts for what is folded of it."""
         reducer = self.fold.reducer
         return getattr(reducer.lift, "is_weighted", not reducer.unweighted)  # as exact sums say themselves
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a quotient of sums of weights, so that these may be measured in any unit."""
+        return self.adds == "weighted" and self.fold.normalizer.divides_by == "weight"
 
     @property
     def is_of_window(self) -> bool:
