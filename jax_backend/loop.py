@@ -1,5 +1,6 @@
 """The loop over the micro-batches: a scan over those of one size, whose carry is what has been folded."""
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +17,7 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
 from funcga._call.dropping import DroppingStep
 from funcga._call.totals import OVERFLOWN
-from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow, power_below
+from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
@@ -53,10 +54,34 @@ def jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: 
     return lambda settings, *args: of_arrays(settings, *split(args))
 
 
-def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
-    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was."""
-    outside = jitted(function, keep_unused=keep_unused)
+def compiled(
+    function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
+) -> Callable[..., Tree]:
+    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was.
+
+    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or raises why.
+    """
+    outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
     return lambda settings, *args: function(*settings, *args) if is_tracing() else outside(settings, *args)
+
+
+def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The function, jitted, that raises FuncgaError where the host sees that the result is lost."""
+
+    def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
+        lost: list[jax.Array] = []
+        return function(*args, lost), lost
+
+    run = jitted(checking)
+
+    def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+        result, lost = run(settings, *args)
+        # The host does not wait for an accelerator. Outside of a program the same call raises why, and where.
+        if any(arrays.scalar(is_lost) is True for is_lost in lost):
+            function(*settings, *args, [])
+        return result
+
+    return outside
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
@@ -143,8 +168,8 @@ def _step(
 ) -> _Step:  # fmt: skip
     """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program `traced`.
 
-    `unit` is what the weights of means are measured in. `weight` is one that is known before the loop. If all micro-batches share it, weighted sums are multiplied by it at
-    the end.
+    `unit` is what the weights of means are measured in. `weight` is one that is known before the loop: if all
+    micro-batches share it, weighted sums are multiplied by it at the end.
     """
     program = microbatch.program
     if program.weight is not None and names_leaves(program.across):
@@ -213,7 +238,7 @@ def unit_of(weight: Scalar) -> Scalar:
     So the sums are of the size of the values, and leave their range only where the values nearly do.
     """
     if isinstance(weight, int | float):
-        return power_below(weight) if weight else 1.0
+        return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
     weight = arrays.tally(weight).total
     return jnp.where(weight > 0, jnp.ldexp(jnp.ones_like(weight), jnp.frexp(weight)[1] - 1), 1)
 
@@ -301,6 +326,16 @@ def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     return outputs.join(normalised, collected, state)
 
 
+def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
+    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else appends whether it is."""
+    unseen: list[jax.Array] = []
+    for leaf_index, fold, reduced in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True):
+        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
+        unseen += fold.check_known(reduced, folded.total, path)
+    if unseen:
+        lost.append(jnp.any(jnp.stack(unseen)))
+
+
 def spoilt(result: Tree, totals: Tree) -> Tree:
     """The result, with NaN for every float if a total does not fit in its integers."""
     counts = [total for total in jax.tree.leaves(totals) if total.dtype == np.int32]
@@ -333,14 +368,16 @@ class Accumulate:
         self.program, self.backend = bound(program, backend), backend
         if program.observers is not None:
             _check_whole(program)
-        self.fold = compiled(self.traced)
+        self.fold = compiled(self.traced, is_exact=program.is_exact)
         self.count = None if program.totals is None else Accumulate(program.counting(backend), backend).traced
 
-    def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
+    def traced(self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None) -> Tree:
         """The fold, in the trace that is running."""
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         outputs, folded, _ = self.folded(spread, args, kwargs)
+        if lost is not None:
+            _check_known(outputs, folded, lost)
         result = _normalised(outputs, folded)
         if self.program.observers is not None:
             result = self.program.observed(result, kwargs)
@@ -356,7 +393,10 @@ class Accumulate:
         program = self.program
         trees.check_unshared((args, kwargs))
         arguments = program.read(args, self.backend)
-        sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
+        rows = arguments.rows()
+        if is_symbolic_dim(rows):
+            _check_divides(rows, program)
+        sizes = groups(rows, program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
         narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
         # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place. Where some may
@@ -377,7 +417,7 @@ class Accumulate:
                 # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                unit = unit_of(microbatch.weight(jnp.int32(0), state))
+                unit = unit_of(size if program.weight is None else microbatch.weight(jnp.int32(0), state))
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
             weight = None
             if is_known:
@@ -403,15 +443,14 @@ def _check_whole(program: Program) -> None:
         )
 
 
-def _check_rows(program: Program, rows: int) -> int:
-    """The number of rows. Raises FuncgaError for a symbolic one that need not divide."""
+def _check_divides(rows: Scalar, program: Program) -> None:
+    """Raises FuncgaError for a symbolic number of rows that need not divide."""
     divisor = program.n or program.microbatch_size
-    if is_symbolic_dim(rows) and not rows % divisor == 0:
+    if not rows % divisor == 0:
         raise FuncgaError(
             f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
             f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
         )
-    return rows
 
 
 def _scan(
@@ -455,7 +494,7 @@ class _Stream:
         self.evaluate = jitted(self._evaluate, inline=True)
         self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-        self.finish = compiled(self._finish)
+        self.finish = compiled(self._finish, is_exact=program.is_exact)
         self.spoilt = compiled(spoilt)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
@@ -496,9 +535,12 @@ class _Stream:
 
     def _finish(
         self, outputs: Outputs, replicas: Replicas | None, carry: Carry, unit: jax.Array,
-        chunks: Sequence[Sequence[jax.Array]], kwargs: Kwargs,
+        chunks: Sequence[Sequence[jax.Array]], kwargs: Kwargs, lost: list[jax.Array] | None = None,
     ) -> Tree:  # fmt: skip
-        result = _normalised(outputs, _merged(outputs, replicas, carry, chunks, unit))
+        folded = _merged(outputs, replicas, carry, chunks, unit)
+        if lost is not None:
+            _check_known(outputs, folded, lost)
+        result = _normalised(outputs, folded)
         return result if self.program.observers is None else self.program.observed(result, kwargs)
 
     def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:

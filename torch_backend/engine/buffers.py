@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcga._fold import Tally, largest, power_below
+from funcga._fold import Tally, largest
 from funcga._types import Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
@@ -321,6 +321,11 @@ def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit
         torch._foreach_div_(alike, nonzero.to(*kind))
     for accumulator in sums_here if plain else ():
         accumulator.masked_fill_(is_zero.to(accumulator.device), 0)
+
+
+def power_below(number: float) -> float:
+    """The greatest power of two that is not above a positive number."""
+    return math.ldexp(1.0, math.frexp(number)[1] - 1)
 
 
 def _power_above(number: float) -> float:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funcga._fold import Tally, power_below
+from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
-from torch_backend.engine.buffers import Buffers
+from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, check_weighed, proposed
 from torch_backend.reduce.header import ROOM, Header, Report, check_in_step, digest_of
