@@ -22,7 +22,7 @@ from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import arrays, dlpack, sharding, trees
+from jax_backend import _private, arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
 from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
@@ -109,8 +109,11 @@ class _Microbatch:
     def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
         """What grad_fn returns for it; before that, room for what observers are told."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
+        remade = lambda leaf: leaf
+        if self.program.weight is not None and self.program.weighs_all(self.arguments.backend):
+            remade = partial(_with_derivative, self.weight(start, state))
         # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
-        args, kwargs = jax.tree.map(lambda leaf: leaf, (args, self.kwargs))
+        args, kwargs = jax.tree.map(remade, (args, self.kwargs))
         whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
         with trees.unchanged((whole, kwargs)):
             value = self.program.grad_fn(*args, **kwargs)
@@ -137,6 +140,55 @@ class _Microbatch:
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
         return weight
+
+
+def _with_derivative(weight: Scalar, leaf: Tree) -> Tree:
+    """A leaf of the arguments, a constant if the micro-batch weighs nothing: a NaN would have NaN as its derivative."""
+    if isinstance(weight, int | float) or not is_float(leaf):
+        return leaf
+    return jnp.where(weight != 0, leaf, lax.stop_gradient(leaf))
+
+
+def is_float(leaf: Tree) -> bool:
+    """Whether it is an array that has a derivative."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> Callable[..., Tree]:
+    """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN, whatever it is times."""
+    as_function = _private.AS_FUNCTION
+    if as_function is None:
+        return evaluate
+
+    def value_of(*operands: Tree) -> Tree:
+        program, types = jax.make_jaxpr(evaluate, return_shape=True)(*operands)
+        # All that it depends on, as its derivative has to be told of it.
+        leaves = [*program.consts, *map(jnp.asarray, jax.tree.leaves(operands))]
+        are_floats, structure = [*map(is_float, leaves)], jax.tree.structure(types)
+
+        def run(floats: list[jax.Array], others: list[jax.Array]) -> Tree:
+            sources = {True: iter(floats), False: iter(others)}
+            values = [next(sources[is_one]) for is_one in are_floats]
+            count = len(program.consts)
+            return structure.unflatten(as_function(program.replace(consts=values[:count]))(*values[count:]))
+
+        def rule(primals: tuple[Tree, Tree], tangents: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            value, derivative = jax.linearize(lambda floats: run(floats, primals[1]), primals[0])
+            keep = keeps(value)
+            # On both sides, for derivatives in both directions.
+            only = partial(jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf)
+            return value, only(derivative(only(tangents[0])))
+
+        differentiated = jax.custom_jvp(run)
+        differentiated.defjvp(rule)
+        return differentiated(
+            *(
+                [leaf for leaf, is_one in zip(leaves, are_floats, strict=True) if is_one is kind]
+                for kind in (True, False)
+            )
+        )
+
+    return value_of
 
 
 class Carry(NamedTuple):
@@ -184,8 +236,15 @@ def _step(
             ]
         return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights)
     # All leaves are looked at before one is folded.
-    leaves_of = partial(leaves_to_fold, outputs, evaluate, readings)
+    kept = _kept(evaluate, partial(_is_kept, outputs, program.dropping))
+    leaves_of = partial(leaves_to_fold, outputs, kept, readings)
     return _Step(outputs, leaves_of, weigh, unit, dropping=program.dropping)
+
+
+def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
+    """Whether a micro-batch of this value, and of some weight, is folded."""
+    leaves = outputs.leaves(value, "a later micro-batch")
+    return jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, 1.0))
 
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
