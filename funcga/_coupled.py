@@ -138,6 +138,7 @@ def _in_its_words() -> Iterator[None]:
         # Where all summaries of a fold are kept, what is folded is a dict.
         words |= {"def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"}
         words |= {"output['summary']": "summary", "output": "summary"}
+        words |= {"for each example.": "for each example. The loss comes second: coupled(summary_fn, loss_fn)."}
         (text,) = error.args
         error.args = (functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),)
         raise
@@ -163,11 +164,12 @@ def _read(
             f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of its own and takes "
             f"none. Write a function of it: torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
         )
-    if isinstance(summary_fn, GradientFunction):
-        raise FuncgaError(
-            "summary_fn is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
-            "computes the summaries: funcga.coupled(summary_fn, loss_fn, n=8)."
-        )
+    for name, function in {"summary_fn": summary_fn, "loss_fn": loss_fn}.items():
+        if isinstance(function, GradientFunction):
+            raise FuncgaError(
+                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
+                f"computes the summaries, and the loss of them: funcga.coupled(summary_fn, loss_fn, n=8)."
+            )
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"
         raise FuncgaError(

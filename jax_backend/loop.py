@@ -170,7 +170,8 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
             sources = {True: iter(floats), False: iter(others)}
             values = [next(sources[is_one]) for is_one in are_floats]
             count = len(program.consts)
-            return structure.unflatten(as_function(program.replace(consts=values[:count]))(*values[count:]))
+            closed = program.replace(consts=values[:count])  # type: ignore[no-untyped-call]
+            return jax.tree.unflatten(structure, as_function(closed)(*values[count:]))
 
         def rule(primals: tuple[Tree, Tree], tangents: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             value, derivative = jax.linearize(lambda floats: run(floats, primals[1]), primals[0])
