@@ -462,7 +462,7 @@ class Accumulate:
         # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place. Where some may
         # be dropped, it is counted.
         is_known = (program.weight, program.dropping) == (None, None)
-        is_shared = is_known and len(sizes) == 1
+        is_shared = (is_known, len(sizes)) == (True, 1)
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
         first = 0
