@@ -466,8 +466,7 @@ class Calls:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
             args = ordered.after(self.buffers.begun_sums, arguments, args)
-        if arrays.in_transform() and not torch.compiler.is_compiling():
-            args, kwargs = self._with_derivatives(arguments, args, kwargs, weight)
+        args, kwargs = self._with_derivatives(arguments, args, kwargs, weight)
         statistics = statistics_of(self.module)
         value = self._called(arguments, args, kwargs)
         if self.program.dropping is not None and any(listener.heard for listener in self.own_groups):
@@ -495,6 +494,8 @@ class Calls:
     ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
         """The arguments, constants if the micro-batch is left out: a NaN would have NaN as its derivative."""
         program, backend, counts = self.program, arguments.backend, None
+        if torch.compiler.is_compiling() or not arrays.in_transform():
+            return args, kwargs
         leaves, structure = trees.flatten((args, kwargs))
         constants = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if isinstance(weight, torch.Tensor) and program.weighs_all(backend):
