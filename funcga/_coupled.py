@@ -138,6 +138,7 @@ def _in_its_words() -> Iterator[None]:
         # Where all summaries of a fold are kept, what is folded is a dict.
         words |= {"def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"}
         words |= {"output['summary']": "summary", "output": "summary"}
+        words |= {"for each example.": "for each example. The loss comes second: coupled(summary_fn, loss_fn)."}
         (text,) = error.args
         error.args = (functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),)
         raise
@@ -163,11 +164,12 @@ def _read(
             f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of its own and takes "
             f"none. Write a function of it: torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
         )
-    if isinstance(summary_fn, GradientFunction):
-        raise FuncgaError(
-            "summary_fn is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
-            "computes the summaries: funcga.coupled(summary_fn, loss_fn, n=8)."
-        )
+    for name, function in {"summary_fn": summary_fn, "loss_fn": loss_fn}.items():
+        if isinstance(function, GradientFunction):
+            raise FuncgaError(
+                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
+                f"computes the summaries, and the loss of them: funcga.coupled(summary_fn, loss_fn, n=8)."
+            )
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"
         raise FuncgaError(
@@ -462,11 +464,18 @@ class Cotangents:
     keeps: bool
     are_weighed: bool
 
-    def parts(self, output: Tree, weight: Scalar) -> list[Reduced]:
-        """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent."""
+    def parts(self, output: Tree, weight: Scalar, share: Scalar = None) -> list[Reduced]:
+        """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent.
+
+        `share` is the weight in the unit that those of means are measured in, if there is one.
+        """
         leaves = self.outputs.in_order(output)
         triples = zip(self.outputs.reduced, self.outputs.reduced_folds, self.reduced, strict=True)
-        lifted = [fold.lift(leaves[leaf_index], weight) for leaf_index, fold, cot in triples if cot is not None]
+        lifted = [
+            fold.lift(leaves[leaf_index], share if fold.is_mean and share is not None else weight)
+            for leaf_index, fold, cotangent in triples
+            if cotangent is not None
+        ]
         pairs = zip(self.outputs.collected, self.collected, strict=True)
         return [*lifted, *[leaves[leaf_index] for leaf_index, cotangent in pairs if cotangent is not None]]
 

@@ -109,8 +109,9 @@ def cast_varying(array: Array, names: Sequence[str]) -> Array:
 
 # -- programs
 
-# A program's constants, and a program as a function. Without them scans over layers are
-# left as they are, as without anything below: a scan stacks the gradients of its layers, and then they are added.
+# A program's constants, and a program as a function. Without them scans over layers are left as they are, as without
+# anything below: a scan stacks the gradients of its layers, and then they are added. And the derivative of a step that
+# drops a micro-batch is NaN.
 try:
     LITERAL: tuple[type, ...] = (jax.extend.core.Literal,)
     AS_FUNCTION: Callable[[Any], Callable[..., list[Array]]] | None = jax.extend.core.jaxpr_as_fun

@@ -12,11 +12,11 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import groups
 from funcga._coupled import Cotangents, Coupled, Summaries
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, compiled, narrow, spoilt
+from jax_backend.loop import Accumulate, compiled, spoilt, tally_of
 from jax_backend.replicas import replicas_of
 from jax_backend.sharding import Spread
 
@@ -60,8 +60,8 @@ class _Step:
         # The first pass: the summaries.
         first = job.first(backend)
         outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
-        tally_of = lambda fold: narrow(folded.total) if fold.is_narrow else folded.total
-        summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, tally_of)
+        of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
+        summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, of_fold)
 
         # The loss of them, and its gradient: that of the parameters which it uses itself, and the cotangents.
         def loss_of(variables: list[jax.Array], *params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
@@ -79,7 +79,7 @@ class _Step:
         cotangents = summaries.cotangents(of_variables)
 
         # The second pass: they are pulled back through each micro-batch, which is told by the indices of its rows.
-        pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes)
+        pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes, folded.unit)
         fold = (summed(), job.program.fold) if outputs.threads else summed()
         second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
         result = Accumulate(second, backend).traced(spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs)
@@ -117,23 +117,25 @@ class _PulledBack:
 
     def __init__(
         self, job: Coupled, first: Program, backend: Backend, cotangents: Cotangents, spread: Spread,
-        sizes: list[tuple[int, int]],
+        sizes: list[tuple[int, int]], unit: Scalar,
     ):  # fmt: skip
         self.job, self.first, self.backend, self.cotangents, self.spread = job, first, backend, cotangents, spread
-        self.sizes = sizes
+        self.sizes, self.unit = sizes, unit
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The gradients of the differentiated arguments, and the state that is threaded, if there is any."""
         job, (*args_of_user, index) = self.job, args
         arguments = job.program.read(tuple(args_of_user), self.backend)
         weight = job.program.weigh(arguments, tuple(args_of_user), None)
+        if not isinstance(weight, int | float):
+            weight = arrays.tally(weight).total
         arg_indices = job.arg_indices(args_of_user)
 
         def parts_of(*params: Tree) -> tuple[list[Tree], Tree]:
             replaced = dict(zip(arg_indices, params, strict=True))
             called = [replaced.get(arg_index, arg) for arg_index, arg in enumerate(args_of_user)]
             output = self.first.grad_fn(*called, **kwargs)
-            parts = self.cotangents.parts(output, weight)
+            parts = self.cotangents.parts(output, weight, weight / self.unit)
             job.check_reached(not params or any(depends(part) is not False for part in jax.tree.leaves(parts)))
             return parts, self.cotangents.threaded(output)
 

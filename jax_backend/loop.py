@@ -1,8 +1,9 @@
 """The loop over the micro-batches: a scan over those of one size, whose carry is what has been folded."""
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +22,7 @@ from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import arrays, dlpack, sharding, trees
+from jax_backend import _private, arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
 from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
@@ -53,10 +54,34 @@ def jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: 
     return lambda settings, *args: of_arrays(settings, *split(args))
 
 
-def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
-    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was."""
-    outside = jitted(function, keep_unused=keep_unused)
+def compiled(
+    function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
+) -> Callable[..., Tree]:
+    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was.
+
+    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or raises why.
+    """
+    outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
     return lambda settings, *args: function(*settings, *args) if is_tracing() else outside(settings, *args)
+
+
+def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The function, jitted, that raises FuncgaError where the host sees that the result is lost."""
+
+    def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
+        lost: list[jax.Array] = []
+        return function(*args, lost), lost
+
+    run = jitted(checking)
+
+    def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+        result, lost = run(settings, *args)
+        # The host does not wait for an accelerator. Outside of a program the same call raises why, and where.
+        if any(arrays.scalar(is_lost) is True for is_lost in lost):
+            function(*settings, *args, [])
+        return result
+
+    return outside
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
@@ -84,8 +109,11 @@ class _Microbatch:
     def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
         """What grad_fn returns for it; before that, room for what observers are told."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
+        remade = lambda leaf: leaf
+        if self.program.weight is not None and self.program.weighs_all(self.arguments.backend):
+            remade = partial(_with_derivative, self.weight(start, state))
         # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
-        args, kwargs = jax.tree.map(lambda leaf: leaf, (args, self.kwargs))
+        args, kwargs = jax.tree.map(remade, (args, self.kwargs))
         whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
         with trees.unchanged((whole, kwargs)):
             value = self.program.grad_fn(*args, **kwargs)
@@ -101,13 +129,67 @@ class _Microbatch:
 
     def weigh(self, start: Scalar, state: list[jax.Array]) -> Tally:
         """Its tally."""
+        return arrays.tally(self.weight(start, state))
+
+    def weight(self, start: Scalar, state: list[jax.Array]) -> Scalar:
+        """Its weight, a number where that is known before the program runs."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
         size: Any = self.size
         rows: Any = jnp.asarray(size) if is_symbolic_dim(size) else size
         weight = self.program.weigh(self.arguments, args, rows)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
-        return arrays.tally(weight)
+        return weight
+
+
+def _with_derivative(weight: Scalar, leaf: Tree) -> Tree:
+    """A leaf of the arguments, a constant if the micro-batch weighs nothing: a NaN would have NaN as its derivative."""
+    if isinstance(weight, int | float) or not is_float(leaf):
+        return leaf
+    return jnp.where(weight != 0, leaf, lax.stop_gradient(leaf))
+
+
+def is_float(leaf: Tree) -> bool:
+    """Whether it is an array that has a derivative."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> Callable[..., Tree]:
+    """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN, whatever it is times."""
+    as_function = _private.AS_FUNCTION
+    if as_function is None:
+        return evaluate
+
+    def value_of(*operands: Tree) -> Tree:
+        program, types = jax.make_jaxpr(evaluate, return_shape=True)(*operands)
+        # All that it depends on, as its derivative has to be told of it.
+        leaves = [*program.consts, *map(jnp.asarray, jax.tree.leaves(operands))]
+        are_floats, structure = [*map(is_float, leaves)], jax.tree.structure(types)
+
+        def run(floats: list[jax.Array], others: list[jax.Array]) -> Tree:
+            sources = {True: iter(floats), False: iter(others)}
+            values = [next(sources[is_one]) for is_one in are_floats]
+            count = len(program.consts)
+            closed = program.replace(consts=values[:count])  # type: ignore[no-untyped-call]
+            return jax.tree.unflatten(structure, as_function(closed)(*values[count:]))
+
+        def rule(primals: tuple[Tree, Tree], tangents: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            value, derivative = jax.linearize(lambda floats: run(floats, primals[1]), primals[0])
+            keep = keeps(value)
+            # On both sides, for derivatives in both directions.
+            only = partial(jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf)
+            return value, only(derivative(only(tangents[0])))
+
+        differentiated = jax.custom_jvp(run)
+        differentiated.defjvp(rule)
+        return differentiated(
+            *(
+                [leaf for leaf, is_one in zip(leaves, are_floats, strict=True) if is_one is kind]
+                for kind in (True, False)
+            )
+        )
+
+    return value_of
 
 
 class Carry(NamedTuple):
@@ -128,18 +210,19 @@ class _Step(NamedTuple):
     outputs: Outputs
     gradient: Gradient
     weigh: Callable[..., Tally]
+    unit: Scalar
     weights: list[Scalar] | None = None  # one for each leaf that is reduced, where they are known before the loop
     dropping: DroppingStep | None = None
 
 
 def _step(
     microbatch: _Microbatch, outputs: Outputs, weigh: Callable[..., Tally], evaluate: Callable[..., Tree],
-    traced: "ClosedJaxpr", value: Tree, weight: Scalar = None, is_shared: bool = False,
+    traced: "ClosedJaxpr", value: Tree, unit: Scalar, weight: Scalar = None, is_shared: bool = False,
 ) -> _Step:  # fmt: skip
     """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program `traced`.
 
-    `weight` is one that is known before the loop. If all micro-batches share it, weighted sums are multiplied by it at
-    the end.
+    `unit` is what the weights of means are measured in. `weight` is one that is known before the loop: if all
+    micro-batches share it, weighted sums are multiplied by it at the end.
     """
     program = microbatch.program
     if program.weight is not None and names_leaves(program.across):
@@ -148,11 +231,21 @@ def _step(
     if program.dropping is None:
         weights = None
         if weight is not None:
-            weights = [1 if is_shared and fold.adds == "weighted" else weight for fold in outputs.reduced_folds]
-        return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, weights)
+            weights = [
+                1 if is_shared and fold.adds == "weighted" else weight / unit if fold.is_mean else weight
+                for fold in outputs.reduced_folds
+            ]
+        return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights)
     # All leaves are looked at before one is folded.
-    leaves_of = partial(leaves_to_fold, outputs, evaluate, readings)
-    return _Step(outputs, leaves_of, weigh, dropping=program.dropping)
+    kept = _kept(evaluate, partial(_is_kept, outputs, program.dropping))
+    leaves_of = partial(leaves_to_fold, outputs, kept, readings)
+    return _Step(outputs, leaves_of, weigh, unit, dropping=program.dropping)
+
+
+def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
+    """Whether a micro-batch of this value, and of some weight, is folded."""
+    leaves = outputs.leaves(value, "a later micro-batch")
+    return jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, 1.0))
 
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
@@ -161,7 +254,8 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
     if weights is None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
         counted = step.weigh(start, carry.state)
-        total, weights = total.merge(counted), [of_leaf.total for of_leaf in _tallies(outputs, counted)]
+        total = total.merge(counted)
+        weights = [of_leaf.total for of_leaf in _tallies(outputs, counted, step.unit)]
     into = {
         leaf_index: Into(before, fold, weight)
         for leaf_index, fold, before, weight in zip(
@@ -198,17 +292,28 @@ def _add_kept(
     return Carry(reduced, total, state, dropped), collected
 
 
-def _tallies(outputs: Outputs, total: Tally) -> list[Tally]:
-    """A tally for each leaf that is reduced: NaN where a float32 cannot hold the weight, so that no 0 comes of it."""
-    folds = outputs.reduced_folds
-    # Without such a leaf a program in float64 has no float32 in it.
-    narrowed = narrow(total) if any(fold.is_narrow for fold in folds) else total
-    return [narrowed if fold.is_narrow else total for fold in folds]
+def unit_of(weight: Scalar) -> Scalar:
+    """A power of two near the weight of a first micro-batch: what the weights of means are measured in.
+
+    So the sums are of the size of the values, and leave their range only where the values nearly do.
+    """
+    if isinstance(weight, int | float):
+        return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
+    weight = arrays.tally(weight).total
+    return jnp.where(weight > 0, jnp.ldexp(jnp.ones_like(weight), jnp.frexp(weight)[1] - 1), 1)
 
 
-def narrow(total: Tally) -> Tally:
-    """The tally as a float32 holds it; NaN if it cannot."""
-    weight = total.total
+def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
+    """A tally for each leaf that is reduced."""
+    of_kind = cache(partial(tally_of, total, unit))  # leaves that are alike have one
+    return [of_kind(fold.is_mean, fold.is_narrow) for fold in outputs.reduced_folds]
+
+
+def tally_of(total: Tally, unit: Scalar, is_mean: bool, is_narrow: bool) -> Tally:
+    """The tally for a fold: in this unit for a mean; NaN where a float32 cannot hold it, so that no 0 comes of it."""
+    weight = total.total / unit if is_mean else total.total
+    if not is_narrow:  # a program in float64 has no float32 in it
+        return Tally((weight,), total.steps)
     # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as well.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
@@ -242,6 +347,7 @@ def _merged(
     replicas: Replicas | None,
     carry: Carry,
     chunks: Sequence[Sequence[jax.Array]],
+    unit: Scalar,
     shared: Scalar = None,
 ) -> Folded:
     """What all replicas have folded, before it is normalised.
@@ -253,20 +359,23 @@ def _merged(
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
-    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped)
+    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
     if replicas is not None:
         folded = merge(outputs, folded, replicas)
     if shared is None:
         return folded
     pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
     return folded._replace(
-        reduced=[fold.lift(leaf, shared) if fold.adds == "weighted" else leaf for fold, leaf in pairs]
+        reduced=[
+            fold.lift(leaf, shared / unit if fold.is_mean else shared) if fold.adds == "weighted" else leaf
+            for fold, leaf in pairs
+        ]
     )
 
 
 def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     """The result, in the structure of grad_fn's output."""
-    triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total), strict=True)
+    triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total, folded.unit), strict=True)
     normalised, state = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples], folded.state
     collected = folded.collected
     if folded.dropped is not None:
@@ -277,9 +386,14 @@ def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     return outputs.join(normalised, collected, state)
 
 
-def _finish(outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]]) -> Tree:
-    """The normalised result of all replicas."""
-    return _normalised(outputs, _merged(outputs, replicas, carry, chunks))
+def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
+    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else appends whether it is."""
+    unseen: list[jax.Array] = []
+    for leaf_index, fold, reduced in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True):
+        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
+        unseen += fold.check_known(reduced, folded.total, path)
+    if unseen:
+        lost.append(jnp.any(jnp.stack(unseen)))
 
 
 def spoilt(result: Tree, totals: Tree) -> Tree:
@@ -314,14 +428,16 @@ class Accumulate:
         self.program, self.backend = bound(program, backend), backend
         if program.observers is not None:
             _check_whole(program)
-        self.fold = compiled(self.traced)
+        self.fold = compiled(self.traced, is_exact=program.is_exact)
         self.count = None if program.totals is None else Accumulate(program.counting(backend), backend).traced
 
-    def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
+    def traced(self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None) -> Tree:
         """The fold, in the trace that is running."""
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         outputs, folded, _ = self.folded(spread, args, kwargs)
+        if lost is not None:
+            _check_known(outputs, folded, lost)
         result = _normalised(outputs, folded)
         if self.program.observers is not None:
             result = self.program.observed(result, kwargs)
@@ -337,13 +453,16 @@ class Accumulate:
         program = self.program
         trees.check_unshared((args, kwargs))
         arguments = program.read(args, self.backend)
-        sizes = groups(_check_rows(program, arguments.rows()), program.n, program.microbatch_size)
+        rows = arguments.rows()
+        if is_symbolic_dim(rows):
+            _check_divides(rows, program)
+        sizes = groups(rows, program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
         narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
         # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place. Where some may
         # be dropped, it is counted.
         is_known = (program.weight, program.dropping) == (None, None)
-        is_shared = is_known and len(sizes) == 1
+        is_shared = (is_known, len(sizes)) == (True, 1)
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
         first = 0
@@ -358,12 +477,13 @@ class Accumulate:
                 # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
+                unit = unit_of(size if program.weight is None else microbatch.weight(jnp.int32(0), state))
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
             weight = None
             if is_known:
                 # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
                 weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            step = _step(microbatch, outputs, weigh, evaluate, traced, value, weight, is_shared)
+            step = _step(microbatch, outputs, weigh, evaluate, traced, value, unit, weight, is_shared)
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
@@ -371,7 +491,7 @@ class Accumulate:
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
         carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped)
-        return outputs, _merged(outputs, replicas, carry, chunks, weight if is_shared else None), spread
+        return outputs, _merged(outputs, replicas, carry, chunks, unit, weight if is_shared else None), spread
 
 
 def _check_whole(program: Program) -> None:
@@ -383,15 +503,14 @@ def _check_whole(program: Program) -> None:
         )
 
 
-def _check_rows(program: Program, rows: int) -> int:
-    """The number of rows. Raises FuncgaError for a symbolic one that need not divide."""
+def _check_divides(rows: Scalar, program: Program) -> None:
+    """Raises FuncgaError for a symbolic number of rows that need not divide."""
     divisor = program.n or program.microbatch_size
-    if is_symbolic_dim(rows) and not rows % divisor == 0:
+    if not rows % divisor == 0:
         raise FuncgaError(
             f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
             f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
         )
-    return rows
 
 
 def _scan(
@@ -435,7 +554,7 @@ class _Stream:
         self.evaluate = jitted(self._evaluate, inline=True)
         self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-        self.finish = compiled(self._finish)
+        self.finish = compiled(self._finish, is_exact=program.is_exact)
         self.spoilt = compiled(spoilt)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
@@ -458,9 +577,9 @@ class _Stream:
             if outputs is None:
                 outputs = self._outputs_of(leading, kwargs, item)
                 spread = sharding.spread_of((*leading, *item))
-                carry = self.begin((outputs, spread), leading, kwargs, item)
+                carry, unit = self.begin((outputs, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
-            carry, collected = add(outputs, spread, whole, cut, carry, arrays_whole, arrays_cut)
+            carry, collected = add(outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut)
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, arrays_cut, collected  # so that no more than one micro-batch is held
@@ -470,14 +589,18 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
                 "loader, or that a generator was not used up before."
             )
-        result = self.finish((outputs, replicas), carry, chunks, {} if self.program.observers is None else kwargs)
+        told = {} if self.program.observers is None else kwargs
+        result = self.finish((outputs, replicas), carry, unit, chunks, told)
         return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
 
     def _finish(
-        self, outputs: Outputs, replicas: Replicas | None, carry: Carry, chunks: Sequence[Sequence[jax.Array]],
-        kwargs: Kwargs,
+        self, outputs: Outputs, replicas: Replicas | None, carry: Carry, unit: jax.Array,
+        chunks: Sequence[Sequence[jax.Array]], kwargs: Kwargs, lost: list[jax.Array] | None = None,
     ) -> Tree:  # fmt: skip
-        result = _finish(outputs, replicas, carry, chunks)
+        folded = _merged(outputs, replicas, carry, chunks, unit)
+        if lost is not None:
+            _check_known(outputs, folded, lost)
+        result = _normalised(outputs, folded)
         return result if self.program.observers is None else self.program.observed(result, kwargs)
 
     def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
@@ -499,15 +622,19 @@ class _Stream:
     def _evaluate(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Tree:
         return self._microbatch(leading, kwargs, item).evaluate(0, state)
 
-    def _begin(self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args) -> Carry:
-        state = [arrays.strong(leaf) for leaf in self._microbatch(leading, kwargs, item).arguments.state]
+    def _begin(
+        self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args
+    ) -> tuple[Carry, jax.Array]:
+        microbatch = self._microbatch(leading, kwargs, item)
+        state = [arrays.strong(leaf) for leaf in microbatch.arguments.state]
         types = jax.make_jaxpr(partial(self.evaluate, (), leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(leaf, copy=True) for leaf in state]
-        return _begin(outputs, spread, types, state, self.program.dropping)
+        unit = arrays.tally(unit_of(microbatch.weight(0, state))).total
+        return _begin(outputs, spread, types, state, self.program.dropping), unit
 
     def _add(
-        self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry,
+        self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry, unit: jax.Array,
         arrays_whole: Sequence[jax.Array], arrays_cut: Sequence[jax.Array],
     ) -> tuple[Carry, list[jax.Array]]:  # fmt: skip
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
@@ -517,7 +644,8 @@ class _Stream:
 
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
         microbatch = self._microbatch(leading, kwargs, item)
-        carry, collected = _add(_step(microbatch, outputs, microbatch.weigh, evaluate, traced, value), carry, None)
+        step = _step(microbatch, outputs, microbatch.weigh, evaluate, traced, value, unit)
+        carry, collected = _add(step, carry, None)
         return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped), collected
 
 

@@ -17,10 +17,10 @@ from jax import lax
 from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf, outline
 from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
-from funcga._types import Dtype, Tree
+from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, sharding, trees
-from jax_backend.arrays import as_varying
+from jax_backend.arrays import as_varying, varying_axes
 from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, names_of, spelled
 
 if TYPE_CHECKING:
@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 
 
 class Folded(NamedTuple):
-    """What a loop has folded, before it is normalised; `dropped` as in a Carry."""
+    """What a loop has folded, before it is normalised; `dropped` as in a Carry.
+
+    The weights of means are measured in `unit`.
+    """
 
     reduced: list[Tree]
     total: Tally
     state: list[jax.Array]
     collected: list[jax.Array]
     dropped: "Dropped | None" = None
+    unit: Scalar = 1.0
 
 
 class Dropped(NamedTuple):
@@ -50,6 +54,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     Raises FuncgaError for a leaf that cannot be scattered.
     """
     # First everything is handed to the collectives, then they run, and then each result is made of what they return.
+    folded = _in_one_unit(outputs, folded, replicas)
     of_axes = {replicas.names: _Collectives(replicas.names)}
     collectives, names = of_axes[replicas.names], _names_of_leaves(outputs, replicas)
     scatter = _scatter_axes(outputs, folded.reduced, replicas, names)
@@ -73,8 +78,19 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
         sharding.joined_along(later(), fold.fold.reducer.monoid.axis or 0)
         for fold, later in zip(outputs.collected_folds, collected, strict=True)
     ]
-    merged = Folded([later() for later in reduced], total(), [later() for later in state], rows)
+    merged = Folded([later() for later in reduced], total(), [later() for later in state], rows, unit=folded.unit)
     return merged if dropped is None else merged._replace(dropped=dropped())
+
+
+def _in_one_unit(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
+    """The same in a unit that all replicas have: their own, if it is plain that it is the same."""
+    unit, names = folded.unit, {*replicas.names}
+    # Weights that the program computes may differ, and no replica knows the others' yet.
+    if isinstance(unit, float) or (names <= arrays.typed_axes(names) and not names & varying_axes(jax.typeof(unit))):
+        return folded
+    pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
+    reduced = [leaf * unit.astype(leaf.dtype) if fold.is_mean else leaf for fold, leaf in pairs]
+    return folded._replace(reduced=reduced, unit=1.0)
 
 
 def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ...]]:

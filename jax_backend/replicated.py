@@ -9,6 +9,7 @@ from math import prod
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend.dispatch import load
@@ -18,6 +19,7 @@ from funcga._call.arguments import argument_names
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
+from jax_backend._private import is_traced, is_tracing
 from jax_backend.arrays import axis_names, partition_spec
 from jax_backend.loop import compiled
 from jax_backend.replicas import listed, spelled, unmerged
@@ -68,6 +70,8 @@ def replicated(
         (3.5, 3.5)
     """
     names = _names(mesh, axis)
+    # Outside of jit JAX begins a gradient on one device, and the type of a result must not name more of them.
+    untyped = Mesh(mesh.devices, mesh.axis_names)
 
     def on_each(
         function: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree], out_specs: Tree = out_specs
@@ -77,6 +81,9 @@ def replicated(
         _check_rows(args, specs, mesh, step)
         # Only arrays go through shard_map. All else is closed over, as it is the same on every device.
         static, whole_arrays = trees.partition((args, kwargs))
+        is_eager = is_tracing() and not is_traced(jnp.zeros(()))
+        has_types = any(not jax.typeof(leaf).sharding.mesh.empty for leaf in whole_arrays)
+        devices = mesh if not is_eager or has_types else untyped
         pairs = zip(trees.flatten(args)[0], specs, strict=True)
         array_specs = [spec for leaf, spec in pairs if arrays.is_array(leaf)]
         array_specs += [partition_spec()] * (len(whole_arrays) - len(array_specs))
@@ -88,13 +95,13 @@ def replicated(
 
         mapped = jax.shard_map(
             on_each_device,
-            mesh=mesh,
+            mesh=devices,
             in_specs=(array_specs,),
             out_specs=partition_spec() if out_specs is None else out_specs,
             axis_names=set(names),
             check_vma=check_vma,
         )
-        placed = [_placed(*pair, mesh, names) for pair in zip(whole_arrays, array_specs, strict=True)]
+        placed = [_placed(*pair, devices, names) for pair in zip(whole_arrays, array_specs, strict=True)]
         return _explained(mapped, placed, names)
 
     run = compiled(partial(on_each, lambda args, kwargs: step(*args, **kwargs)))

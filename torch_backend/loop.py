@@ -473,6 +473,7 @@ class Calls:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
             args = ordered.after(self.buffers.begun_sums, arguments, args)
+        args, kwargs = self._with_derivatives(arguments, args, kwargs, weight)
         statistics = statistics_of(self.module)
         value = self._called(arguments, args, kwargs)
         if self.program.dropping is not None and any(listener.heard for listener in self.own_groups):
@@ -494,6 +495,31 @@ class Calls:
         if isinstance(self.buffers, DroppingBuffers):
             put_back(statistics, self.buffers.kept)
         return state
+
+    def _with_derivatives(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
+    ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+        """The arguments, constants if the micro-batch is left out: a NaN would have NaN as its derivative."""
+        program, backend, counts = self.program, arguments.backend, None
+        if torch.compiler.is_compiling() or not arrays.in_transform():
+            return args, kwargs
+        leaves, structure = trees.flatten((args, kwargs))
+        constants = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if isinstance(weight, torch.Tensor) and program.weighs_all(backend):
+            counts = weight != 0
+        if program.dropping is not None:
+            # It is evaluated to be looked at, and then once more, with the same random numbers.
+            with torch.random.fork_rng():
+                called, named = trees.unflatten(structure, constants)
+                outputs, value = program.bind(self.grad_fn(*called, **named), arguments)
+            keep = torch.as_tensor(program.dropping.keeps(outputs, program.dropping.tested(outputs), value, weight))
+            counts = keep if counts is None else keep & counts
+        if counts is None:
+            return args, kwargs
+        for leaf_index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                leaves[leaf_index] = torch.where(counts.to(leaf.device), leaf, constant)
+        return trees.unflatten(structure, leaves)  # type: ignore[no-any-return]
 
     def _called(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """grad_fn's output."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from funcga import reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
@@ -112,6 +113,11 @@ class Program:
         if self.weight is None:
             return arguments.rows(streamed=True) if rows is None else rows
         return check_weight(weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays)
+
+    def weighs_all(self, backend: Backend) -> bool:
+        """Whether a micro-batch of weight 0 adds nothing to any leaf."""
+        folds = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
+        return all(fold.reducer.linear or fold.reducer.lift is reducers.moments.lift for fold in folds)
 
     def counting(self, backend: Backend) -> "Program":
         """The program whose result grad_fn gets as `totals`: the same at every call."""

@@ -148,7 +148,8 @@ class LeafFold:
 
     `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a "weighted" sum, v of a
     "plain" one; None if the fold is no sum. `is_narrow`: whether sums are held in float32, whose range is smaller than
-    that of the weights. `is_wide`: whether in float64, so that the weights need as many bits.
+    that of the weights. `is_wide`: whether in float64, so that the weights need as many bits. `is_mean`:
+    whether it is a quotient of sums of weights, so that these may be measured in any unit.
     """
 
     fold: Fold
@@ -158,6 +159,7 @@ class LeafFold:
     adds: Literal["weighted", "plain"] | None = None
     is_narrow: bool = False
     is_wide: bool = False
+    is_mean: bool = False
 
     @property
     def weighs(self) -> bool:
@@ -209,15 +211,22 @@ class LeafFold:
         ]
         return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars)))
 
-    def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> None:
-        """Raises FuncgaError if the host sees that the result is not known, as of a sum that has left its range."""
+    def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
+        """Raises FuncgaError if the host sees that the result is not known, as of a sum that has left its range.
+
+        Returns the conditions for that which the host does not see.
+        """
+        unseen: list[Array] = []
         if self.fold.normalizer.lost is None:
-            return
+            return unseen
         for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
             # While planning there are no numbers, and what is asked for is true: here, that it is known.
             known = self.arrays.scalar(condition ^ True)
-            if isinstance(known, bool) and not known:
+            if not isinstance(known, bool):
+                unseen.append(condition)
+            elif not known:
                 raise FuncgaError(f"the result of {where()} is not known: {why}.")
+        return unseen
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result in memory of its own: the caller may write to it, or donate the memory of the reduced value."""
@@ -271,7 +280,8 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree
     result_dtype = _result_dtype(fold, like.dtype, accumulator_dtype, arrays)
     # A complex number has two parts.
     bits = accumulator_dtype.itemsize * {"float": 8, "complex": 4}.get(kind, 0)
-    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds, is_narrow=bits == 32, is_wide=bits == 64)
+    is_mean = adds == "weighted" and normalizer.divides_by == "weight"
+    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds, bits == 32, bits == 64, is_mean)
 
 
 def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, arrays: Arrays) -> Dtype:

@@ -167,19 +167,27 @@ class Outputs:
             shape = self.shapes[leaf_index]
             sizes = "" if shape is None else f"[{', '.join(map(str, shape))}]"
             before = str(self.dtypes[leaf_index]).removeprefix("torch.") + sizes
+        axes = self._axes_of_rows(leaf_index, leaf)
+        remedy = (
+            f"Return one shape and dtype for every micro-batch, or, if it has a row for each example, fold it with "
+            f"funcga.concat({f'axis={axes[0]}' if len(axes) == 1 and axes[0] > 0 else ''})."
+        )
+        if len(axes) > 1:
+            remedy = (
+                "Rows of a micro-batch are compared with each other alone. Return what is compared, such as "
+                "embeddings, and compare it in the loss_fn of funcga.coupled."
+            )
         return FuncgaError(
             f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} for {which} and as "
-            f"{before} for the first: the two cannot be combined. Return one shape and dtype for every micro-batch, "
-            f"or, if it has a row for each example, fold it with funcga.concat({self._axis_of_rows(leaf_index, leaf)})."
+            f"{before} for the first: the two cannot be combined. {remedy}"
         )
 
-    def _axis_of_rows(self, leaf_index: int, leaf: Any) -> str:
-        """The argument of concat() for a leaf whose size on one axis is another than the first one's."""
+    def _axes_of_rows(self, leaf_index: int, leaf: Any) -> list[int]:
+        """The axes on which the size of a leaf is another than the first one's."""
         shape, other = self.shapes[leaf_index], getattr(leaf, "shape", ())
         if shape is None or len(shape) != len(other):
-            return ""
-        axes = [axis for axis, (size, first_size) in enumerate(zip(other, shape, strict=True)) if size != first_size]
-        return f"axis={axes[0]}" if len(axes) == 1 and axes[0] > 0 else ""
+            return []
+        return [axis for axis, (size, first_size) in enumerate(zip(other, shape, strict=True)) if size != first_size]
 
 
 def bind_outputs(

@@ -569,3 +569,66 @@ def test_exact_sums_have_the_bits_of_what_was_kept(kit):
     step = funcga.stream(gradient, fold=fold, drop="microbatch")
     found = step(params, [(x[a:b], kit.arrays(flags)[a:b]) for a, b in PARTS])
     assert all(np.array_equal(a, b) for a, b in zip(kit.leaves(found), kit.leaves(wanted), strict=True))
+
+
+# -- derivatives of a step that leaves micro-batches out
+
+
+TRANSFORMS = {"torch": torch.func, "jax": jax}
+
+
+def mean_square(kit):
+    return lambda w, x: (kit.xp.tanh(x @ w) ** 2).mean()
+
+
+def masked_mean_square(kit):
+    """NaN where the mask is all zeros."""
+    return lambda w, x, mask: (kit.xp.tanh(x @ w) ** 2 * mask).sum() / mask.sum()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func.jacfwd
+@pytest.mark.parametrize("way", ["jacfwd", "jacrev", "grad"])
+@pytest.mark.parametrize("how", ["drop", "drop stream", "drop both", "weight", "weight stream", "weight moments"])
+def test_derivatives_of_a_step_are_those_of_what_it_folds(kit, how, way):
+    """As the same transform of the gradient over the remaining rows has them, without any step."""
+    r, transforms = np.random.default_rng(0), TRANSFORMS[kit.name]
+    w, x = r.normal(size=3), r.normal(size=(6, 3))
+    mask = np.array([0.0, 0, 0, 1, 1, 1])
+    kept = kit.arrays(x[3:])
+    if "drop" in how:
+        x[0] = NAN
+        loss, batch, choices = mean_square(kit), (x,), {"drop": "microbatch"}
+    else:
+        loss, batch, choices = masked_mean_square(kit), (x, mask), {"weight": lambda x, mask: mask.sum()}
+    if "both" in how:
+        choices["weight"] = lambda x: 0 * x[1, 0] + 2
+    if "moments" in how:
+        choices["fold"] = funcga.moments()
+    if "stream" in how:
+        streamed = funcga.stream(funcga.grad(loss), **choices)
+        step = lambda w, *batch: streamed(w, [tuple(a[:3] for a in batch), tuple(a[3:] for a in batch)])
+    else:
+        step = funcga.accumulate(funcga.grad(loss), 2, **choices)
+    result = (lambda *args: step(*args).mean) if "moments" in how else step
+    plain = lambda w: transforms.grad(mean_square(kit))(w, kept)
+    w, batch = kit.arrays(w), [kit.arrays(a) for a in batch]
+    if way == "grad":
+        found = funcga.grad(lambda w, *batch: (result(w, *batch) ** 2).sum())(w, *batch)
+        expected = transforms.grad(lambda w: (plain(w) ** 2).sum())(w)
+    else:
+        found = getattr(transforms, way)(result)(w, *batch)
+        expected = transforms.jacrev(plain)(w)
+    assert difference(kit, found, expected) < 1e-12
+    if kit is JAX:  # compiled, and of what the loss closes over
+        assert difference(kit, jax.jit(jax.jacrev(lambda w: result(w, *batch)))(w), transforms.jacrev(plain)(w)) < 1e-12
+
+
+def test_what_weighs_nothing_has_its_derivative_in_a_plain_sum(kit):
+    """A sum has it, whatever it weighs; and so has its derivative."""
+    transforms = TRANSFORMS[kit.name]
+    r = np.random.default_rng(1)
+    w, x, mask = kit.arrays((r.normal(size=3), r.normal(size=(6, 3)), np.array([0.0, 0, 0, 1, 1, 1])))
+    total = lambda w, x, mask: (kit.xp.tanh(x @ w) ** 2).sum()
+    step = funcga.accumulate(funcga.grad(total), 2, weight=lambda x, mask: mask.sum(), fold=funcga.per_weight())
+    expected = transforms.jacrev(transforms.grad(total))(w, x, mask) / 3
+    assert difference(kit, transforms.jacrev(step)(w, x, mask), expected) < 1e-12

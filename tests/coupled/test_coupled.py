@@ -261,6 +261,18 @@ REFUSALS = {
         "summary_fn is a gradient function",
         {"summary_fn": funcga.value_and_grad(lambda w, x: (w * x).sum())},
     ),
+    "gradient of the loss": (
+        "loss_fn is a gradient function",
+        {"loss_fn": funcga.value_and_grad(lambda w, s: (w * s).sum())},
+    ),
+    "the wrong way around": (
+        "or return one value for each example. The loss comes second: coupled(summary_fn, loss_fn).",
+        {"summary_fn": lambda w, x: (w * x).sum(), "loss_fn": lambda w, x: w * x},
+    ),
+    "similarities": (
+        "Return what is compared, such as embeddings, and compare it in the loss_fn of funcga.coupled.",
+        {"summary_fn": lambda w, x: w * x @ x.T, "n": 3},
+    ),
     "no function": ("summary_fn is 3", {"summary_fn": 3}),
     "no loss": ("loss_fn is 3", {"loss_fn": 3}),
     "argnums": ("argnums is 'w'", {"argnums": "w"}),

@@ -436,3 +436,13 @@ def test_replicas_over_axes_of_both_kinds(kinds):
     full = jax.value_and_grad(loss)(params, *batch)
     assert difference(JAX, step(params, *batch), full) <= LIMITS["float32"]
     assert difference(JAX, jax.jit(step)(params, *batch), full) <= LIMITS["float32"]
+
+
+def test_a_gradient_outside_of_jit():
+    """jax.grad begins on one device, whatever the mesh, whose axes are Explicit by default."""
+    two = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    r = np.random.default_rng(0)
+    w, x = jnp.asarray(r.normal(size=3), "float32"), jnp.asarray(r.normal(size=(8, 3)), "float32")
+    step = replicated(funcga.accumulate(loss, 2, across="data"), two)
+    np.testing.assert_allclose(jax.grad(step)(w, x), jax.grad(loss)(w, x), rtol=1e-5)
