@@ -9,7 +9,7 @@ A contender is a module with
     KINDS = ("update", "exactness")              # optional: what it takes part in, all of them if left out
     WORKLOADS = ("wide_bfloat16",)               # optional: the only ones that it makes sense for
     TOLERANCE = 1e-2                             # optional: how far it may be from the loop's result, if it rounds
-    HANGS = ("uneven ranks",)                    # optional: columns of exactness in which its ranks wait for ever
+    HANGS = ("uneven ranks",)                    # optional: columns of exactness in which its ranks hang
 
     def make(problem): ...                       # -> step(batch) -> (loss, gradients), of the setting's Problem
 

@@ -87,7 +87,7 @@ def coupled(
         `((loss, aux), grads)` with has_aux, as `value_and_grad` does.
 
     Raises:
-        FuncgaError: The input is bad, or the loss does not depend on the summaries.
+        FuncgaError: If an argument is invalid, or the loss does not depend on the summaries.
 
     Example:
         >>> def summary_fn(params, x, y):

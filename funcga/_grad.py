@@ -40,7 +40,7 @@ class GradientFunction(KnownGradient):
     has_aux: bool
     with_value: bool
     scaled: bool = False
-    reached: set[bool] = field(default_factory=set, repr=False)  # filled once a gradient has come to a leaf
+    reached: set[bool] = field(default_factory=set, repr=False)  # filled once a leaf got a gradient
 
     @property
     def __wrapped__(self) -> LossFn:

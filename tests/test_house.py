@@ -1,6 +1,6 @@
 """The structural rows of the table that `python -m tests.house` prints: what must not grow again.
 
-Each limit is what the library has come to: lower it when the library shrinks. No row is raised.
+Each limit is the size of the library: lower it when the library shrinks. No row is raised.
 """
 
 import ast

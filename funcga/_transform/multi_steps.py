@@ -246,7 +246,7 @@ def multi_steps(
         A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
 
     Raises:
-        FuncgaError: The input is bad. The state given to a call that raises it is as good as before.
+        FuncgaError: If an argument is invalid. The state given to a call that raises it is as good as before.
 
     Example:
         >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones(2)}

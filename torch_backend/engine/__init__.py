@@ -1,6 +1,6 @@
 """A window on autograd: what every window does, and the one of a gradient that funcga itself made.
 
-Only torch has this room: XLA compiles the loop as a whole.
+Only torch has this package: XLA compiles the loop as a whole.
 """
 
 from typing import Any, Protocol, Self

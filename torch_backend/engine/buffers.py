@@ -20,7 +20,7 @@ from torch_backend.engine.layout import Layout, Quotients
 class Buffers:
     """What one window has folded so far. It is made by the window, owned by it and emptied into the result.
 
-    `reduced` has what each reduced leaf of the output has come to; None before the first micro-batch. `passed` has
+    `reduced` has the accumulator of each reduced leaf of the output; None before the first micro-batch. `passed` has
     threaded leaves of the backward pass, until `add` returns them. `collected` has the rows of each micro-batch.
     """
 

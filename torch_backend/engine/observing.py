@@ -43,7 +43,7 @@ class Observing:
         # once, as one leaf. They only have to be put into a list, and its own method is the cheapest hook.
         self.short = dict.fromkeys(index for index, leaf in hooked.items() if self._waits(leaf))
         self.measured_leaves = [*[*self.short][:1], *(index for index in readings.in_value if index not in self.short)]
-        # What has come to each leaf in the last pass: the measures of its gradient, or that itself.
+        # What each leaf got in the last pass: the measures of its gradient, or the gradient itself.
         self.arrived: dict[int, list[torch.Tensor]] = {index: [] for index in readings.in_value}
         self.hooks = [(leaf, leaf.register_hook(self._hook(index, leaf))) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
 

@@ -175,7 +175,7 @@ class Engine:
         # `moving` are the leaves of arguments that are split: this micro-batch's own. The others live for the window.
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
         called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
-        # What is noted until a first gradient has come to a leaf.
+        # Watches for a first gradient, until a leaf has got one.
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
         noted.calls = []
         with self.visit as loss_fn:

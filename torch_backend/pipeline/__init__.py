@@ -1,6 +1,6 @@
 """The gradients of a pipeline's stages: torch.distributed.pipelining, whose schedules are accumulators.
 
-Only torch has this room: in JAX stages are axes of a mesh in one program.
+Only torch has this package: in JAX stages are axes of a mesh in one program.
 """
 
 from collections.abc import Sequence

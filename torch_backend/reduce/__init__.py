@@ -211,7 +211,7 @@ class Reduction:
         return state
 
     def give_up(self) -> None:
-        """Sends what the others still wait for, with the mark of an error; owes it if they are not ready yet."""
+        """Unblocks the other replicas: sends the remaining messages flagged as failed, now or once they are ready."""
         if self.is_over or self.problem is not None:
             return
         self.is_over = True

@@ -1,6 +1,6 @@
 """The gradients of a module's own parameters, also where the module is wrapped to reduce them: DDP, FSDP.
 
-Only torch has this room: models of JAX are functions of their parameters.
+Only torch has this package: models of JAX are functions of their parameters.
 """
 
 from collections.abc import Callable, Iterator
