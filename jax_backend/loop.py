@@ -162,32 +162,23 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
 
     def value_of(*operands: Tree) -> Tree:
         program, types = jax.make_jaxpr(evaluate, return_shape=True)(*operands)
-        # All that it depends on, as its derivative has to be told of it.
-        leaves = [*program.consts, *map(jnp.asarray, jax.tree.leaves(operands))]
-        are_floats, structure = [*map(is_float, leaves)], jax.tree.structure(types)
+        structure, count = jax.tree.structure(types), len(program.consts)
 
-        def run(floats: list[jax.Array], others: list[jax.Array]) -> Tree:
-            sources = {True: iter(floats), False: iter(others)}
-            values = [next(sources[is_one]) for is_one in are_floats]
-            count = len(program.consts)
-            closed = program.replace(consts=values[:count])  # type: ignore[no-untyped-call]
-            return jax.tree.unflatten(structure, as_function(closed)(*values[count:]))
+        @jax.custom_jvp
+        def run(*leaves: jax.Array) -> Tree:
+            closed = program.replace(consts=leaves[:count])  # type: ignore[no-untyped-call]
+            return jax.tree.unflatten(structure, as_function(closed)(*leaves[count:]))
 
-        def rule(primals: tuple[Tree, Tree], tangents: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-            value, derivative = jax.linearize(lambda floats: run(floats, primals[1]), primals[0])
+        @run.defjvp
+        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
+            value, derivative = jax.linearize(run.fun, *primals)
             keep = keeps(value)
             # On both sides, for derivatives in both directions.
             only = partial(jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf)
-            return value, only(derivative(only(tangents[0])))
+            return value, only(derivative(*only(tangents)))
 
-        differentiated = jax.custom_jvp(run)
-        differentiated.defjvp(rule)
-        return differentiated(
-            *(
-                [leaf for leaf, is_one in zip(leaves, are_floats, strict=True) if is_one is kind]
-                for kind in (True, False)
-            )
-        )
+        # All that it depends on, as its derivative has to be told of it.
+        return run(*program.consts, *jax.tree.leaves(operands))
 
     return value_of
 

@@ -204,7 +204,7 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype that the caller is to see."""
-        dtype, beside = self.accumulator_dtype, largest(reduced)
+        dtype, beside = self.accumulator_dtype, largest(reduced) if isinstance(reduced, tuple) else reduced
         scalars = [
             self.arrays.cast(amount, dtype, beside) if self.arrays.is_array(amount) else float(amount)
             for amount in (tally.total, tally.steps)
