@@ -26,7 +26,8 @@ from funcga.monoids import Monoid
 from funcga.normalizers import Moments, Normalizer, Pooled
 from funcga.reducers import Reducer
 
-# These load when they are first used, so that `import funcga` is quick; type checkers see them at once.
+# These load when they are first used, so that `import funcga` is quick; type checkers see them at
+# once.
 if TYPE_CHECKING:
     from funcga import rules
     from funcga._compare import compare
@@ -45,7 +46,12 @@ if TYPE_CHECKING:
     from funcga._transform.loss_scale import LossScaledState, loss_scaled
     from funcga._transform.multi_steps import MultiSteps, multi_steps
     from funcga._transform.window import MultiStepsState
-    from funcga._transform.window_size import TargetWeight, beta_for_half_life, linear_scaling, sqrt_scaling
+    from funcga._transform.window_size import (
+        TargetWeight,
+        beta_for_half_life,
+        linear_scaling,
+        sqrt_scaling,
+    )
     from funcga._trees import shares_memory, to_jax, to_numpy, to_torch
     from funcga._trees.match import from_state_dict, match, to_state_dict
     from funcga._verify import verify
@@ -68,7 +74,12 @@ else:
         "funcga._transform.loss_scale": ("LossScaledState", "loss_scaled"),
         "funcga._transform.multi_steps": ("MultiSteps", "multi_steps"),
         "funcga._transform.window": ("MultiStepsState",),
-        "funcga._transform.window_size": ("TargetWeight", "beta_for_half_life", "linear_scaling", "sqrt_scaling"),
+        "funcga._transform.window_size": (
+            "TargetWeight",
+            "beta_for_half_life",
+            "linear_scaling",
+            "sqrt_scaling",
+        ),
         "funcga._trees": ("shares_memory", "to_jax", "to_numpy", "to_torch"),
         "funcga._trees.match": ("from_state_dict", "match", "to_state_dict"),
         "funcga._verify": ("verify",),
@@ -88,24 +99,77 @@ else:
 # `from funcga import *` leaves out sum, max and min, so that it shadows no builtin.
 __all__ = [  # noqa: RUF022 - sorted by topic
     # a window of micro-batches, in one call, from an iterable, or spread over calls
-    "accumulate", "coupled", "grad", "value_and_grad", "CARRY", "stream", "windows", "Plan",
+    "accumulate",
+    "coupled",
+    "grad",
+    "value_and_grad",
+    "CARRY",
+    "stream",
+    "windows",
+    "Plan",
     "plan",
-    "Accumulator", "AccumulatorState", "MultiSteps", "MultiStepsState", "TargetWeight", "Transform", "apply",
+    "Accumulator",
+    "AccumulatorState",
+    "MultiSteps",
+    "MultiStepsState",
+    "TargetWeight",
+    "Transform",
+    "apply",
     "multi_steps",
-    "LossScaledState", "loss_scaled", "beta_for_half_life", "linear_scaling", "sqrt_scaling", "check_replicas",
+    "LossScaledState",
+    "loss_scaled",
+    "beta_for_half_life",
+    "linear_scaling",
+    "sqrt_scaling",
+    "check_replicas",
     # folds and their parts
-    "Fold", "carry", "concat", "logsumexp", "mean", "moments", "per_weight", "pooled", "ratio", "reproducible",
-    "Moments", "Pooled",
-    "Monoid", "Normalizer", "Reducer", "Tally", "monoids", "normalizers", "reducers",
-    "batch_moments", "running_statistics",
+    "Fold",
+    "carry",
+    "concat",
+    "logsumexp",
+    "mean",
+    "moments",
+    "per_weight",
+    "pooled",
+    "ratio",
+    "reproducible",
+    "Moments",
+    "Pooled",
+    "Monoid",
+    "Normalizer",
+    "Reducer",
+    "Tally",
+    "monoids",
+    "normalizers",
+    "reducers",
+    "batch_moments",
+    "running_statistics",
     # what a window says of its gradients
-    "GradientNoise", "GradientNorms", "NoiseAverage", "Observed", "Observer", "averaged", "dropped", "gradient_noise",
+    "GradientNoise",
+    "GradientNorms",
+    "NoiseAverage",
+    "Observed",
+    "Observer",
+    "averaged",
+    "dropped",
+    "gradient_noise",
     "gradient_norms",
     # trees of two frameworks
-    "Rule", "rules", "match", "from_state_dict", "to_state_dict", "shares_memory", "to_jax", "to_numpy", "to_torch",
+    "Rule",
+    "rules",
+    "match",
+    "from_state_dict",
+    "to_state_dict",
+    "shares_memory",
+    "to_jax",
+    "to_numpy",
+    "to_torch",
     # proofs
-    "FuncgaError", "Problem", "compare", "verify",
-]  # fmt: skip
+    "FuncgaError",
+    "Problem",
+    "compare",
+    "verify",
+]
 
 __version__ = "0.1.0"
 

@@ -18,12 +18,14 @@ FOLDS = ("mean", "per_weight", "sum")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the command line: 0 within the limits, 1 beyond them, 2 for bad usage or a missing package.
+    """The exit code of the command line: 0 within the limits, 1 beyond them, 2 for bad usage or a
+    missing package.
 
     130, as shells have it, if it is interrupted.
 
-    argv: the arguments after the program's name; default: those of this process. What is found is written to standard
-    output, and a refusal, one line, to standard error; with --debug its traceback as well.
+    argv: the arguments after the program's name; default: those of this process. What is found is
+    written to standard output, and a refusal, one line, to standard error; with --debug its
+    traceback as well.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refused(error: BaseException, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    # An error of ours says what to do; any other one is named with the line of the user's file that it came from.
+    # An error of ours says what to do; any other one is named with the line of the user's file that
+    # it came from.
     if isinstance(error, FuncgaError):
         sys.stderr.write(f"funcga: {error}\n")
     else:
@@ -59,9 +62,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX.")
+    parser = _Parser(
+        "funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX."
+    )
     parser.add_argument("--version", action="version", version=f"funcga {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="parity | verify | plan | info", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="parity | verify | plan | info", required=True
+    )
     _add_parity(commands)
     _add_verify(commands)
     _add_plan(commands)
@@ -77,51 +84,106 @@ def _add_parity(commands: Any) -> None:
     parity = commands.add_parser(
         "parity",
         help="the same loss in torch and in JAX: are the gradients the same, and if not, why?",
-        description="Computes the same gradients in torch and in JAX, of the whole batch, of every micro-batch and "
-        "accumulated, folds the same gradients in both and in NumPy, compares every dtype with float64, and trains; "
-        "then says what a difference comes from. Exit code: 0 if every difference is within its limit, 1 if not, 2 "
-        "for bad usage or a missing package.",
-        epilog="Built-in problems: digits (MLP), cnn, text (causal transformer, padded rows), batchnorm (frozen "
-        "statistics) and mixed (three losses in one).",
+        description=(
+            "Computes the same gradients in torch and in JAX, of the whole batch, of every "
+            "micro-batch and accumulated, folds the same gradients in both and in NumPy, compares "
+            "every dtype with float64, and trains; then says what a difference comes from. Exit "
+            "code: 0 if every difference is within its limit, 1 if not, 2 for bad usage or a "
+            "missing package."
+        ),
+        epilog=(
+            "Built-in problems: digits (MLP), cnn, text (causal transformer, padded rows), "
+            "batchnorm (frozen statistics) and mixed (three losses in one)."
+        ),
     )
     parity.add_argument(
-        "problem", nargs="?", default="all", metavar="FILE.py:problem | name",
-        help="a funcga.Problem of your own, or a function that returns one; or a built-in one (default: all of them)",
-    )  # fmt: skip
-    parity.add_argument("--n", type=_counts, default="8", help="numbers of micro-batches, such as 1,2,4,8 (default: 8)")
+        "problem",
+        nargs="?",
+        default="all",
+        metavar="FILE.py:problem | name",
+        help=(
+            "a funcga.Problem of your own, or a function that returns one; or a built-in one "
+            "(default: all of them)"
+        ),
+    )
     parity.add_argument(
-        "--dtype", type=_dtypes, default="float32,float64",
-        help="of float64, float32, bfloat16 and float16, which are compared with float64 (default: float32,float64)",
-    )  # fmt: skip
-    parity.add_argument("--device", default="cpu", help="where both compute: cpu, cuda, cuda:1 (default: cpu)")
+        "--n",
+        type=_counts,
+        default="8",
+        help="numbers of micro-batches, such as 1,2,4,8 (default: 8)",
+    )
     parity.add_argument(
-        "--ranks", type=_counts, default=(),
-        help="also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in JAX",
-    )  # fmt: skip
-    parity.add_argument("--updates", type=_whole, default="20", help="of each optimizer; 0 for none (default: 20)")
-    parity.add_argument("--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)")
-    parity.add_argument("--json", type=_file, metavar="FILE", help="write everything that was found to FILE")
-    parity.add_argument("--html", type=_file, metavar="FILE", help="write the report with its pictures as a page")
-    parity.add_argument("--plot", type=_picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf")
+        "--dtype",
+        type=_dtypes,
+        default="float32,float64",
+        help=(
+            "of float64, float32, bfloat16 and float16, which are compared with float64 (default: "
+            "float32,float64)"
+        ),
+    )
+    parity.add_argument(
+        "--device", default="cpu", help="where both compute: cpu, cuda, cuda:1 (default: cpu)"
+    )
+    parity.add_argument(
+        "--ranks",
+        type=_counts,
+        default=(),
+        help=(
+            "also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in "
+            "JAX"
+        ),
+    )
+    parity.add_argument(
+        "--updates", type=_whole, default="20", help="of each optimizer; 0 for none (default: 20)"
+    )
+    parity.add_argument(
+        "--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)"
+    )
+    parity.add_argument(
+        "--json", type=_file, metavar="FILE", help="write everything that was found to FILE"
+    )
+    parity.add_argument(
+        "--html", type=_file, metavar="FILE", help="write the report with its pictures as a page"
+    )
+    parity.add_argument(
+        "--plot", type=_picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
+    )
     parity.set_defaults(run=_parity)
 
 
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
-        help="is accumulation exact for this loss? If not, which mistake is it, and which line fixes it?",
-        description="Runs a gradient function over n micro-batches, permuted and unevenly split, against the whole "
-        "batch. Exit code: 0 if accumulation is exact, 1 if not, 2 for bad usage.",
-        epilog="The file also has the arguments, a tuple named `args` (--args says another name). A funcga.Problem has "
-        "all of them: its losses are verified in both frameworks.",
+        help=(
+            "is accumulation exact for this loss? If not, which mistake is it, and which line "
+            "fixes it?"
+        ),
+        description=(
+            "Runs a gradient function over n micro-batches, permuted and unevenly split, against "
+            "the whole batch. Exit code: 0 if accumulation is exact, 1 if not, 2 for bad usage."
+        ),
+        epilog=(
+            "The file also has the arguments, a tuple named `args` (--args says another name). A "
+            "funcga.Problem has all of them: its losses are verified in both frameworks."
+        ),
     )
     verify.add_argument(
-        "grad_fn", metavar="FILE.py:grad_fn", help="a gradient function, a step of coupled, or a Problem"
+        "grad_fn",
+        metavar="FILE.py:grad_fn",
+        help="a gradient function, a step of coupled, or a Problem",
     )
-    verify.add_argument("--args", default=None, metavar="NAME", help="of its arguments in the file (default: args)")
-    verify.add_argument("--n", type=_counts, default=None, help="numbers of micro-batches (default: several)")
-    verify.add_argument("--fold", choices=FOLDS, default=None, help="default: `fold` in the file, or mean")
-    verify.add_argument("--weight", default=None, metavar="NAME", help="default: `weight` in the file, or rows")
+    verify.add_argument(
+        "--args", default=None, metavar="NAME", help="of its arguments in the file (default: args)"
+    )
+    verify.add_argument(
+        "--n", type=_counts, default=None, help="numbers of micro-batches (default: several)"
+    )
+    verify.add_argument(
+        "--fold", choices=FOLDS, default=None, help="default: `fold` in the file, or mean"
+    )
+    verify.add_argument(
+        "--weight", default=None, metavar="NAME", help="default: `weight` in the file, or rows"
+    )
     verify.add_argument("--seed", type=_whole, default="0", help="of the permutations (default: 0)")
     verify.add_argument("--json", type=_file, metavar="FILE", help="write the verdict to FILE")
     verify.set_defaults(run=_verify)
@@ -131,14 +193,28 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="how many micro-batches does a batch need to fit in memory?",
-        description="Finds the memory that a step takes for every number of micro-batches, without running it. Exit "
-        "code: 0 if one fits, 1 if none does, 2 for bad usage.",
-        epilog="The file also has the arguments, a tuple named `args` (--args says another name), of arrays or of "
-        'shapes alone: torch.empty(..., device="meta"), jax.ShapeDtypeStruct.',
+        description=(
+            "Finds the memory that a step takes for every number of micro-batches, without running "
+            "it. Exit code: 0 if one fits, 1 if none does, 2 for bad usage."
+        ),
+        epilog=(
+            "The file also has the arguments, a tuple named `args` (--args says another name), of "
+            "arrays or of "
+            'shapes alone: torch.empty(..., device="meta"), jax.ShapeDtypeStruct.'
+        ),
     )
-    plan.add_argument("step", metavar="FILE.py:step", help="a step of accumulate, or a gradient function")
-    plan.add_argument("--args", default="args", metavar="NAME", help="of its arguments in the file (default: args)")
-    plan.add_argument("--memory", default=None, metavar="BYTES", help='such as "14 GiB" (default: what is free)')
+    plan.add_argument(
+        "step", metavar="FILE.py:step", help="a step of accumulate, or a gradient function"
+    )
+    plan.add_argument(
+        "--args",
+        default="args",
+        metavar="NAME",
+        help="of its arguments in the file (default: args)",
+    )
+    plan.add_argument(
+        "--memory", default=None, metavar="BYTES", help='such as "14 GiB" (default: what is free)'
+    )
     plan.add_argument("--json", type=_file, metavar="FILE", help="write the plan to FILE")
     plan.set_defaults(run=_plan)
 
@@ -147,14 +223,18 @@ def _counts(text: str) -> list[int]:
     # What is no number becomes 0, which is refused like a 0.
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 1 or more, such as 1,2,7")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers of 1 or more, such as 1,2,7"
+        )
     return list(dict.fromkeys(counts))
 
 
 def _dtypes(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     if not {*DTYPES}.issuperset(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of these dtypes: {', '.join(DTYPES)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of these dtypes: {', '.join(DTYPES)}"
+        )
     # Gradients of 16 bits tell little by themselves. The order is from coarse to fine.
     if {"bfloat16", "float16"} & {*names}:
         names.append("float64")
@@ -176,20 +256,28 @@ def _file(text: str) -> Path:
 
 def _picture(text: str) -> Path:
     if Path(text).suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a picture: write FILE.png, FILE.svg or FILE.pdf")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a picture: write FILE.png, FILE.svg or FILE.pdf"
+        )
     return _file(text)
 
 
 def _parity(options: argparse.Namespace) -> int:
-    # Imported only now, so that --help is quick, and a missing package is named before it is needed.
+    # Imported only now, so that --help is quick, and a missing package is named before it is
+    # needed.
     check_installed("numpy", "rich")
-    check_installed(*(("matplotlib",) if options.plot else ()), *(("matplotlib", "jinja2") if options.html else ()))
+    check_installed(
+        *(("matplotlib",) if options.plot else ()),
+        *(("matplotlib", "jinja2") if options.html else ()),
+    )
     from funcga._cli import run_parity
     from funcga._parity.problems import choices
     from funcga._parity.run import Plan
 
     plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
-    return run_parity(choices(options.problem, options.seed), plan, options.json, options.html, options.plot)
+    return run_parity(
+        choices(options.problem, options.seed), plan, options.json, options.html, options.plot
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -197,7 +285,13 @@ def _verify(options: argparse.Namespace) -> int:
     from funcga._cli import run_verify
 
     return run_verify(
-        options.grad_fn, options.args, options.n, options.fold, options.weight, options.seed, options.json
+        options.grad_fn,
+        options.args,
+        options.n,
+        options.fold,
+        options.weight,
+        options.seed,
+        options.json,
     )
 
 

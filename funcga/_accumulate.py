@@ -63,91 +63,107 @@ def accumulate(
     drop: DropScope | None = None,
     drop_if: DropTest | None = None,
 ) -> Callable[P, Any]:
-    """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn over micro-batches.
+    """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn
+    over micro-batches.
 
-    The batch is split into micro-batches of rows, in order. grad_fn is applied to each. `fold` combines the values, and
-    normalises them once, at the end, by what was really folded. With a `fold` that matches the loss, the result equals
-    that of the whole batch for every n.
+    The batch is split into micro-batches of rows, in order. grad_fn is applied to each. `fold`
+    combines the values, and normalises them once, at the end, by what was really folded. With a
+    `fold` that matches the loss, the result equals that of the whole batch for every n.
 
-    Arguments are trees of arrays: dicts and other mappings, such as a `BatchEncoding`, dataclasses, tuples and lists.
+    Arguments are trees of arrays: dicts and other mappings, such as a `BatchEncoding`, dataclasses,
+    tuples and lists.
 
-    Nothing is mutated, and nothing returned aliases an argument. Floats of less than 32 bits are accumulated in
-    float32.
+    Nothing is mutated, and nothing returned aliases an argument. Floats of less than 32 bits are
+    accumulated in float32.
 
-    **In torch**, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are added where they
-    are computed, at the cost of a `.backward()` loop. Weights that differ reach the backward pass as cotangents. Any
-    other grad_fn is called with detached arguments, and no graph outlives its micro-batch.
+    **In torch**, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are
+    added where they are computed, at the cost of a `.backward()` loop. Weights that differ reach
+    the backward pass as cotangents. Any other grad_fn is called with detached arguments, and no
+    graph outlives its micro-batch.
 
-    Results have no graph, so `.backward()` on what is computed from them is first-order. Inside of a loss that
-    funcga.grad, torch.func or forward-mode AD differentiates they have one: funcga.grad(outer_loss), with a step in
-    outer_loss, is second-order.
+    Results have no graph, so `.backward()` on what is computed from them is first-order. Inside of
+    a loss that funcga.grad, torch.func or forward-mode AD differentiates they have one:
+    funcga.grad(outer_loss), with a step in outer_loss, is second-order.
 
-    **In JAX**, the body of a micro-batch is traced and compiled once, or twice if the rows do not divide. A call
-    outside of jit is jitted: arrays are traced, and all other arguments are static, so each new number is a new
-    program. A change goes unnoticed in an object that keeps its hash, and in what grad_fn closes over, as in any
-    function under jit.
+    **In JAX**, the body of a micro-batch is traced and compiled once, or twice if the rows do not
+    divide. A call outside of jit is jitted: arrays are traced, and all other arguments are static,
+    so each new number is a new program. A change goes unnoticed in an object that keeps its hash,
+    and in what grad_fn closes over, as in any function under jit.
 
-    A batch that is sharded by its rows stays where it is, outside of jit and where the mesh has Explicit axes: each
-    micro-batch takes as many rows from every device, if they divide. So micro-batches have other rows than on one
-    device, and gradients are reduced for each of them. The batch is gathered inside jit with Auto axes, where rows do
-    not divide, and where their order counts, as for moments() and threaded state. (With Explicit axes JAX refuses the
-    last two, and concat().) To reduce once, use `across` inside shard_map, where each device cuts its own rows, or
-    jax_backend.replicated(step, mesh).
+    A batch that is sharded by its rows stays where it is, outside of jit and where the mesh has
+    Explicit axes: each micro-batch takes as many rows from every device, if they divide. So
+    micro-batches have other rows than on one device, and gradients are reduced for each of them.
+    The batch is gathered inside jit with Auto axes, where rows do not divide, and where their order
+    counts, as for moments() and threaded state. (With Explicit axes JAX refuses the last two, and
+    concat().) To reduce once, use `across` inside shard_map, where each device cuts its own rows,
+    or jax_backend.replicated(step, mesh).
 
     Args:
-        grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad, jax.value_and_grad,
-            funcga.value_and_grad(loss_fn) and so on. Of a loss itself the result is a loss, without gradients.
-        n: How many micro-batches; their sizes differ by at most one, and a batch of fewer rows, such as the last one of
-            an epoch, has one for each row. Or "auto": the smallest number that fits in
-            memory. It begins with that of a `plan`, and if memory runs out all the same, or nothing can be planned, the
-            window is replayed with more micro-batches, then with as few as fit. What is found is remembered for
-            arguments of these shapes. The call that finds it takes the time of several windows; the result is exact in
-            any case. Not inside of jit or torch.compile.
-        microbatch_size: How many rows a micro-batch has, in place of `n`; the last one may be smaller.
-        fold: A Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that is a mean over its
-            micro-batch, `per_weight()` for a sum.
-        weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. By default that is its
-            rows. What is accumulated in float32 takes weights from 1.2e-38 to 8.5e37. In JAX a traced weight beyond
-            gives NaN, and one below that is in float32 already is 0 for XLA.
-        in_axes: As in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for threaded state. By default
-            the first argument is passed whole, and every other positional argument is split on axis 0. A gradient
-            function with parameters of its own, as module_value_and_grad, has all of them split; so has one around it
-            that shows what it wraps: a functools.partial, a decorator by functools.wraps, a step. Keyword arguments are
-            passed whole.
-        across: The replicas to merge over, once, at the end, by what was folded on all of them. A torch.distributed
-            process group or 1-D device mesh; or, inside shard_map, the name of a JAX mesh axis or a tuple of names. A
-            tree prefix of these over grad_fn's output, or a function of a leaf's dotted path that returns one, merges
-            each leaf over its own replicas, as those of an expert; the weights are those of the whole window.
-            Every replica gets the same result. What carry() threads is that of the last replica that folded anything.
-            In torch the replicas may have different numbers of rows, fewer than n, or none. In JAX parameters have to
-            be arguments, and the loss is that of a replica's own rows, without psum or pmean.
-        totals: `totals(*split_args)` gives a tree of numbers or 0-d arrays for a micro-batch, such as its counts. They
-            are added up over all micro-batches and replicas before the first of these is evaluated, and grad_fn gets
-            the sums, 0-d arrays, as the keyword argument `totals`. So a loss with several denominators divides each
-            term by its count in the whole batch, under `fold=sum()`. A total may be 0: divide by
-            `totals["tokens"].clamp(min=1)`, in JAX by `jnp.maximum(totals["tokens"], 1)`. Integers are added exactly,
-            in int64; in JAX without 64-bit types in int32, and a total beyond 2**31 - 1 makes the result NaN. Floats
-            are added in at least float32. Over replicas this is one reduction more for each dtype.
-        observe: What the window says of its gradients, while they are folded: `gradient_noise()`, `gradient_norms()`,
-            an `Observer` of your own, or a dict, tuple or list of them. The step then returns (what it returns without,
-            the observation, or a tree of them). Every leaf of a micro-batch's gradient is read once, where it is
-            computed, and nothing of it is kept. The gradient is what funcga.grad or funcga.value_and_grad returns as
-            such; in what another grad_fn returns it is the part that looks like the first argument. It is folded by
-            mean(), per_weight() or sum().
-        drop: What becomes of a micro-batch whose loss or gradients are not finite. None: it is folded like any other.
-            "microbatch": it is left out, with its weight, its loss and its aux, and threaded state stays as it was.
-            "window": the result is zeros, and threaded state what came in. If everything is dropped, sums and means are
-            zeros. A micro-batch of weight 0 adds nothing, and is not looked at. Of a gradient function of funcga's all
-            but the aux has to be finite, of any other grad_fn every float that it returns. The gradients of one
-            micro-batch are held beside the sums: the peak is higher by the bytes of the parameters. Not with concat(),
-            whose rows would not be known, and "microbatch" not with totals.
-        drop_if: A function of what grad_fn returns for a micro-batch, to drop by in place of that: of the gradients for
-            `grad`, of (loss, gradients) for `value_and_grad`. It returns a bool, or a 0-d array of one, and has to find
-            what is not finite too.
+        grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad,
+            jax.value_and_grad, funcga.value_and_grad(loss_fn) and so on. Of a loss itself the
+            result is a loss, without gradients.
+        n: How many micro-batches; their sizes differ by at most one, and a batch of fewer rows,
+            such as the last one of an epoch, has one for each row. Or "auto": the smallest number
+            that fits in memory. It begins with that of a `plan`, and if memory runs out all the
+            same, or nothing can be planned, the window is replayed with more micro-batches, then
+            with as few as fit. What is found is remembered for arguments of these shapes. The call
+            that finds it takes the time of several windows; the result is exact in any case. Not
+            inside of jit or torch.compile.
+        microbatch_size: How many rows a micro-batch has, in place of `n`; the last one may be
+            smaller.
+        fold: A Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that
+            is a mean over its micro-batch, `per_weight()` for a sum.
+        weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. By
+            default that is its rows. What is accumulated in float32 takes weights from 1.2e-38 to
+            8.5e37. In JAX a traced weight beyond gives NaN, and one below that is in float32
+            already is 0 for XLA.
+        in_axes: As in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for
+            threaded state. By default the first argument is passed whole, and every other
+            positional argument is split on axis 0. A gradient function with parameters of its own,
+            as module_value_and_grad, has all of them split; so has one around it that shows what it
+            wraps: a functools.partial, a decorator by functools.wraps, a step. Keyword arguments
+            are passed whole.
+        across: The replicas to merge over, once, at the end, by what was folded on all of them. A
+            torch.distributed process group or 1-D device mesh; or, inside shard_map, the name of a
+            JAX mesh axis or a tuple of names. A tree prefix of these over grad_fn's output, or a
+            function of a leaf's dotted path that returns one, merges each leaf over its own
+            replicas, as those of an expert; the weights are those of the whole window. Every
+            replica gets the same result. What carry() threads is that of the last replica that
+            folded anything. In torch the replicas may have different numbers of rows, fewer than n,
+            or none. In JAX parameters have to be arguments, and the loss is that of a replica's own
+            rows, without psum or pmean.
+        totals: `totals(*split_args)` gives a tree of numbers or 0-d arrays for a micro-batch, such
+            as its counts. They are added up over all micro-batches and replicas before the first of
+            these is evaluated, and grad_fn gets the sums, 0-d arrays, as the keyword argument
+            `totals`. So a loss with several denominators divides each term by its count in the
+            whole batch, under `fold=sum()`. A total may be 0: divide by
+            `totals["tokens"].clamp(min=1)`, in JAX by `jnp.maximum(totals["tokens"], 1)`. Integers
+            are added exactly, in int64; in JAX without 64-bit types in int32, and a total beyond
+            2**31 - 1 makes the result NaN. Floats are added in at least float32. Over replicas this
+            is one reduction more for each dtype.
+        observe: What the window says of its gradients, while they are folded: `gradient_noise()`,
+            `gradient_norms()`, an `Observer` of your own, or a dict, tuple or list of them. The
+            step then returns (what it returns without, the observation, or a tree of them). Every
+            leaf of a micro-batch's gradient is read once, where it is computed, and nothing of it
+            is kept. The gradient is what funcga.grad or funcga.value_and_grad returns as such; in
+            what another grad_fn returns it is the part that looks like the first argument. It is
+            folded by mean(), per_weight() or sum().
+        drop: What becomes of a micro-batch whose loss or gradients are not finite. None: it is
+            folded like any other. "microbatch": it is left out, with its weight, its loss and its
+            aux, and threaded state stays as it was. "window": the result is zeros, and threaded
+            state what came in. If everything is dropped, sums and means are zeros. A micro-batch of
+            weight 0 adds nothing, and is not looked at. Of a gradient function of funcga's all but
+            the aux has to be finite, of any other grad_fn every float that it returns. The
+            gradients of one micro-batch are held beside the sums: the peak is higher by the bytes
+            of the parameters. Not with concat(), whose rows would not be known, and "microbatch"
+            not with totals.
+        drop_if: A function of what grad_fn returns for a micro-batch, to drop by in place of that:
+            of the gradients for `grad`, of (loss, gradients) for `value_and_grad`. It returns a
+            bool, or a 0-d array of one, and has to find what is not finite too.
 
     Returns:
-        A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns; with `observe`, a
-        pair of that and the observation.
+        A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns;
+        with `observe`, a pair of that and the observation.
 
     Raises:
         FuncgaError: If an argument is invalid, before any work.
@@ -164,7 +180,8 @@ def accumulate(
 
         >>> def loss_fn(w, x, mask, *, totals):
         ...     squares = (w * x) ** 2
-        ...     return (squares * mask).sum() / totals["tokens"] + 0.1 * squares[:, 0].sum() / totals["rows"]
+        ...     per_token = (squares * mask).sum() / totals["tokens"]
+        ...     return per_token + 0.1 * squares[:, 0].sum() / totals["rows"]
         >>> totals = lambda x, mask: {"tokens": mask.sum(), "rows": len(x)}
         >>> step = funcga.accumulate(funcga.grad(loss_fn), n=3, fold=funcga.sum(), totals=totals)
         >>> mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
@@ -175,8 +192,8 @@ def accumulate(
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"
         raise FuncgaError(
-            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 micro-batches, or "
-            f"accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
+            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 "
+            "micro-batches, or accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
     searches = isinstance(n, str) and n == "auto"
     program = read_program(
@@ -190,13 +207,20 @@ def accumulate(
         drop=drop,
         drop_if=drop_if,
         n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
-        microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
+        microbatch_size=None
+        if microbatch_size is None
+        else check_count(microbatch_size, "microbatch_size"),
         searches=searches,
     )
     search = Search(program) if searches else None
 
-    # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has them.
-    names = () if isinstance(grad_fn, GradientFunction | OwningGradient) else ("__doc__", "__name__", "__qualname__")
+    # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has
+    # them.
+    names = (
+        ()
+        if isinstance(grad_fn, GradientFunction | OwningGradient)
+        else ("__doc__", "__name__", "__qualname__")
+    )
 
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
@@ -213,8 +237,8 @@ def accumulate(
             program.check_call(error, len(args), kwargs)
             if any(isinstance(arg, list) and arg and isinstance(arg[0], Mapping) for arg in args):
                 error.add_note(
-                    "funcga: an argument is a list of dicts. If it is a window of micro-batches, stream it: "
-                    "funcga.stream(grad_fn)(params, microbatches)."
+                    "funcga: an argument is a list of dicts. If it is a window of micro-batches, "
+                    "stream it: funcga.stream(grad_fn)(params, microbatches)."
                 )
             raise
 
@@ -223,17 +247,18 @@ def accumulate(
     return accumulated
 
 
-# -- n="auto": the smallest number of micro-batches whose memory suffices, planned, and then tried out
+# -- n="auto": the smallest number of micro-batches whose memory suffices, planned, then tried out
 
 # How many shapes of arguments are remembered. Each length of a batch is one.
 _SHAPES = 256
 
 
 class Search:
-    """The fold of a program with the smallest n that fits; what fitted is remembered for each shape of arguments.
+    """The fold of a program with the smallest n that fits; what fitted is remembered for each shape
+    of arguments.
 
-    A window that runs out of memory is dropped and replayed from its start with more micro-batches. So no part of it
-    is counted twice, and the result is that of the n that ran to its end.
+    A window that runs out of memory is dropped and replayed from its start with more micro-batches.
+    So no part of it is counted twice, and the result is that of the n that ran to its end.
     """
 
     def __init__(self, program: Program):
@@ -245,10 +270,13 @@ class Search:
         """The result. Raises what the framework raises if not even one row at a time fits."""
         if backend.loop.is_traced((args, kwargs)):
             raise FuncgaError(
-                'n="auto" tries sizes out when it is called, which cannot be done in a program that is being compiled. '
+                'n="auto" tries sizes out when it is called, which cannot be done in a program '
+                "that is being compiled. "
                 "Call the step outside of jax.jit or torch.compile, or give a number: n=8."
             )
-        leaves = [leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")]
+        leaves = [
+            leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")
+        ]
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         rows = self.program.read(args, backend).rows()
         owner = owner_of(self.program.grad_fn)
@@ -269,7 +297,9 @@ class Search:
             del self.fitted[next(iter(self.fitted))]
         return result
 
-    def _planned(self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def _planned(
+        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int | None:
         """The n of a plan; None if it cannot be planned, and has to be tried out."""
         from funcga._plan import planned
 
@@ -281,7 +311,10 @@ class Search:
 
 
 def smallest(
-    run: Callable[[int], Any], most: int, is_out_of_memory: Callable[[BaseException], bool], fitted: int | None = None
+    run: Callable[[int], Any],
+    most: int,
+    is_out_of_memory: Callable[[BaseException], bool],
+    fitted: int | None = None,
 ) -> tuple[int, Any]:
     """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
 
@@ -295,9 +328,13 @@ def smallest(
             if not is_out_of_memory(error):
                 raise
             if n == most:
-                error.add_note(f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit either.")
+                error.add_note(
+                    f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit "
+                    "either."
+                )
                 raise
-        # Not in the `except` block: there the error still refers to its frames, and these to the arrays.
+        # Not in the `except` block: there the error still refers to its frames, and these to the
+        # arrays.
         gc.collect()
         return False, None
 

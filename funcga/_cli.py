@@ -1,4 +1,6 @@
-"""What the commands `parity`, `verify`, `plan` and `info` do. Their arguments are read in `__main__`."""
+"""What the commands `parity`, `verify`, `plan` and `info` do. Their arguments are read in
+`__main__`.
+"""
 
 import inspect
 import json
@@ -29,18 +31,25 @@ from funcga.errors import FuncgaError
 
 
 def run_parity(
-    problems: Sequence[Choice], plan: Plan, json_file: Path | None, html_file: Path | None, plot_file: Path | None
+    problems: Sequence[Choice],
+    plan: Plan,
+    json_file: Path | None,
+    html_file: Path | None,
+    plot_file: Path | None,
 ) -> int:
-    """The exit code: 0 if every difference is within its limit, 1 if not. The report goes to standard output.
+    """The exit code: 0 if every difference is within its limit, 1 if not. The report goes to
+    standard output.
 
-    The files are written besides it; None for one that is not asked for. Raises FuncgaError for what does not fit a
-    problem, and if a file cannot be written.
+    The files are written besides it; None for one that is not asked for. Raises FuncgaError for
+    what does not fit a problem, and if a file cannot be written.
     """
     console = Console(highlight=False)
     # A pipe has no width, and rich would assume 80 columns where COLUMNS does not say it.
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=report.WIDTH)
-    console.print("funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items()))
+    console.print(
+        "funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items())
+    )
     with plan.pool() as pool:
         try:
             runs = [Run(chosen(choice), plan, choice, pool) for choice in problems]
@@ -76,7 +85,10 @@ def _found(run: Run, console: Console) -> Findings:
             progress.update(bar, completed=done)
             if not errors.is_terminal and time.monotonic() - said >= SECONDS:
                 said = time.monotonic()
-                errors.print(f"{run.problem.name}: {done} of {len(run.tasks)} steps are done", highlight=False)
+                errors.print(
+                    f"{run.problem.name}: {done} of {len(run.tasks)} steps are done",
+                    highlight=False,
+                )
         findings = run.findings()
     console.print("", report.as_table(findings), report.sentences(findings), sep="\n")
     return findings
@@ -95,14 +107,15 @@ def run_verify(
 
     args, weight: names in the file; fold: of a stock one. None: as the file has it.
     """
-    # A Problem has its losses, arguments and fold; a gradient function has the rest of them in its file.
+    # A Problem has its losses, arguments and fold; a gradient function has the rest of them in its
+    # file.
     loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)", _can_be_verified)
     if isinstance(loaded.value, Problem):
         for name, value in (("args", args), ("fold", fold), ("weight", weight)):
             if value:
                 raise FuncgaError(
-                    f"--{name} is for a gradient function, and {where} is a funcga.Problem, which has its own: "
-                    f"leave it out."
+                    f"--{name} is for a gradient function, and {where} is a funcga.Problem, which "
+                    "has its own: leave it out."
                 )
         # In float64, where rounding hides nothing.
         sides = [Side(loaded.value, framework, "float64") for framework in loaded.value.frameworks]
@@ -115,7 +128,8 @@ def run_verify(
         if not verdict.gradients:
             console.print(
                 f"`{name}` returns no gradients, and values that agree say nothing of them. Write "
-                f"grad_fn = funcga.value_and_grad({name}) in the file, and verify {loaded.module.__file__}:grad_fn."
+                f"grad_fn = funcga.value_and_grad({name}) in the file, and verify "
+                f"{loaded.module.__file__}:grad_fn."
             )
     if json_file is not None:
         _write_json(json_file, {name: verdict.as_dict() for name, verdict in verdicts.items()})
@@ -123,14 +137,22 @@ def run_verify(
 
 
 def _can_be_verified(value: object, module: ModuleType) -> bool:
-    """Whether it is a Problem, a gradient function or a step of funcga's, or a transformed function, as of jax.grad."""
+    """Whether it is a Problem, a gradient function or a step of funcga's, or a transformed
+    function, as of jax.grad.
+    """
     if isinstance(value, Problem | GradientFunction) or job_of(value) is not None:
         return True
     return is_function_of(value, module) and inspect.unwrap(value) is not value
 
 
 def _of_function(
-    loaded: Loaded, where: str, args: str, n: Sequence[int] | None, fold: str | None, weight: str | None, seed: int
+    loaded: Loaded,
+    where: str,
+    args: str,
+    n: Sequence[int] | None,
+    fold: str | None,
+    weight: str | None,
+    seed: int,
 ) -> Verdict:
     """The Verdict of a gradient function with the arguments that its file has."""
     if not callable(loaded.value):
@@ -140,39 +162,50 @@ def _of_function(
         )
     variables = vars(loaded.module)
     _check_arguments(loaded, (args, *([weight] if weight else [])))
-    names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()  # a step of coupled brings them
+    names = (
+        {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()
+    )  # a step of coupled brings them
     if names and "totals" in inspect.signature(loaded.value).parameters:
         names.add("totals")
     choices: dict[str, Tree] = {name: variables[name] for name in names & variables.keys()}
     # What the command line says goes before what the file says.
     if fold is not None:
-        choices["fold"] = {"mean": folds.mean, "per_weight": folds.per_weight, "sum": folds.sum}[fold]()
+        choices["fold"] = {"mean": folds.mean, "per_weight": folds.per_weight, "sum": folds.sum}[
+            fold
+        ]()
     if weight is not None:
         choices["weight"] = variables[weight]
     return verify(loaded.value, *variables[args], n=n, seed=seed, **choices)
 
 
 def _check_arguments(loaded: Loaded, names: Sequence[str]) -> None:
-    """Raises FuncgaError if the file has nothing of these names, or if the first is not a tuple of arguments."""
+    """Raises FuncgaError if the file has nothing of these names, or if the first is not a tuple
+    of arguments.
+    """
     variables = vars(loaded.module)
     for name in names:
         if name not in variables:
             raise FuncgaError(
-                f"{loaded.module.__file__} has no `{name}`. A gradient function is called with the arguments that its "
-                f"file has: args = (params, batch). --args NAME and --weight NAME say other names."
+                f"{loaded.module.__file__} has no `{name}`. A gradient function is called with the "
+                "arguments that its file has: args = (params, batch). --args NAME and --weight "
+                "NAME say other names."
             )
     if not isinstance(variables[names[0]], tuple | list):
         raise FuncgaError(
-            f"`{names[0]}` is of type {type(variables[names[0]]).__name__}; it has to be a tuple: (params, batch)."
+            f"`{names[0]}` is of type {type(variables[names[0]]).__name__}; it has to be a tuple: "
+            "(params, batch)."
         )
 
 
 def run_plan(where: str, args: str, memory: str | None, json_file: Path | None) -> int:
-    """The exit code: 0 if some number of micro-batches fits in memory, 1 if none does. The table is printed.
+    """The exit code: 0 if some number of micro-batches fits in memory, 1 if none does. The table is
+    printed.
 
     args: a name in the file. memory: a number of bytes; None for what is free.
     """
-    loaded = load_object(where, "step = funcga.accumulate(grad_fn, 1)", lambda value, _: callable(value))
+    loaded = load_object(
+        where, "step = funcga.accumulate(grad_fn, 1)", lambda value, _: callable(value)
+    )
     _check_arguments(loaded, [args])
     errors = Console(stderr=True)
     said = int(memory) if memory is not None and memory.strip().isdecimal() else memory

@@ -1,8 +1,9 @@
-"""`coupled`: the gradient of a loss that needs the whole batch at once, in two passes over its micro-batches.
+"""`coupled`: the gradient of a loss that needs the whole batch at once, in two passes over its
+micro-batches.
 
-The first pass folds a summary of each micro-batch, and keeps no graph. The loss is a function of what they come to, and
-its gradient with respect to that is a cotangent. The second pass pulls the cotangent back through each micro-batch: the
-fold says which part of it is that of one summary.
+The first pass folds a summary of each micro-batch, and keeps no graph. The loss is a function of
+what they come to, and its gradient with respect to that is a cotangent. The second pass pulls the
+cotangent back through each micro-batch: the fold says which part of it is that of one summary.
 """
 
 import functools
@@ -22,7 +23,13 @@ from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import Memory, check_one_for_all, step_of
 from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments, refuses_arguments
+from funcga.errors import (
+    FuncgaError,
+    check_callable,
+    check_count,
+    explains_arguments,
+    refuses_arguments,
+)
 from funcga.folds import Fold, FoldTree, concat
 from funcga.reducers import moments
 
@@ -42,44 +49,52 @@ def coupled(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """A function `f(params, *batch) -> (loss, grads)` for a loss that couples the rows of a batch: exact, for every n.
+    """A function `f(params, *batch) -> (loss, grads)` for a loss that couples the rows of a batch:
+    exact, for every n.
 
-    A contrastive loss compares each row with all others; load balancing, VICReg and Barlow Twins take statistics of the
-    whole batch. The mean of such losses over micro-batches is another loss. Here the batch enters it by summaries::
+    A contrastive loss compares each row with all others; load balancing, VICReg and Barlow Twins
+    take statistics of the whole batch. The mean of such losses over micro-batches is another loss.
+    Here the batch enters it by summaries::
 
-        s = the fold of summary_fn(params, *microbatch) over the micro-batches, and over the replicas of `across`
-        loss = loss_fn(params, s)
-        grads = the gradient of loss_fn(params, s(params))
+        s = the fold of summary_fn(params, *microbatch) over the micro-batches, and over the
+        replicas of `across` loss = loss_fn(params, s) grads = the gradient of loss_fn(params,
+        s(params))
 
-    The first pass computes the summaries, the second one runs each micro-batch again, and pulls the gradient of the
-    loss by its summary back through it. So there are 2n forward passes, and memory for one micro-batch's activations,
-    and for the summaries twice; n = 1 takes one pass. With `concat()` this is the gradient cache of Gao et al.; with
-    `mean()` the summaries are of one size, whatever that of the batch.
+    The first pass computes the summaries, the second one runs each micro-batch again, and pulls the
+    gradient of the loss by its summary back through it. So there are 2n forward passes, and memory
+    for one micro-batch's activations, and for the summaries twice; n = 1 takes one pass. With
+    `concat()` this is the gradient cache of Gao et al.; with `mean()` the summaries are of one
+    size, whatever that of the batch.
 
-    The second pass draws the random numbers of the first, as for dropout: in torch the generators' states are put back;
-    in JAX keys are arguments. Parameters that loss_fn itself uses, such as a temperature, count once.
+    The second pass draws the random numbers of the first, as for dropout: in torch the generators'
+    states are put back; in JAX keys are arguments. Parameters that loss_fn itself uses, such as a
+    temperature, count once.
 
-    Source: Gao, Zhang, Han and Callan (2021), "Scaling deep contrastive learning batch size under memory limited
-    setup", arXiv 2101.06983.
+    Source: Gao, Zhang, Han and Callan (2021), "Scaling deep contrastive learning batch size under
+    memory limited setup", arXiv 2101.06983.
 
     Args:
-        summary_fn: `summary_fn(params, *microbatch)` returns a tree of arrays: embeddings [rows, features] for
-            `concat()`, a mean over the rows for `mean()`, a sum for `sum()`, and so on. Integers, such as labels, pass
-            through without a gradient. A pure_loss works, whose loss_fn returns a summary in place of a loss. With
-            `torch_backend.module_value_and_grad(module, summary_fn)` the parameters are the module's own, which may be
-            wrapped by DDP or FSDP: then the step is `f(*batch)`.
-        loss_fn: `loss_fn(params, s)` returns a real scalar, or (scalar, aux) with has_aux. It gets the arguments that
-            are differentiated, then the folded summaries in the structure that summary_fn returns; for a module's own
-            parameters the module, then the summaries.
+        summary_fn: `summary_fn(params, *microbatch)` returns a tree of arrays: embeddings [rows,
+            features] for `concat()`, a mean over the rows for `mean()`, a sum for `sum()`, and so
+            on. Integers, such as labels, pass through without a gradient. A pure_loss works, whose
+            loss_fn returns a summary in place of a loss. With
+            `torch_backend.module_value_and_grad(module, summary_fn)` the parameters are the
+            module's own, which may be wrapped by DDP or FSDP: then the step is `f(*batch)`.
+        loss_fn: `loss_fn(params, s)` returns a real scalar, or (scalar, aux) with has_aux. It gets
+            the arguments that are differentiated, then the folded summaries in the structure that
+            summary_fn returns; for a module's own parameters the module, then the summaries.
         n: How many micro-batches; as in `accumulate`.
         microbatch_size: How many rows a micro-batch has, in place of `n`.
-        fold: A Fold, or a tree prefix of Folds over summary_fn's output. Of a fold that neither adds nor collects, as
-            `max()`, `moments()` or `logsumexp()`, the summaries of all micro-batches are kept.
+        fold: A Fold, or a tree prefix of Folds over summary_fn's output. Of a fold that neither
+            adds nor collects, as `max()`, `moments()` or `logsumexp()`, the summaries of all
+            micro-batches are kept.
         weight: As in `accumulate`, for the folds that weigh.
         in_axes: As in `accumulate`, for summary_fn's arguments. Threaded state gets no gradient.
         across: As in `accumulate`: every replica passes its own rows, and gets the same result.
-        totals: As in `accumulate`: what is counted before the first pass, for summary_fn's keyword argument `totals`.
-        argnums: The argument of summary_fn to differentiate by, or a tuple of several. They are passed whole.
+        totals: As in `accumulate`: what is counted before the first pass, for summary_fn's keyword
+            argument `totals`.
+        argnums: The argument of summary_fn to differentiate by, or a tuple of several. They are
+            passed whole.
         has_aux: Whether loss_fn returns (scalar, aux).
 
     Returns:
@@ -102,7 +117,19 @@ def coupled(
         torch.Size([3, 3])
     """
     with _in_its_words():
-        job = _read(summary_fn, loss_fn, n, microbatch_size, fold, weight, in_axes, across, totals, argnums, has_aux)
+        job = _read(
+            summary_fn,
+            loss_fn,
+            n,
+            microbatch_size,
+            fold,
+            weight,
+            in_axes,
+            across,
+            totals,
+            argnums,
+            has_aux,
+        )
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -130,17 +157,26 @@ def coupled(
 
 @contextmanager
 def _in_its_words() -> Iterator[None]:
-    """A context that says summary_fn in errors of what it shares with `accumulate`, where that is a grad_fn."""
+    """A context that says summary_fn in errors of what it shares with `accumulate`, where that
+    is a grad_fn.
+    """
     try:
         yield
     except FuncgaError as error:
         words = {"accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ", "grad_fn": "summary_fn"}
         # Where all summaries of a fold are kept, what is folded is a dict.
-        words |= {"def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"}
+        words |= {
+            "def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"
+        }
         words |= {"output['summary']": "summary", "output": "summary"}
-        words |= {"for each example.": "for each example. The loss comes second: coupled(summary_fn, loss_fn)."}
+        words |= {
+            "for each "
+            "example.": "for each example. The loss comes second: coupled(summary_fn, loss_fn)."
+        }
         (text,) = error.args
-        error.args = (functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),)
+        error.args = (
+            functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),
+        )
         raise
 
 
@@ -161,20 +197,23 @@ def _read(
     check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
     if hasattr(summary_fn, "named_parameters") and any(True for _ in summary_fn.named_parameters()):
         raise FuncgaError(
-            f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of its own and takes "
-            f"none. Write a function of it: torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
+            f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of "
+            "its own and takes none. Write a function of it: "
+            "torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
         )
     for name, function in {"summary_fn": summary_fn, "loss_fn": loss_fn}.items():
         if isinstance(function, GradientFunction):
             raise FuncgaError(
-                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. Pass the function that "
-                f"computes the summaries, and the loss of them: funcga.coupled(summary_fn, loss_fn, n=8)."
+                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. "
+                "Pass the function that computes the summaries, and the loss of them: "
+                "funcga.coupled(summary_fn, loss_fn, n=8)."
             )
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"
         raise FuncgaError(
-            f"{count} of n and microbatch_size were given. Say one: coupled(summary_fn, loss_fn, n=8) for 8 "
-            f"micro-batches, or coupled(summary_fn, loss_fn, microbatch_size=4) for micro-batches of 4 rows."
+            f"{count} of n and microbatch_size were given. Say one: coupled(summary_fn, loss_fn, "
+            "n=8) for 8 micro-batches, or coupled(summary_fn, loss_fn, microbatch_size=4) for "
+            "micro-batches of 4 rows."
         )
     program = read_program(
         summary_fn,
@@ -184,7 +223,9 @@ def _read(
         across,
         totals,
         n=None if n is None else check_count(n, "n"),
-        microbatch_size=None if microbatch_size is None else check_count(microbatch_size, "microbatch_size"),
+        microbatch_size=None
+        if microbatch_size is None
+        else check_count(microbatch_size, "microbatch_size"),
     )
     gradient = value_and_grad(loss_fn, argnums, has_aux)
     assert isinstance(gradient, GradientFunction)
@@ -203,12 +244,13 @@ class Coupled:
     memory: Memory
 
     def first(self, backend: Backend, **changes: Any) -> Program:
-        """The fold of the summaries: of sums what they come to, and of any other fold what it is made of.
+        """The fold of the summaries: of sums what they come to, and of any other fold what it is
+        made of.
 
-        `changes` are those of the program. Where a fold neither adds nor collects, as max(), the summary has an axis
-        more, and what all micro-batches have is collected along it: then the framework differentiates the fold itself.
-        Such a program returns {"summary": ..., "weight": ...}: that of the micro-batch, [1, 2], as two addends, or None
-        if no such fold weighs.
+        `changes` are those of the program. Where a fold neither adds nor collects, as max(), the
+        summary has an axis more, and what all micro-batches have is collected along it: then the
+        framework differentiates the fold itself. Such a program returns {"summary": ..., "weight":
+        ...}: that of the micro-batch, [1, 2], as two addends, or None if no such fold weighs.
         """
         program, trees = replace(self.program, totals=None, **changes), backend.trees
         folds, structure = trees.flatten(program.fold, _is_fold)
@@ -219,7 +261,12 @@ class Coupled:
         def with_axes(*args: Tree, **kwargs: Tree) -> Tree:
             summary = program.grad_fn(*args, **kwargs)
             leaves, structure = trees.flatten(summary)
-            of_leaves = [fold for fold, _ in broadcast_folds(program.fold, summary, len(leaves), backend, "summary")]
+            of_leaves = [
+                fold
+                for fold, _ in broadcast_folds(
+                    program.fold, summary, len(leaves), backend, "summary"
+                )
+            ]
             leaves = [
                 leaf if leaf is None or not _is_kept(fold) else backend.arrays.as_array(leaf)[None]
                 for leaf, fold in zip(leaves, of_leaves, strict=True)
@@ -228,8 +275,12 @@ class Coupled:
             kept = next((leaf for leaf, fold in pairs if leaf is not None and _is_kept(fold)), None)
             if kept is None or not weighs:
                 return {"summary": trees.unflatten(structure, leaves), "weight": None}
-            addends = backend.arrays.addends(program.weigh(program.read(args, backend), args, None), wide=False)
-            zero = xp.zeros_like(kept, dtype=xp.float32).sum()  # made of what is kept, so that it is where that is
+            addends = backend.arrays.addends(
+                program.weigh(program.read(args, backend), args, None), wide=False
+            )
+            zero = xp.zeros_like(
+                kept, dtype=xp.float32
+            ).sum()  # made of what is kept, so that it is where that is
             weight = xp.stack([zero + addend for addend in addends])
             return {"summary": trees.unflatten(structure, leaves), "weight": weight[None]}
 
@@ -242,18 +293,30 @@ class Coupled:
         return any(map(_is_kept, backend.trees.flatten(self.program.fold, _is_fold)[0]))
 
     def weighs(self, backend: Backend) -> bool:
-        """Whether the weights of micro-batches are collected, for a fold of which all summaries are kept."""
+        """Whether the weights of micro-batches are collected, for a fold of which all summaries
+        are kept.
+        """
         folds = backend.trees.flatten(self.program.fold, _is_fold)[0]
         return any(_is_kept(fold) and not fold.reducer.unweighted for fold in folds)
 
     def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
         """The fold of what `grad_fn` makes of each micro-batch in the second pass."""
         return replace(
-            self.program, grad_fn=grad_fn, fold=fold, weight=_one, in_axes=in_axes, totals=None, memory=self.memory
+            self.program,
+            grad_fn=grad_fn,
+            fold=fold,
+            weight=_one,
+            in_axes=in_axes,
+            totals=None,
+            memory=self.memory,
         )
 
-    def loss_of(self, params: Sequence[Tree], summaries: Tree, backend: Backend) -> tuple[Array, Tree]:
-        """(loss, aux). Raises FuncgaError if loss_fn does not take what it is given, or returns something else."""
+    def loss_of(
+        self, params: Sequence[Tree], summaries: Tree, backend: Backend
+    ) -> tuple[Array, Tree]:
+        """(loss, aux). Raises FuncgaError if loss_fn does not take what it is given, or returns
+        something else.
+        """
         loss_fn = self.gradient.loss_fn
         try:
             return self.gradient.split(loss_fn(*params, summaries), backend)
@@ -261,36 +324,41 @@ class Coupled:
             if not refuses_arguments(loss_fn, len(params) + 1, (), error):
                 raise
             raise FuncgaError(
-                f"loss_fn is called with what is differentiated and then the summaries, {len(params) + 1} in all: "
-                f"{error}. Write it with one parameter for each: def loss_fn(params, s)."
+                "loss_fn is called with what is differentiated and then the summaries, "
+                f"{len(params) + 1} in all: {error}. Write it with one parameter for each: def "
+                "loss_fn(params, s)."
             ) from error
 
     def check_call(self, error: TypeError, count: int, kwargs: dict[str, Tree]) -> None:
-        """Raises FuncgaError if `error` says that summary_fn does not take so many arguments, or these keywords."""
+        """Raises FuncgaError if `error` says that summary_fn does not take so many arguments, or
+        these keywords.
+        """
         summary_fn = self.program.grad_fn
         keywords = kwargs if self.program.totals is None else {*kwargs, "totals"}
         if refuses_arguments(summary_fn, count, keywords, error):
             names = argument_names(summary_fn, len(inspect.signature(summary_fn).parameters))
             raise FuncgaError(
-                f"summary_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}. "
-                f"Pass one argument for each parameter: step(params, *batch) for a batch in a tuple."
+                f"summary_fn takes ({', '.join(names)}), and was called with {count} positional "
+                f"arguments: {error}. Pass one argument for each parameter: step(params, *batch) "
+                "for a batch in a tuple."
             ) from error
 
     def check_depends(self, depends: bool) -> None:
         """Raises FuncgaError for a loss that does not depend on the summaries."""
         if not depends:
             raise FuncgaError(
-                "loss_fn does not use the summaries: its value depends on no float array of them, so that no gradient "
-                "comes to summary_fn. Compute the loss from its last argument, loss_fn(params, s)."
+                "loss_fn does not use the summaries: its value depends on no float array of them, "
+                "so that no gradient comes to summary_fn. Compute the loss from its last argument, "
+                "loss_fn(params, s)."
             )
 
     def check_reached(self, is_reached: bool) -> None:
         """Raises FuncgaError for summaries that depend on no parameter."""
         if not is_reached:
             raise FuncgaError(
-                "the summaries that the loss uses depend on no parameter: summary_fn detaches what it computes, or it "
-                "uses a module, or arrays, that it closes over. Compute them from its first argument, and leave out "
-                "detach(), no_grad() and stop_gradient()."
+                "the summaries that the loss uses depend on no parameter: summary_fn detaches what "
+                "it computes, or it uses a module, or arrays, that it closes over. Compute them "
+                "from its first argument, and leave out detach(), no_grad() and stop_gradient()."
             )
 
     def arg_indices(self, args: Sequence[Tree]) -> tuple[int, ...]:
@@ -298,13 +366,15 @@ class Coupled:
         return self.gradient.arg_indices(len(args))
 
     def check_whole(self, arguments: Arguments, arg_indices: Sequence[int]) -> None:
-        """Raises FuncgaError if one of these arguments, which are differentiated, is split: it is no parameter."""
+        """Raises FuncgaError if one of these arguments, which are differentiated, is split: it
+        is no parameter.
+        """
         for arg_index in arg_indices:
             if arguments.parts[arg_index].axes:
                 raise FuncgaError(
-                    f"argnums is {self.gradient.argnums!r}, and in_axes splits argument {arg_index}: parameters are "
-                    f"passed whole. Name the arguments to differentiate by in argnums, and write None for them in "
-                    f"in_axes."
+                    f"argnums is {self.gradient.argnums!r}, and in_axes splits argument "
+                    f"{arg_index}: parameters are passed whole. Name the arguments to "
+                    "differentiate by in argnums, and write None for them in in_axes."
                 )
 
 
@@ -326,10 +396,12 @@ def _is_kept(fold: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Summaries:
-    """What the summaries of all micro-batches have come to, on all replicas, before it is normalised.
+    """What the summaries of all micro-batches have come to, on all replicas, before it is
+    normalised.
 
-    `outputs` are those of the first pass. `reduced` has what is accumulated of each leaf that is reduced, `collected`
-    the rows of each that is collected, and `state` what is threaded. `tally_of` gives the tally of a leaf.
+    `outputs` are those of the first pass. `reduced` has what is accumulated of each leaf that is
+    reduced, `collected` the rows of each that is collected, and `state` what is threaded.
+    `tally_of` gives the tally of a leaf.
     """
 
     job: Coupled
@@ -340,12 +412,14 @@ class Summaries:
     tally_of: Callable[[LeafFold], Tally]
 
     def variables(self) -> list[Array]:
-        """The arrays that the loss is differentiated by: the floats of what is reduced, then of what is collected."""
+        """The arrays that the loss is differentiated by: the floats of what is reduced, then of
+        what is collected.
+        """
         leaves, _, indices = self._flat
         if not indices:
             raise FuncgaError(
-                "summary_fn returns no float array, so the loss of its summaries has no gradient. Return what the loss "
-                "is computed from, such as embeddings."
+                "summary_fn returns no float array, so the loss of its summaries has no gradient. "
+                "Return what the loss is computed from, such as embeddings."
             )
         return [leaves[index] for index in indices]
 
@@ -370,19 +444,29 @@ class Summaries:
             return summary
         summary, weights = summary["summary"], summary["weight"]
         leaves, structure = backend.trees.flatten(summary)
-        folds = [fold for fold, _ in broadcast_folds(self.job.program.fold, summary, len(leaves), backend, "summary")]
+        folds = [
+            fold
+            for fold, _ in broadcast_folds(
+                self.job.program.fold, summary, len(leaves), backend, "summary"
+            )
+        ]
         paths = leaf_paths(summary, backend.trees, "summary")
         return backend.trees.unflatten(
             structure,
             [
-                leaf if leaf is None or not _is_kept(fold) else self._folded(fold, leaf, weights, path)
+                leaf
+                if leaf is None or not _is_kept(fold)
+                else self._folded(fold, leaf, weights, path)
                 for fold, leaf, path in zip(folds, leaves, paths, strict=True)
             ],
         )
 
     def _folded(self, fold: Fold, rows: Array, weights: Array | None, path: str) -> Reduced:
         """The fold of the rows, one for each micro-batch."""
-        leaf_fold, monoid = bind(fold, rows[0], lambda: path, self.outputs.backend.arrays), fold.reducer.monoid
+        leaf_fold, monoid = (
+            bind(fold, rows[0], lambda: path, self.outputs.backend.arrays),
+            fold.reducer.monoid,
+        )
         xp, values = leaf_fold.arrays.xp, [rows[index] for index in range(len(rows))]
         of_rows: list[Scalar] = [1] * len(values)
         if weights is not None:
@@ -392,26 +476,39 @@ class Summaries:
             # In one operation, whose derivative those that are equal share.
             reduced = (xp.amax if monoid.collective == "max" else xp.amin)(rows, 0)
         else:
-            lifted = [leaf_fold.lift(value, weight) for value, weight in zip(values, of_rows, strict=True)]
+            lifted = [
+                leaf_fold.lift(value, weight) for value, weight in zip(values, of_rows, strict=True)
+            ]
             reduced = functools.reduce(leaf_fold.combine, lifted)
         return leaf_fold.normalize(reduced, self.tally_of(leaf_fold))
 
     def cotangents(self, of_variables: Sequence[Array | None]) -> "Cotangents":
-        """The cotangents, from those of the variables; None where the loss does not depend on one."""
+        """The cotangents, from those of the variables; None where the loss does not depend on
+        one.
+        """
         leaves, structure, indices = self._flat
         backend = self.outputs.backend
         by_index = dict(zip(indices, of_variables, strict=True))
         # A leaf of several arrays has a cotangent for each of them, or none at all.
-        reached = backend.trees.unflatten(structure, [by_index.get(index) is not None for index in range(len(leaves))])
+        reached = backend.trees.unflatten(
+            structure, [by_index.get(index) is not None for index in range(len(leaves))]
+        )
         filled = [
             backend.arrays.xp.zeros_like(leaf) if by_index.get(index) is None else by_index[index]
             for index, leaf in enumerate(leaves)
         ]
         of_reduced, of_collected = [
-            [cotangent if any(parts_of(is_reached)) else None for cotangent, is_reached in zip(*pair, strict=True)]
+            [
+                cotangent if any(parts_of(is_reached)) else None
+                for cotangent, is_reached in zip(*pair, strict=True)
+            ]
             for pair in zip(backend.trees.unflatten(structure, filled), reached, strict=True)
         ]
-        of_leaves = zip((*self.outputs.reduced, *self.outputs.collected), (*of_reduced, *of_collected), strict=True)
+        of_leaves = zip(
+            (*self.outputs.reduced, *self.outputs.collected),
+            (*of_reduced, *of_collected),
+            strict=True,
+        )
         reached = [leaf_index for leaf_index, cotangent in of_leaves if cotangent is not None]
         keeps = self.job.keeps(backend)
         return Cotangents(self.outputs, of_reduced, of_collected, keeps, self._are_weighed(reached))
@@ -430,7 +527,9 @@ class Summaries:
 
     @property
     def weigh_nothing(self) -> bool:
-        """Whether the host sees that their weights add up to 0. Then a mean of them is 0, whatever they are."""
+        """Whether the host sees that their weights add up to 0. Then a mean of them is 0,
+        whatever they are.
+        """
         totals = [self.tally_of(fold).total for fold in self.outputs.reduced_folds]
         return any(isinstance(total, int | float) and not total for total in totals)
 
@@ -441,13 +540,17 @@ class Summaries:
         kinds = [self.outputs.backend.arrays.kind(leaf.dtype) for leaf in leaves]
         if "complex" in kinds:
             raise FuncgaError(
-                "summary_fn returns a complex array, and the gradient is that of real ones. Return its real and its "
-                "imaginary part."
+                "summary_fn returns a complex array, and the gradient is that of real ones. Return "
+                "its real and its imaginary part."
             )
         # The weights of micro-batches, if there are any, are the last leaf, and constants.
         has_weights = any(self.outputs.folds[-1:]) and self.job.weighs(self.outputs.backend)
         variables = [index for index, kind in enumerate(kinds) if kind == "float"]
-        return leaves, structure, [index for index in variables if not has_weights or index != len(leaves) - 1]
+        return (
+            leaves,
+            structure,
+            [index for index in variables if not has_weights or index != len(leaves) - 1],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,7 +568,8 @@ class Cotangents:
     are_weighed: bool
 
     def parts(self, output: Tree, weight: Scalar, share: Scalar = None) -> list[Reduced]:
-        """What the output of the first pass for one micro-batch contributes to each leaf that has a cotangent.
+        """What the output of the first pass for one micro-batch contributes to each leaf that has a
+        cotangent.
 
         `share` is the weight in the unit that those of means are measured in, if there is one.
         """
@@ -477,18 +581,26 @@ class Cotangents:
             if cotangent is not None
         ]
         pairs = zip(self.outputs.collected, self.collected, strict=True)
-        return [*lifted, *[leaves[leaf_index] for leaf_index, cotangent in pairs if cotangent is not None]]
+        return [
+            *lifted,
+            *[leaves[leaf_index] for leaf_index, cotangent in pairs if cotangent is not None],
+        ]
 
-    def of(self, parts: Sequence[Reduced], rows: Callable[[int, Array, int, int], Array]) -> list[Reduced]:
-        """The cotangents of these parts: that of a sum is the same for each of its terms, that of rows is theirs.
+    def of(
+        self, parts: Sequence[Reduced], rows: Callable[[int, Array, int, int], Array]
+    ) -> list[Reduced]:
+        """The cotangents of these parts: that of a sum is the same for each of its terms, that of
+        rows is theirs.
 
-        `rows(position, cotangent, axis, size)` are those of this micro-batch, in the cotangent of the collected leaf at
-        this position.
+        `rows(position, cotangent, axis, size)` are those of this micro-batch, in the cotangent of
+        the collected leaf at this position.
         """
         sums = [cotangent for cotangent in self.reduced if cotangent is not None]
         collected = [
             (position, cotangent, fold.fold.reducer.monoid.axis or 0)
-            for position, (fold, cotangent) in enumerate(zip(self.outputs.collected_folds, self.collected, strict=True))
+            for position, (fold, cotangent) in enumerate(
+                zip(self.outputs.collected_folds, self.collected, strict=True)
+            )
             if cotangent is not None
         ]
         pairs = zip(collected, parts[len(sums) :], strict=True)
@@ -497,5 +609,7 @@ class Cotangents:
     def threaded(self, output: Tree) -> Tree:
         """The summary with nothing left of it but the state that is threaded."""
         leaves, threads = self.outputs.in_order(output), self.outputs.threads
-        left = self.outputs.structure_of([leaf if index in threads else None for index, leaf in enumerate(leaves)])
+        left = self.outputs.structure_of(
+            [leaf if index in threads else None for index, leaf in enumerate(leaves)]
+        )
         return left["summary"] if self.keeps else left

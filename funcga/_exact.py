@@ -1,34 +1,41 @@
 """Exact sums: numbers in fixed point, whose sum is the same in any order and any grouping.
 
-A float sum rounds after every addition, so its last bits depend on the order. Integers do not round. A term is
-therefore taken apart once into a leading number and some digits, in units that are fixed before the first term:
+A float sum rounds after every addition, so its last bits depend on the order. Integers do not
+round. A term is therefore taken apart once into a leading number and some digits, in units that are
+fixed before the first term:
 
-    term = unit * (leading + digits[0] / 2**30 + digits[1] / 2**60),    |leading| < 2**13,   |digit| < 2**30
+    term = unit * (leading + digits[0] / 2**30 + digits[1] / 2**60),    |leading| < 2**13,   |digit|
+    < 2**30
 
-and only what is below the last digit is lost: half of `limit * 2**-73` at most, whatever else is in the sum. `leading`
-is a whole number in a float32 and each digit an int32, so an element takes 12 bytes and no 64-bit types. A float64 is
-taken apart in the same way, into a float64 and digits of 60 bits.
+and only what is below the last digit is lost: half of `limit * 2**-73` at most, whatever else is in
+the sum. `leading` is a whole number in a float32 and each digit an int32, so an element takes 12
+bytes and no 64-bit types. A float64 is taken apart in the same way, into a float64 and digits of 60
+bits.
 
-- **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**30), so one sum has one form.
-  The leading numbers are added as floats, which is exact while they stay below 2**24: for up to MOST = 2048 terms.
+- **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**30), so
+  one sum has one form. The leading numbers are added as floats, which is exact while they stay
+  below 2**24: for up to MOST = 2048 terms.
 - **NaN and infinity** stand in `leading`, where adding floats treats them as it always does.
-- **Out of range.** A term of `limit` or more puts BEYOND into `leading`, a number so large that no sum of others comes
-  near it and always positive, so that no two of them cancel. The sum then says that it has left the range.
-- **Replicas** send digits in pieces that leave room: two digits of 30 bits as three pieces of 20, of which an int32
-  adds up 2**11. So any collective that adds, in any order, is exact.
-- **The result** is rounded to a float once, to the nearest or the one next to it. A quotient is rounded correctly, by
-  integer arithmetic on its remainder: a compiler may divide by multiplying with a reciprocal, or contract a product and
-  a sum into one operation, and all frameworks would no longer have the same bits.
+- **Out of range.** A term of `limit` or more puts BEYOND into `leading`, a number so large that no
+  sum of others comes near it and always positive, so that no two of them cancel. The sum then says
+  that it has left the range.
+- **Replicas** send digits in pieces that leave room: two digits of 30 bits as three pieces of 20,
+  of which an int32 adds up 2**11. So any collective that adds, in any order, is exact.
+- **The result** is rounded to a float once, to the nearest or the one next to it. A quotient is
+  rounded correctly, by integer arithmetic on its remainder: a compiler may divide by multiplying
+  with a reciprocal, or contract a product and a sum into one operation, and all frameworks would no
+  longer have the same bits.
 
-A leaf without axes, such as a loss, has four digits instead of two, and a limit 2**30 times as large: it may be a sum
-over a million tokens, and costs nothing.
+A leaf without axes, such as a loss, has four digits instead of two, and a limit 2**30 times as
+large: it may be a sum over a million tokens, and costs nothing.
 
-The products of a multiplication by a power of two are exact, and so is `x - trunc(x)`: contracted or not, the bits are
-the same. Only the weighted term `w * v` is rounded, once. What follows reads its bits as an integer, through which no
-compiler can see.
+The products of a multiplication by a power of two are exact, and so is `x - trunc(x)`: contracted
+or not, the bits are the same. Only the weighted term `w * v` is rounded, once. What follows reads
+its bits as an integer, through which no compiler can see.
 
-Sources: Kulisch (2011), "Very fast and exact accumulation of products"; Ahrens, Demmel and Nguyen (2020), "Algorithms
-for Efficient Reproducible Floating Point Summation", which assumes no range and takes twice the memory.
+Sources: Kulisch (2011), "Very fast and exact accumulation of products"; Ahrens, Demmel and Nguyen
+(2020), "Algorithms for Efficient Reproducible Floating Point Summation", which assumes no range and
+takes twice the memory.
 """
 
 import math
@@ -86,7 +93,11 @@ class Format(NamedTuple):
 
 def format_of(xp: Namespace, dtype: Dtype) -> Format:
     """The Format for sums in this dtype, float32 or float64."""
-    return Format(xp.float64, xp.int64, 64, 53, 60) if dtype == xp.float64 else Format(xp.float32, xp.int32, 32, 24, 30)
+    return (
+        Format(xp.float64, xp.int64, 64, 53, 60)
+        if dtype == xp.float64
+        else Format(xp.float32, xp.int32, 32, 24, 30)
+    )
 
 
 def _cast(array: Array, dtype: Dtype) -> Array:
@@ -109,11 +120,12 @@ def expanded(xp: Namespace, term: Array, limit: float) -> tuple[Array, ...]:
     form = format_of(xp, term.dtype)
     unit = unit_of(term.ndim, limit, form)
     bits = term.view(form.integers)
-    # All bits of what is below the limit, and none of anything else: the bits of positive floats are in their order.
-    # Masks take a fraction of the time of `where`.
+    # All bits of what is below the limit, and none of anything else: the bits of positive floats
+    # are in their order. Masks take a fraction of the time of `where`.
     below = _negative((bits & form.positive) - form.bits_of(unit * (2.0**form.mantissa / MOST)))
-    # Twice the number, by adding 1 to the exponent: an integer, so that nothing before it is contracted with what
-    # follows. Of 0 it makes the least normal number, which has only zeros in its digits.
+    # Twice the number, by adding 1 to the exponent: an integer, so that nothing before it is
+    # contracted with what follows. Of 0 it makes the least normal number, which has only zeros in
+    # its digits.
     rest = ((bits & below) + (1 << (form.mantissa - 1))).view(form.floats) * (0.5 / unit)
     leading = xp.round(rest)
     digits = []
@@ -157,7 +169,9 @@ def added(xp: Namespace, a: Sequence[Array], b: Sequence[Array]) -> tuple[Array,
 
 
 def pieces(xp: Namespace, total: Sequence[Array]) -> tuple[Array, ...]:
-    """A sum as numbers to be added up over MOST replicas at most, by any addition of floats and integers."""
+    """A sum as numbers to be added up over MOST replicas at most, by any addition of floats and
+    integers.
+    """
     form = format_of(xp, total[0].dtype)
     mask, half = (1 << form.piece) - 1, form.piece // 2
     cut: list[Array] = []
@@ -179,13 +193,20 @@ def joined(xp: Namespace, sums: Sequence[Array]) -> tuple[Array, ...]:
         carried.append(total & mask)
     digits: list[Array] = []
     for low, middle, high in zip(carried[::3], carried[1::3], carried[2::3], strict=True):
-        digits += [low | ((middle & ((1 << half) - 1)) << form.piece), (middle >> half) | (high << half)]
+        digits += [
+            low | ((middle & ((1 << half) - 1)) << form.piece),
+            (middle >> half) | (high << half),
+        ]
     return sums[0] + _cast(carry, form.floats), *digits[::-1]
 
 
 def is_beyond(xp: Namespace, total: Sequence[Array]) -> Array:
     """Whether any term was out of range: a 0-d bool."""
-    return xp.max(_finite(xp, total[0])) >= BEYOND / 2 if 0 not in total[0].shape else xp.zeros((), dtype=xp.bool)
+    return (
+        xp.max(_finite(xp, total[0])) >= BEYOND / 2
+        if 0 not in total[0].shape
+        else xp.zeros((), dtype=xp.bool)
+    )
 
 
 def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:
@@ -203,7 +224,8 @@ def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:
     for digit in digits[::-1]:
         unit *= 2.0**-form.digit
         number = number + _cast(digit, form.floats) * unit
-    # Infinite where a term was out of range, else 0: of which the difference to itself is NaN, or 0.
+    # Infinite where a term was out of range, else 0: of which the difference to itself is NaN, or
+    # 0.
     most = 2.0 ** (form.most >> 1)
     outside = (xp.clip(_finite(xp, total[0]), BEYOND / 2, most) - BEYOND / 2) * most
     return number + (outside - outside)
@@ -221,25 +243,29 @@ def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
     total = xp.zeros_like(number.reshape(-1)[:1]).sum() + divisor  # where and what the number is
     exponent, mantissa = form.split(number)
     total_exponent, total_mantissa = form.split(total)
-    # The mantissa of the quotient: 2**shift * mantissa / total_mantissa, an integer of as many bits.
+    # The mantissa of the quotient: 2**shift * mantissa / total_mantissa, an integer of as many
+    # bits.
     is_less = _negative(mantissa - total_mantissa)
     doubled = 1.0 - _cast(is_less, form.floats)
     result = _cast(
-        _cast(mantissa, form.floats) * (2.0**below / _cast(total_mantissa, form.floats)) * doubled, form.integers
+        _cast(mantissa, form.floats) * (2.0**below / _cast(total_mantissa, form.floats)) * doubled,
+        form.integers,
     )
     # Integers wrap around, and the remainder is small: so it is exact, although neither product is.
     twice = ((mantissa << (below - is_less)) - result * total_mantissa) * 2
     for away in (total_mantissa, 3 * total_mantissa):
         result = result - _negative(away - twice) + _negative(twice + away)
     power = exponent + is_less + ((form.most >> 1) - total_exponent)
-    is_usual = ~_negative(form.is_unusual(power) | form.is_unusual(exponent) | form.is_unusual(total_exponent))
+    is_usual = ~_negative(
+        form.is_unusual(power) | form.is_unusual(exponent) | form.is_unusual(total_exponent)
+    )
     magnitude = ((power - 1) << below) + result
     sign = number.view(form.integers) & ~form.positive
     exact = ((magnitude | sign) & is_usual).view(form.floats) + _not_finite(xp, number / total)
     return exact if isinstance(divisor, int | float) else xp.where(total != 0, exact, 0.0)
 
 
-# -- the parts of a fold. A sum of integers is exact as it is: one array, which everything here leaves alone.
+# -- the parts of a fold. A sum of integers is exact as it is: one array, which is left alone.
 
 
 @dataclass(frozen=True)
@@ -295,7 +321,11 @@ class Finish:
             number = xp.where(tally.steps > MOST, float("nan"), number)
         elif tally.steps > MOST:
             number = xp.full_like(number, float("nan"))
-        return number if self.divides_by is None else quotient(xp, number, getattr(tally, self.divides_by))
+        return (
+            number
+            if self.divides_by is None
+            else quotient(xp, number, getattr(tally, self.divides_by))
+        )
 
     def lost(self, xp: Namespace, total: Reduced, tally: Any) -> list[tuple[Scalar, str]]:
         """(whether, why) the sum is not known."""
@@ -305,14 +335,15 @@ class Finish:
         return [
             (
                 is_beyond(xp, total),
-                f"a weighted value of one micro-batch is not below {most:.3g}, and an exact sum is held in a range "
-                f"that is fixed beforehand. Make the loss or the weights smaller, or the range larger: "
-                f"funcga.reproducible(fold, limit=2.0**{math.log2(min(self.limit * 2.0**20, GREATEST)):.0f})",
+                f"a weighted value of one micro-batch is not below {most:.3g}, and an exact sum "
+                "is held in a range that is fixed beforehand. Make the loss or the weights "
+                "smaller, or the range larger: funcga.reproducible(fold, "
+                f"limit=2.0**{math.log2(min(self.limit * 2.0**20, GREATEST)):.0f})",
             ),
             (
                 tally.steps > MOST,
-                f"it is a sum over {tally.steps} micro-batches, and an exact sum has room for {MOST} on all replicas "
-                f"together. Let a micro-batch have more rows",
+                f"it is a sum over {tally.steps} micro-batches, and an exact sum has room for "
+                f"{MOST} on all replicas together. Let a micro-batch have more rows",
             ),
         ]
 

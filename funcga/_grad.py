@@ -18,7 +18,8 @@ from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError
 
 
-# A gradient inside of a loss makes it a gradient of a gradient. Counting the evaluations shows whether there is one.
+# A gradient inside of a loss makes it a gradient of a gradient. Counting the evaluations shows
+# whether there is one.
 class _Evaluations(threading.local):
     count = 0
 
@@ -27,13 +28,17 @@ _EVALUATIONS = _Evaluations()
 
 
 def evaluations() -> int:
-    """How many gradients this thread has begun to compute. It grows in a loss that has a gradient inside."""
+    """How many gradients this thread has begun to compute. It grows in a loss that has a
+    gradient inside.
+    """
     return _EVALUATIONS.count
 
 
 @dataclass(frozen=True, eq=False)
 class GradientFunction(KnownGradient):
-    """A gradient function in the framework of its arguments. Made by `grad` and `value_and_grad`."""
+    """A gradient function in the framework of its arguments. Made by `grad` and
+    `value_and_grad`.
+    """
 
     loss_fn: LossFn
     argnums: int | tuple[int, ...]
@@ -59,7 +64,9 @@ class GradientFunction(KnownGradient):
         return backend.loop.alone(self, backend)(*args, **kwargs)
 
     def bound(self, backend: Backend) -> GradFn:
-        """The framework's own gradient function. It raises FuncgaError where loss_fn returns no real scalar."""
+        """The framework's own gradient function. It raises FuncgaError where loss_fn returns no
+        real scalar.
+        """
 
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
         def gradient(*args: Any, **kwargs: Any) -> Tree:
@@ -81,8 +88,12 @@ class GradientFunction(KnownGradient):
                 loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
                 if counts and not self.reached:
                     self._check_reached(loss, args, _EVALUATIONS.count == count_before, backend)
-                # The loss comes back twice: scaled, to be differentiated, and as auxiliary data, as the caller sees it.
-                return loss if scale is None else scaled_loss(loss, scale, backend.arrays), (loss, aux)
+                # The loss comes back twice: scaled, to be differentiated, and as auxiliary data, as
+                # the caller sees it.
+                return loss if scale is None else scaled_loss(loss, scale, backend.arrays), (
+                    loss,
+                    aux,
+                )
 
             transform = backend.gradients.value_and_grad(objective, arg_indices)
             (_, (loss, aux)), grads = transform(*args, **kwargs)
@@ -91,17 +102,21 @@ class GradientFunction(KnownGradient):
         return gradient
 
     def arg_indices(self, count: int) -> tuple[int, ...]:
-        """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for one that is not there."""
+        """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for
+        one that is not there.
+        """
         argnums = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if any(not -count <= argnum < count for argnum in argnums):
             raise FuncgaError(
-                f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to {count - 1}. Pass "
-                f"what is to be differentiated by position."
+                f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to "
+                f"{count - 1}. Pass what is to be differentiated by position."
             )
         # -1 and the last index name one argument.
         arg_indices = tuple([argnum % count for argnum in argnums])
         if len({*arg_indices}) != len(arg_indices):
-            raise FuncgaError(f"argnums is {self.argnums!r}, which names an argument twice. Name each once.")
+            raise FuncgaError(
+                f"argnums is {self.argnums!r}, which names an argument twice. Name each once."
+            )
         return arg_indices
 
     def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
@@ -115,56 +130,71 @@ class GradientFunction(KnownGradient):
                 raise _no_gradient(leaf, path, name, backend)
 
     def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Scalar, dict[str, Any]]:
-        """The loss scale of a call, and its other keyword arguments. Raises FuncgaError if there is none, or a bad one.
+        """The loss scale of a call, and its other keyword arguments. Raises FuncgaError if there is
+        none, or a bad one.
 
         None, and all keyword arguments, if the gradients are not scaled.
         """
         if not self.scaled:
             if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
                 raise FuncgaError(
-                    "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, "
-                    "as funcga.value_and_grad(loss_fn, scaled=True)."
+                    "the call has a loss_scale, which this gradient function does not take. Make "
+                    "it with scaled=True, as funcga.value_and_grad(loss_fn, scaled=True)."
                 )
             return None, kwargs
         others = {name: value for name, value in kwargs.items() if name != "loss_scale"}
         return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
-        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or no pair of both."""
-        # First the pair is taken apart. Then the loss must be an array, a scalar and real, in this order of messages.
+        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or
+        no pair of both.
+        """
+        # First the pair is taken apart. Then the loss must be an array, a scalar and real, in this
+        # order of messages.
         loss, aux, arrays = output, None, backend.arrays
         if self.has_aux:
             if not isinstance(output, tuple | list) or len(output) != 2:
                 pair = "output.loss, output" if _has_loss(output) else "loss, aux"
                 shown = _describe(output, backend)
-                raise FuncgaError(f"loss_fn returned {shown}, and has_aux=True asks for a pair: return {pair}.")
+                raise FuncgaError(
+                    f"loss_fn returned {shown}, and has_aux=True asks for a pair: return {pair}."
+                )
             loss, aux = output
         if not arrays.is_array(loss):
-            hint = " If it returns (loss, aux), say so: has_aux=True." if isinstance(loss, tuple | list) else ""
+            hint = (
+                " If it returns (loss, aux), say so: has_aux=True."
+                if isinstance(loss, tuple | list)
+                else ""
+            )
             if _has_loss(loss):
                 raise FuncgaError(
-                    f"loss_fn returned {_describe(loss, backend)}, which holds the loss among other outputs. Return it "
-                    f'alone, output.loss or output["loss"]; with has_aux=True also return output.loss, aux.'
+                    f"loss_fn returned {_describe(loss, backend)}, which holds the loss among "
+                    "other outputs. Return it "
+                    'alone, output.loss or output["loss"]; with has_aux=True also return '
+                    "output.loss, aux."
                 )
             raise FuncgaError(
-                f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: return a scalar array, "
-                f"not a number that was taken out of one.{hint}"
+                f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: "
+                f"return a scalar array, not a number that was taken out of one.{hint}"
             )
         if loss.shape != ():
             raise FuncgaError(
-                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar: return loss.mean(), or "
-                f"loss.sum() with fold=funcga.per_weight()."
+                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar: "
+                "return loss.mean(), or loss.sum() with fold=funcga.per_weight()."
             )
         if arrays.kind(loss.dtype) != "float":
             raise FuncgaError(
-                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a real number: return a float, "
-                f"such as abs(loss) ** 2."
+                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a real "
+                "number: return a float, such as abs(loss) ** 2."
             )
         return loss, aux
 
     def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
-        """What a gradient function returns, from its parts; `grads` has one tree for each of argnums."""
-        # Value before gradient, in both frameworks; aux goes with the value, or with the gradient if there is none.
+        """What a gradient function returns, from its parts; `grads` has one tree for each of
+        argnums.
+        """
+        # Value before gradient, in both frameworks; aux goes with the value, or with the gradient
+        # if there is none.
         value = (loss, aux) if self.has_aux else loss
         gradient = tuple(grads) if isinstance(self.argnums, tuple) else grads[0]
         if self.with_value:
@@ -186,13 +216,16 @@ class GradientFunction(KnownGradient):
             return value[1]
         return value[0] if self.has_aux else value
 
-    def _check_reached(self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend) -> None:
+    def _check_reached(
+        self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend
+    ) -> None:
         """Raises FuncgaError if the framework can tell that the loss depends on none of the leaves.
 
-        alone: whether there is no other gradient inside of the loss. The gradient of a linear function is a constant,
-        so a loss with one inside may rightly depend on nothing.
+        alone: whether there is no other gradient inside of the loss. The gradient of a linear
+        function is a constant, so a loss with one inside may rightly depend on nothing.
         """
-        # A framework cannot always tell, and then `depends` is None. One positive answer settles it for good.
+        # A framework cannot always tell, and then `depends` is None. One positive answer settles it
+        # for good.
         depends = backend.gradients.depends(loss)
         if depends:
             self.reached.add(True)
@@ -202,36 +235,45 @@ class GradientFunction(KnownGradient):
                 raise self.unreached(len(args), backend)
 
     def unreached(self, count: int, backend: Backend) -> FuncgaError:
-        """The error for a loss of `count` arguments that depends on no leaf of those that are differentiated."""
+        """The error for a loss of `count` arguments that depends on no leaf of those that are
+        differentiated.
+        """
         names = argument_names(self.loss_fn, count)
         of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.arg_indices(count))
         return FuncgaError(
-            f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing would be trained. "
-            f"loss_fn uses a module, or arrays, that it closes over, or it detaches what it computes. Compute the loss "
-            f"from the argument, as {backend.gradients.as_function_of_params} does."
+            f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing "
+            "would be trained. loss_fn uses a module, or arrays, that it closes over, or it "
+            "detaches what it computes. Compute the loss from the argument, as "
+            f"{backend.gradients.as_function_of_params} does."
         )
 
 
 def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
-    """The loss scale as a Python number where the host can see it, else as the 0-d array that it is.
+    """The loss scale as a Python number where the host can see it, else as the 0-d array that it
+    is.
 
-    Raises FuncgaError if it is not a scalar number, or if the host sees that it is not finite and above 0.
+    Raises FuncgaError if it is not a scalar number, or if the host sees that it is not finite and
+    above 0.
     """
     if scale is None:
         raise FuncgaError(
-            "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the "
-            "state that divides by it: step(params, batch, loss_scale=state.scale)."
+            "the gradient function was made with scaled=True, and the call has no loss_scale. Pass "
+            "the one of the state that divides by it: step(params, batch, loss_scale=state.scale)."
         )
     scale = as_number(scale)
-    if arrays.is_array(scale) and scale.shape == () and arrays.kind(scale.dtype) in ("int", "float"):
+    if (
+        arrays.is_array(scale)
+        and scale.shape == ()
+        and arrays.kind(scale.dtype) in ("int", "float")
+    ):
         scale = arrays.scalar(scale)
         if arrays.is_array(scale):
             return scale
     if not is_quantity(scale):
         described = repr(scale) if isinstance(scale, numbers.Number) else arrays.describe(scale)
         raise FuncgaError(
-            f"loss_scale is {described}: it must be a finite number above 0, or a 0-d array of one, such as the scale "
-            f"of funcga.loss_scaled: loss_scale=state.scale."
+            f"loss_scale is {described}: it must be a finite number above 0, or a 0-d array of "
+            "one, such as the scale of funcga.loss_scaled: loss_scale=state.scale."
         )
     return float(scale)
 
@@ -260,12 +302,13 @@ def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaErr
         return uninitialised(path)
     if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
         return FuncgaError(
-            f"`{name}` is {shown}, and a gradient is taken with respect to its arrays. Give a module's parameters by "
-            f"name: torch_backend.trainable(module)."
+            f"`{name}` is {shown}, and a gradient is taken with respect to its arrays. Give a "
+            "module's parameters by name: torch_backend.trainable(module)."
         )
     return FuncgaError(
-        f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and complex arrays have "
-        f"one. Pass what is not trained as another argument, whole: in_axes=(None, None, 0), or close over it."
+        f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and "
+        "complex arrays have one. Pass what is not trained as another argument, whole: "
+        "in_axes=(None, None, 0), or close over it."
     )
 
 
@@ -277,8 +320,8 @@ def is_uninitialised(leaf: object) -> bool:
 def uninitialised(path: str) -> FuncgaError:
     """The error for a parameter that has no shape yet."""
     return FuncgaError(
-        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when it first runs. Run "
-        f"it once before: with torch.no_grad(): module(x)."
+        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when "
+        "it first runs. Run it once before: with torch.no_grad(): module(x)."
     )
 
 
@@ -306,11 +349,14 @@ def _keywords(loss_fn: LossFn) -> set[str]:
 
 
 def check_scaled(loss_fn: LossFn, scaled: bool) -> None:
-    """Raises FuncgaError if a gradient function that takes a loss_scale would keep one from its loss."""
+    """Raises FuncgaError if a gradient function that takes a loss_scale would keep one from its
+    loss.
+    """
     if scaled and "loss_scale" in _keywords(loss_fn):
         raise FuncgaError(
-            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. "
-            "Give it another name; or multiply the loss yourself, without scaled=True."
+            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of "
+            "the backward pass. Give it another name; or multiply the loss yourself, without "
+            "scaled=True."
         )
 
 
@@ -323,29 +369,35 @@ def grad(
     loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool
 ) -> Callable[..., Any]: ...
 def grad(
-    loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
+    loss_fn: LossFn,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    scaled: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns the gradient of loss_fn at its arguments, for torch tensors and for JAX arrays.
+    """A function that returns the gradient of loss_fn at its arguments, for torch tensors and for
+    JAX arrays.
 
-    It works on its own and in `accumulate`, where arguments after the first are split: if one of them is in argnums,
-    say in_axes as well.
+    It works on its own and in `accumulate`, where arguments after the first are split: if one of
+    them is in argnums, say in_axes as well.
 
     Args:
         loss_fn: Returns a real scalar, or (scalar, aux) with has_aux.
         argnums: The argument to differentiate by, or a tuple of several.
         has_aux: Whether loss_fn returns (scalar, aux).
-        scaled: For float16, whose smallest number is 6e-8. The function then takes one more keyword argument,
-            `loss_scale`, a finite number above 0 or a 0-d array of one. The backward pass begins with the loss times
-            that scale, so the gradients come multiplied by it; the value is the loss as it is. `loss_scaled` divides
-            by the scale again.
+        scaled: For float16, whose smallest number is 6e-8. The function then takes one more keyword
+            argument, `loss_scale`, a finite number above 0 or a 0-d array of one. The backward pass
+            begins with the loss times that scale, so the gradients come multiplied by it; the value
+            is the loss as it is. `loss_scaled` divides by the scale again.
 
     Returns:
-        A function that returns `grads`, or `(grads, aux)` with has_aux. `grads` has the structure, shapes and dtypes of
-        the argument `argnums`; it is a tuple of such for a tuple of argnums.
+        A function that returns `grads`, or `(grads, aux)` with has_aux. `grads` has the structure,
+        shapes and dtypes of the argument `argnums`; it is a tuple of such for a tuple of argnums.
 
     Raises:
-        FuncgaError: loss_fn is no function, or argnums are no ints. The function that is returned raises it for a
-            loss that is no real scalar, or that depends on no array of what is differentiated.
+        FuncgaError: loss_fn is no function, or argnums are no ints. The function that is returned
+            raises it for a loss that is no real scalar, or that depends on no array of what is
+            differentiated.
 
     Example:
         >>> gradient = funcga.grad(lambda w, x: ((x * w) ** 2).mean())
@@ -364,18 +416,25 @@ def value_and_grad(
     loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool
 ) -> Callable[..., tuple[Any, Any]]: ...
 def value_and_grad(
-    loss_fn: LossFn, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, scaled: bool = False
+    loss_fn: LossFn,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    scaled: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns the value of loss_fn and its gradient, in this order in both frameworks.
+    """A function that returns the value of loss_fn and its gradient, in this order in both
+    frameworks.
 
     Note that torch.func.grad_and_value returns the gradients first.
 
-    For a gradient of a gradient, call this function, or a step of `accumulate`, inside of a loss, and differentiate
-    that loss with it. In torch, `.backward()` on what is computed from the results of `accumulate` or `stream` is
-    first-order: they have no graph. The results of a call by itself have one where an argument, or a tensor that
-    loss_fn closes over, requires grad, unless under `torch.no_grad()`: then `.backward()` is second-order. That takes
-    longer, as it runs on torch.func, or records the backward pass. With parameters that do not require grad, such as
-    `{name: p.detach() for name, p in params.items()}`, or under `torch.no_grad()`, a call takes one backward pass.
+    For a gradient of a gradient, call this function, or a step of `accumulate`, inside of a loss,
+    and differentiate that loss with it. In torch, `.backward()` on what is computed from the
+    results of `accumulate` or `stream` is first-order: they have no graph. The results of a call by
+    itself have one where an argument, or a tensor that loss_fn closes over, requires grad, unless
+    under `torch.no_grad()`: then `.backward()` is second-order. That takes longer, as it runs on
+    torch.func, or records the backward pass. With parameters that do not require grad, such as
+    `{name: p.detach() for name, p in params.items()}`, or under `torch.no_grad()`, a call takes one
+    backward pass.
 
     Args:
         loss_fn: As in `grad`.
@@ -401,17 +460,22 @@ def _gradient_function(
     loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
 ) -> Callable[..., Any]:
     if not callable(loss_fn):
-        raise FuncgaError(f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar.")
+        raise FuncgaError(
+            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar."
+        )
     if hasattr(loss_fn, "named_parameters") and any(True for _ in loss_fn.named_parameters()):
         raise FuncgaError(
-            f"loss_fn is a module of type {type(loss_fn).__name__}, which has parameters of its own and takes none. "
-            f"Write a loss function of it: torch_backend.module_value_and_grad(module, lambda module, x, y: "
-            f"F.mse_loss(module(x), y))."
+            f"loss_fn is a module of type {type(loss_fn).__name__}, which has parameters of its "
+            "own and takes none. Write a loss function of it: "
+            "torch_backend.module_value_and_grad(module, lambda module, x, y: "
+            "F.mse_loss(module(x), y))."
         )
     # In Python a bool is an int, but it is not the position of an argument.
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
-        raise FuncgaError(f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0.")
+        raise FuncgaError(
+            f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0."
+        )
     if scaled:
         check_scaled(loss_fn, scaled)
     load_imported()  # no import is left for the first call, which torch.compile may be tracing
@@ -419,7 +483,9 @@ def _gradient_function(
 
 
 def bound(program: Program, backend: Backend) -> Program:
-    """The program with the framework's own gradient function, made once instead of at every micro-batch."""
+    """The program with the framework's own gradient function, made once instead of at every
+    micro-batch.
+    """
     # What another library made works as it is.
     if isinstance(program.grad_fn, GradientFunction):
         return replace(program, grad_fn=program.grad_fn.bound(backend))

@@ -21,12 +21,15 @@ class Loaded(NamedTuple):
     module: ModuleType
 
 
-def load_object(where: str, definition: str, can_run: Callable[[object, ModuleType], bool]) -> Loaded:
+def load_object(
+    where: str, definition: str, can_run: Callable[[object, ModuleType], bool]
+) -> Loaded:
     """The object of `FILE.py:NAME`; of `FILE.py` alone, that of the name which the definition has.
 
-    The file is run as Python runs a script, with its own folder first in sys.path, but not as `__main__`. Raises
-    FuncgaError for whatever the file raises, and if there is no such file or name: then it offers the names of what can
-    be run, or else the definition, such as `problem = funcga.Problem(...)`.
+    The file is run as Python runs a script, with its own folder first in sys.path, but not as
+    `__main__`. Raises FuncgaError for whatever the file raises, and if there is no such file or
+    name: then it offers the names of what can be run, or else the definition, such as `problem =
+    funcga.Problem(...)`.
     """
     # A colon may also stand in a path, so the name begins after ".py:".
     file, _, name = where.partition(".py:")
@@ -34,16 +37,28 @@ def load_object(where: str, definition: str, can_run: Callable[[object, ModuleTy
     default = definition.split()[0]
     name = name or default
     if not path.is_file():
-        raise FuncgaError(f"{where}: there is no file {path}. Write FILE.py:{default}, a path from the current folder.")
+        raise FuncgaError(
+            f"{where}: there is no file {path}. Write FILE.py:{default}, a path from the current "
+            "folder."
+        )
     module = _module(path)
     variables = vars(module)
     if name not in variables:
-        # The names closest to the one that was asked for, else the last ones: results stand at the end of a file.
-        names = [each for each, value in variables.items() if not each.startswith("_") and can_run(value, module)]
+        # The names closest to the one that was asked for, else the last ones: results stand at the
+        # end of a file.
+        names = [
+            each
+            for each, value in variables.items()
+            if not each.startswith("_") and can_run(value, module)
+        ]
         offered = difflib.get_close_matches(name, names, n=3) or names[-6:]
         raise FuncgaError(
             f"{where}: {path} has no `{name}`. "
-            + (f"It has {', '.join(offered)}: write {path}:{offered[0]}." if offered else f"Add one: {definition}.")
+            + (
+                f"It has {', '.join(offered)}: write {path}:{offered[0]}."
+                if offered
+                else f"Add one: {definition}."
+            )
         )
     return Loaded(variables[name], name, module)
 
@@ -74,9 +89,13 @@ def _module(path: Path) -> ModuleType:
 
 
 def blamed(error: BaseException) -> str:
-    """An error in a line: its type and text, and the last line of a loaded file that it came through."""
+    """An error in a line: its type and text, and the last line of a loaded file that it came
+    through.
+    """
     files = {module.__file__ for name, module in sys.modules.items() if name.startswith(_PREFIX)}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files
+    ]
     where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
     text = " ".join(str(error).split())
     # Code that does not parse has no frame; the error itself says where it is.

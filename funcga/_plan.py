@@ -26,7 +26,8 @@ class PlanRow:
         microbatch_size: How many rows the largest of them has.
         peak_bytes: The bytes that are held when most are.
         fits: Whether that is no more than the memory.
-        parts: What these bytes are; None where they follow from other rows of the table, by a straight line.
+        parts: What these bytes are; None where they follow from other rows of the table, by a
+            straight line.
     """
 
     n: int
@@ -38,17 +39,20 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many micro-batches fit, and what they take. Made by `plan`; `print(plan)` shows the table.
+    """How many micro-batches fit, and what they take. Made by `plan`; `print(plan)` shows the
+    table.
 
     Attributes:
         n: The smallest number of micro-batches that fits; the number of rows if none does.
         microbatch_size: How many rows the largest of them has.
-        peak_bytes: The bytes that such a step holds when it holds most: parameters, batch and state are among them.
+        peak_bytes: The bytes that such a step holds when it holds most: parameters, batch and state
+            are among them.
         parts: What these bytes are.
         fits: Whether they fit in the memory.
         memory: The bytes that there are.
         rows: A `PlanRow` for each n of the table.
-        whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all do, or none does.
+        whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
+            do, or none does.
 
     Example:
         >>> gradient = funcga.value_and_grad(lambda w, x: ((x @ w) ** 2).mean())
@@ -67,28 +71,51 @@ class Plan:
     whole_batch: int | None = None
 
     def table(self) -> str:
-        """A line for each n: the rows of a micro-batch, the bytes at the peak, what they are, and whether they fit."""
+        """A line for each n: the rows of a micro-batch, the bytes at the peak, what they are,
+        and whether they fit.
+        """
         names = [*self.parts]
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
-            parts = [size_of(row.parts.get(name, 0)) for name in names] if row.parts else [""] * len(names)
+            parts = (
+                [size_of(row.parts.get(name, 0)) for name in names]
+                if row.parts
+                else [""] * len(names)
+            )
             about = "" if row.parts else "~"
             fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n and self.fits else "")
-            lines.append([str(row.n), str(row.microbatch_size), about + size_of(row.peak_bytes), fits, *parts])
+            lines.append(
+                [
+                    str(row.n),
+                    str(row.microbatch_size),
+                    about + size_of(row.peak_bytes),
+                    fits,
+                    *parts,
+                ]
+            )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        padded = [
+            [cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+        ]
         return "\n".join("  ".join(line).rstrip() for line in padded)
 
     def __str__(self) -> str:
         memory = size_of(self.memory)
         if self.fits:
-            said = f"n={self.n}, micro-batches of {self.microbatch_size} rows: {size_of(self.peak_bytes)} of {memory}."
+            said = (
+                f"n={self.n}, micro-batches of {self.microbatch_size} rows: "
+                f"{size_of(self.peak_bytes)} of {memory}."
+            )
         else:
-            said = f"One row at a time takes {size_of(self.peak_bytes)}, and there are {memory}: no n fits."
+            said = (
+                f"One row at a time takes {size_of(self.peak_bytes)}, and there are {memory}: no n "
+                "fits."
+            )
         if self.whole_batch is not None:
             said += (
-                f"\nA batch of about {self.whole_batch} rows fits without accumulation. A small batch may train as "
-                f"well, if the half-life of Adam's second moment stays the same in tokens (Marek et al. 2025)."
+                f"\nA batch of about {self.whole_batch} rows fits without accumulation. A small "
+                "batch may train as well, if the half-life of Adam's second moment stays the same "
+                "in tokens (Marek et al. 2025)."
             )
         return f"{self.table()}\n\n{said}"
 
@@ -104,31 +131,38 @@ def plan(
     totals: TotalsFn | None = None,
     **kwargs: Tree,
 ) -> Plan:
-    """The smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory; nothing is run.
+    """The smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory;
+    nothing is run.
 
-    In torch the step runs on tensors that have shapes and no numbers (FakeTensorMode), through the same code, and each
-    storage that it makes is followed from its allocation to its end. So the peak is that of the step to the byte, in
-    torch's own bytes: those of workspaces of libraries, and of memory that the allocator cannot use because it lies in
-    pieces, come on top. In JAX it is what XLA says of the compiled step: arguments, results and temporaries, without
-    results that lie in the memory of arguments.
+    In torch the step runs on tensors that have shapes and no numbers (FakeTensorMode), through the
+    same code, and each storage that it makes is followed from its allocation to its end. So the
+    peak is that of the step to the byte, in torch's own bytes: those of workspaces of libraries,
+    and of memory that the allocator cannot use because it lies in pieces, come on top. In JAX it is
+    what XLA says of the compiled step: arguments, results and temporaries, without results that lie
+    in the memory of arguments.
 
-    The peak grows with the rows of a micro-batch by a straight line, so few n are looked at: 1, 2, the number of rows,
-    and those that the line leads to, the answer among them. In JAX the line bends, and a smaller n may fit as well.
+    The peak grows with the rows of a micro-batch by a straight line, so few n are looked at: 1, 2,
+    the number of rows, and those that the line leads to, the answer among them. In JAX the line
+    bends, and a smaller n may fit as well.
 
-    The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`, `jax.ShapeDtypeStruct`. Meta
-    tensors are planned as on torch's default device. What `torch.compile` made is planned as if it was not compiled:
-    that usually takes more, and less only where a loss has checkpoints. A loss that asks for numbers, such as
-    `.item()`, cannot be planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
-    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may plan alone. In JAX it
-    is planned in `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
+    The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`,
+    `jax.ShapeDtypeStruct`. Meta tensors are planned as on torch's default device. What
+    `torch.compile` made is planned as if it was not compiled: that usually takes more, and less
+    only where a loss has checkpoints. A loss that asks for numbers, such as `.item()`, cannot be
+    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
+    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may
+    plan alone. In JAX it is planned in `jax_backend.replicated(step, mesh)`: the bytes and the rows
+    are those of one device.
 
     Args:
-        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of its options, in
-            JAX also one that is replicated. Its n is ignored.
+        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of
+            its options, in JAX also one that is replicated. Its n is ignored.
         *args: What the step is called with: parameters and a whole batch.
-        memory: The bytes that there are for all of it, the arguments included: a number, or a string such as
-            "14 GiB" or "800 MB". By default those that are free on the device of the arguments.
-        state: Any tree of arrays that is in memory beside the step, such as the state of an optimizer.
+        memory: The bytes that there are for all of it, the arguments included: a number, or a
+            string such as "14 GiB" or "800 MB". By default those that are free on the device of the
+            arguments.
+        state: Any tree of arrays that is in memory beside the step, such as the state of an
+            optimizer.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
@@ -139,36 +173,48 @@ def plan(
         A Plan. Its `n` is to be given to `accumulate`.
 
     Raises:
-        FuncgaError: For what `accumulate` refuses, a memory that is no number of bytes, and a step that cannot be
-            planned.
+        FuncgaError: For what `accumulate` refuses, a memory that is no number of bytes, and a step
+            that cannot be planned.
 
     Example:
         >>> loss_fn = lambda params, x: torch.tanh(x @ params["w"]).square().mean()
-        >>> params, x = {"w": torch.empty(512, 512, device="meta")}, torch.empty(4096, 512, device="meta")
+        >>> params = {"w": torch.empty(512, 512, device="meta")}
+        >>> x = torch.empty(4096, 512, device="meta")
         >>> plan = funcga.plan(funcga.value_and_grad(loss_fn), params, x, memory="16 MiB")
         >>> plan.fits, plan.n > 1, plan.peak_bytes <= plan.memory
         (True, True, True)
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    on_each = getattr(grad_fn, "on_each", None)  # of a step in `jax_backend.replicated`, which says what it wraps
+    on_each = getattr(
+        grad_fn, "on_each", None
+    )  # of a step in `jax_backend.replicated`, which says what it wraps
     step = grad_fn if on_each is None else grad_fn.step  # type: ignore[attr-defined]
     job = getattr(step, "coupled", None)  # of a step of `coupled`, which has its program
     program = step_program(step) if job is None else job.program
     if on_each is not None and program is None:
         raise FuncgaError(
-            "the plan of a replicated function was asked for, and what runs on every device is no step of accumulate "
-            "or coupled, so nothing says what its n is. Plan such a step alone, replicated(funcga.accumulate(grad_fn, "
-            '1, across="data"), mesh), and count the state of an optimizer in: plan(..., state=tx.init(params)).'
+            "the plan of a replicated function was asked for, and what runs on every device is no "
+            "step of accumulate or coupled, so nothing says what its n is. Plan such a step alone, "
+            "replicated(funcga.accumulate(grad_fn, "
+            '1, across="data"), mesh), and count the state of an optimizer in: plan(..., '
+            "state=tx.init(params))."
         )
-    if program is not None and (fold != mean() or any(given is not None for given in (weight, in_axes, totals))):
+    if program is not None and (
+        fold != mean() or any(given is not None for given in (weight, in_axes, totals))
+    ):
         raise FuncgaError(
-            "plan was given a step, which has options of its own, and fold=, weight=, in_axes= or totals= beside it. "
-            "Give these to the step alone: plan(funcga.accumulate(grad_fn, 1, weight=...), ...)."
+            "plan was given a step, which has options of its own, and fold=, weight=, in_axes= or "
+            "totals= beside it. Give these to the step alone: plan(funcga.accumulate(grad_fn, 1, "
+            "weight=...), ...)."
         )
-    program = replace(program or read_program(grad_fn, fold, weight, in_axes, None, totals), on_each=on_each)
+    program = replace(
+        program or read_program(grad_fn, fold, weight, in_axes, None, totals), on_each=on_each
+    )
     backend = _backend(program, args, kwargs, state)
-    return planned(program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job)
+    return planned(
+        program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job
+    )
 
 
 def planned(
@@ -180,7 +226,9 @@ def planned(
     state: Tree = None,
     job: Coupled = None,
 ) -> Plan:
-    """The Plan of a program, that of a step of `coupled` if there is a job; with memory None for what is free."""
+    """The Plan of a program, that of a step of `coupled` if there is a job; with memory None for
+    what is free.
+    """
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
@@ -190,8 +238,12 @@ def planned(
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:
-            parts = backend.planner.peak(replace(program, n=n, microbatch_size=None), window, args, kwargs, backend)
-            measured[n] = parts if state is None else {**parts, "state": backend.planner.nbytes(state)}
+            parts = backend.planner.peak(
+                replace(program, n=n, microbatch_size=None), window, args, kwargs, backend
+            )
+            measured[n] = (
+                parts if state is None else {**parts, "state": backend.planner.nbytes(state)}
+            )
         return measured[n]
 
     rows = backend.planner.rows(program, args, backend)
@@ -202,7 +254,9 @@ def planned(
     return _plan(n, fits, rows, memory, measured)
 
 
-def _backend(program: Program, args: tuple[Tree, ...], kwargs: dict[str, Tree], state: Tree) -> Backend:
+def _backend(
+    program: Program, args: tuple[Tree, ...], kwargs: dict[str, Tree], state: Tree
+) -> Backend:
     """The backend of a call whose arrays may be shapes alone."""
     for backend in load_imported():
         if any(map(backend.planner.is_shape, backend.trees.flatten((args, kwargs, state))[0])):
@@ -214,9 +268,11 @@ def _backend(program: Program, args: tuple[Tree, ...], kwargs: dict[str, Tree], 
 
 
 def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, bool]:
-    """(the smallest n from 1 to `rows` whose peak is no more than the memory, True); (rows, False) if none is.
+    """(the smallest n from 1 to `rows` whose peak is no more than the memory, True); (rows, False)
+    if none is.
 
-    The peak is taken to fall with the rows of the largest micro-batch, and to be about linear in them for n >= 2.
+    The peak is taken to fall with the rows of the largest micro-batch, and to be about linear in
+    them for n >= 2.
     """
 
     def peak(n: int) -> int:
@@ -228,8 +284,8 @@ def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, b
         return rows, False
     if rows == 2 or peak(2) <= memory:
         return 2, True
-    # Invariant: `too_few` micro-batches do not fit, and `enough` do. Where the line between their peaks meets the
-    # memory is looked at next, until the line rules out everything below `enough`.
+    # Invariant: `too_few` micro-batches do not fit, and `enough` do. Where the line between their
+    # peaks meets the memory is looked at next, until the line rules out everything below `enough`.
     too_few, enough = 2, rows
     while enough - too_few > 1:
         large, small = _size(rows, too_few), _size(rows, enough)
@@ -244,7 +300,9 @@ def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, b
 
 
 def _size(rows: int, n: int) -> int:
-    """The rows of the largest of n micro-batches; and the smallest n for micro-batches of so many rows."""
+    """The rows of the largest of n micro-batches; and the smallest n for micro-batches of so
+    many rows.
+    """
     return -(-rows // n)
 
 
@@ -262,14 +320,25 @@ def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[s
         size = _size(rows, k)
         peak = peaks[k] if k in peaks else _between(k, rows, known, peaks)
         table.append(PlanRow(k, size, peak, peak <= memory, measured.get(k)))
-    whole = rows - int(-(-(peaks[1] - memory) // slope)) if slope > 0 and n > 1 and 1 in peaks else 0
+    whole = (
+        rows - int(-(-(peaks[1] - memory) // slope)) if slope > 0 and n > 1 and 1 in peaks else 0
+    )
     return Plan(
-        n, _size(rows, n), peaks[n], measured[n], fits, memory, tuple(table), whole if 0 < whole < rows else None
+        n,
+        _size(rows, n),
+        peaks[n],
+        measured[n],
+        fits,
+        memory,
+        tuple(table),
+        whole if 0 < whole < rows else None,
     )
 
 
 def _between(n: int, rows: int, known: list[int], peaks: dict[int, int]) -> int:
-    """The peak on the line between those of the next smaller and the next larger n that were measured."""
+    """The peak on the line between those of the next smaller and the next larger n that were
+    measured.
+    """
     fewer, more = max(k for k in known if k < n), min(k for k in known if k > n)
     small, large = _size(rows, more), _size(rows, fewer)
     share = (_size(rows, n) - small) / max(1, large - small)
@@ -283,14 +352,21 @@ _UNITS |= {f"{k}IB": 1024 ** (i + 1) for i, k in enumerate("KMGT")}
 
 
 def read_memory(memory: int | str) -> int:
-    """A number of bytes, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for anything else."""
+    """A number of bytes, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for
+    anything else.
+    """
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
+        if isinstance(memory, str)
+        else None
+    )
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise FuncgaError(
-            f'memory is {memory!r}, which is no number of bytes. Write an int, or a string: memory="14 GiB", "800 MB".'
+            f"memory is {memory!r}, which is no number of bytes. Write an int, or a string: "
+            'memory="14 GiB", "800 MB".'
         )
     return int(float(match[1]) * unit)
 
@@ -317,7 +393,9 @@ def available_memory(backend: Backend, tree: Tree, own: int) -> int:
 
 
 def _free_on_host() -> int:
-    """The bytes of main memory that a process can have now. Raises FuncgaError if the system does not say."""
+    """The bytes of main memory that a process can have now. Raises FuncgaError if the system
+    does not say.
+    """
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -1,4 +1,6 @@
-"""Replicas: what `across=` merges over. They start from the same parameters, which can be asked for."""
+"""Replicas: what `across=` merges over. They start from the same parameters, which can be asked
+for.
+"""
 
 import inspect
 import os
@@ -16,9 +18,9 @@ Kept = TypeVar("Kept")
 def check_replicas(params: Tree, across: Across) -> None:
     """Checks that params are bitwise identical on all replicas.
 
-    In torch each array is hashed on the host, and its 16 bytes are sent, after those of the structure. In JAX it is
-    called outside of jit, on arrays that lie on the devices of a mesh; the copies of a leaf along the axis are
-    compared.
+    In torch each array is hashed on the host, and its 16 bytes are sent, after those of the
+    structure. In JAX it is called outside of jit, on arrays that lie on the devices of a mesh; the
+    copies of a leaf along the axis are compared.
 
     Args:
         params: A tree of arrays.
@@ -54,7 +56,9 @@ class Step(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """What a backend keeps from one call of a step to the next; and which step it is, if it is merged over replicas."""
+    """What a backend keeps from one call of a step to the next; and which step it is, if it is
+    merged over replicas.
+    """
 
     step: Step | None = None
     kept: dict[type, object] = field(default_factory=dict)
@@ -64,14 +68,16 @@ class Memory:
 
         Each backend has classes of its own for what it works out once, not at every call.
         """
-        # The class is the key, so backends never meet in it, and a type checker knows what comes back.
+        # The class is the key, so backends never meet in it, and a type checker knows what comes
+        # back.
         kept = self.kept.get(kind)
         if not isinstance(kept, kind):
             kept = self.kept[kind] = kind(*args)
         return kept
 
 
-# How many steps of each name this process has made. Every replica runs the same code, so the numbers agree.
+# How many steps of each name this process has made. Every replica runs the same code, so the
+# numbers agree.
 _STEPS_MADE: Counter[str] = Counter()
 
 
@@ -83,7 +89,11 @@ def step_of(function: Any) -> Step:
     code = getattr(inner, "__code__", None)
     # The file's name without its folder, which may differ from machine to machine.
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    where = "" if code is None else f" in line {code.co_firstlineno} of {os.path.basename(code.co_filename)}"
+    where = (
+        ""
+        if code is None
+        else f" in line {code.co_firstlineno} of {os.path.basename(code.co_filename)}"
+    )
     name = f"`{name}`{where}"
     _STEPS_MADE[name] += 1
     return Step(name, _STEPS_MADE[name] - 1)

@@ -1,6 +1,8 @@
-"""Batch statistics, as BatchNorm keeps them: those of one micro-batch for `pooled()`, and the running ones after it.
+"""Batch statistics, as BatchNorm keeps them: those of one micro-batch for `pooled()`, and the
+running ones after it.
 
-Statistics are nested dicts in which each layer is {"mean": array, "var": array}, as flax's `batch_stats` are.
+Statistics are nested dicts in which each layer is {"mean": array, "var": array}, as flax's
+`batch_stats` are.
 """
 
 import numbers
@@ -17,13 +19,16 @@ from funcga.normalizers import Pooled
 
 
 def batch_moments(statistics: Tree, count: Scalar) -> Tree:
-    """One leaf [3, ...] for each layer, (count, mean, variance) stacked on axis 0: what the fold `pooled()` takes.
+    """One leaf [3, ...] for each layer, (count, mean, variance) stacked on axis 0: what the fold
+    `pooled()` takes.
 
     Args:
-        statistics: The mean and the population variance of one micro-batch: {"mean": array, "var": array}, or nested
-            dicts of these. Floats; those of less than 32 bits become float32, which a count needs.
-        count: How many items they are of, a number >= 0 or a 0-d array. Only the ratios of micro-batches matter for the
-            mean and the variance, so the rows will do for layers that see as many values of each row.
+        statistics: The mean and the population variance of one micro-batch: {"mean": array, "var":
+            array}, or nested dicts of these. Floats; those of less than 32 bits become float32,
+            which a count needs.
+        count: How many items they are of, a number >= 0 or a 0-d array. Only the ratios of
+            micro-batches matter for the mean and the variance, so the rows will do for layers that
+            see as many values of each row.
 
     Returns:
         The nested dicts with one array in the place of each layer's statistics.
@@ -42,10 +47,14 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
     _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
 
     def stacked(path: str, mean: Array, variance: Array) -> Array:
-        mean, variance = _widened(mean, f"{path}['mean']", arrays), _widened(variance, f"{path}['var']", arrays)
+        mean, variance = (
+            _widened(mean, f"{path}['mean']", arrays),
+            _widened(variance, f"{path}['var']", arrays),
+        )
         if (mean.shape, mean.dtype) != (variance.shape, variance.dtype):
             raise FuncgaError(
-                f"`{path}` has a mean {arrays.describe(mean)} and a variance {arrays.describe(variance)}: they are of "
+                f"`{path}` has a mean {arrays.describe(mean)} and a variance "
+                f"{arrays.describe(variance)}: they are of "
                 f'one shape and dtype, as {{"mean": x.mean(0), "var": x.var(0)}} has them.'
             )
         # The count is as large as the mean, so that one array holds all three.
@@ -56,15 +65,17 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
 
 
 def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiased: bool) -> Tree:
-    """The running statistics after one more batch: `(1 - share) * old + share * new`, in the structure of the old.
+    """The running statistics after one more batch: `(1 - share) * old + share * new`, in the
+    structure of the old.
 
     Args:
         statistics: The running ones, {"mean": array, "var": array} or nested dicts of these.
-        pooled: The same with a `Pooled` for each layer, as the fold `pooled()` gives. Where its count is 0 the old
-            statistics stay.
-        share: The share of the new statistics, a number from 0 to 1 or a 0-d array. The momentum of torch is this
-            share, that of flax is the share of the old: 1 - momentum.
-        unbiased: Whether the variance is multiplied by count / (count - 1), as torch does; flax does not.
+        pooled: The same with a `Pooled` for each layer, as the fold `pooled()` gives. Where its
+            count is 0 the old statistics stay.
+        share: The share of the new statistics, a number from 0 to 1 or a 0-d array. The momentum of
+            torch is this share, that of flax is the share of the old: 1 - momentum.
+        unbiased: Whether the variance is multiplied by count / (count - 1), as torch does; flax
+            does not.
 
     Returns:
         Statistics in the structure and dtypes of the old ones.
@@ -84,17 +95,22 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
     def updated(path: str, mean: Array, variance: Array, new: object) -> dict[str, Array]:
         if not fits(new, mean):
             raise FuncgaError(
-                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are {described(new, arrays)}. "
-                f"Give a Pooled of that shape: what fold=funcga.pooled() makes of funcga.batch_moments(...)."
+                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
+                f"{described(new, arrays)}. Give a Pooled of that shape: what fold=funcga.pooled() "
+                "makes of funcga.batch_moments(...)."
             )
-        return dict(zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True))
+        return dict(
+            zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True)
+        )
 
     return _each_layer(updated, "statistics", statistics, pooled)
 
 
 def fits(pooled: object, mean: Array) -> TypeGuard[Pooled]:
     """Whether these are pooled statistics of a layer with this running mean."""
-    return isinstance(pooled, Pooled) and all(getattr(part, "shape", None) == mean.shape for part in pooled)
+    return isinstance(pooled, Pooled) and all(
+        getattr(part, "shape", None) == mean.shape for part in pooled
+    )
 
 
 def described(pooled: object, arrays: Arrays) -> str:
@@ -112,10 +128,13 @@ def update(
     count, new_mean, new_variance = (arrays.cast(part, dtype) for part in pooled)
     # The inner `where` keeps the division finite, where the outer one does not take its result.
     if unbiased:
-        new_variance = new_variance * xp.where(count > 1, count / xp.where(count > 1, count - 1, 1), 1)
+        new_variance = new_variance * xp.where(
+            count > 1, count / xp.where(count > 1, count - 1, 1), 1
+        )
     part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
 
-    # In at least float32: a small share of a float16 would be lost. A batch of nothing changes nothing.
+    # In at least float32: a small share of a float16 would be lost. A batch of nothing changes
+    # nothing.
     def moved(old: Array, new: Array) -> Array:
         wide = arrays.cast(old, dtype)
         return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
@@ -123,9 +142,15 @@ def update(
     return moved(mean, new_mean), moved(variance, new_variance)
 
 
-def _check_number(number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max) -> None:
+def _check_number(
+    number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max
+) -> None:
     # The value of an array may be on a device, or not computed yet, so it is not asked for.
-    if arrays.is_array(number) and number.shape == () and arrays.kind(number.dtype) in ("int", "float"):
+    if (
+        arrays.is_array(number)
+        and number.shape == ()
+        and arrays.kind(number.dtype) in ("int", "float")
+    ):
         return
     if not (is_quantity(number, 0, most) or (isinstance(number, numbers.Real) and number == 0)):
         shown = arrays.describe(number) if arrays.is_array(number) else repr(number)
@@ -134,7 +159,9 @@ def _check_number(number: Scalar, name: str, meaning: str, arrays: Arrays, most:
 
 def _widened(array: Array, path: str, arrays: Arrays) -> Array:
     if not arrays.is_array(array) or arrays.kind(array.dtype) != "float":
-        raise FuncgaError(f"`{path}` is {arrays.describe(array)}; means and variances are arrays of floats.")
+        raise FuncgaError(
+            f"`{path}` is {arrays.describe(array)}; means and variances are arrays of floats."
+        )
     return arrays.cast(array, arrays.accumulator_dtype(array.dtype))
 
 
@@ -145,16 +172,18 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
         return function(path, tree["mean"], tree["var"], *others)
     if not isinstance(tree, Mapping):
         raise FuncgaError(
-            f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They are nested dicts, in "
-            f'which each layer is {{"mean": array, "var": array}}: the "batch_stats" of flax, or of its nnx '
-            f"nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))."
+            f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They are "
+            "nested dicts, in "
+            f'which each layer is {{"mean": array, "var": array}}: the "batch_stats" of flax, or '
+            "of its nnx "
+            "nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))."
         )
     for other in others:
         if not isinstance(other, Mapping) or {*other} != {*tree}:
             keys = sorted(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
             raise FuncgaError(
-                f"`{path}` has {sorted(map(str, tree))}, and the pooled statistics have {keys} there. Give those of "
-                f"the same layers."
+                f"`{path}` has {sorted(map(str, tree))}, and the pooled statistics have {keys} "
+                "there. Give those of the same layers."
             )
     replaced = {
         key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))

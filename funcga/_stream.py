@@ -1,4 +1,6 @@
-"""`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of micro-batches, n at a time."""
+"""`stream`: the same fold over any iterable of micro-batches; `windows`: an iterable of
+micro-batches, n at a time.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -62,52 +64,66 @@ def stream(
 ) -> Callable[..., Any]:
     """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
 
-    `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it and let go. A tuple
-    or list item, a NamedTuple too, is `grad_fn(params, *item)`, anything else `grad_fn(params, item)`. How many there
-    are, and whether they are of one size, does not matter: the result is normalised by what was folded, so a shorter
-    last window is exact.
+    `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it
+    and let go. A tuple or list item, a NamedTuple too, is `grad_fn(params, *item)`, anything else
+    `grad_fn(params, item)`. How many there are, and whether they are of one size, does not matter:
+    the result is normalised by what was folded, so a shorter last window is exact.
 
-    **In torch**, with `across`, one micro-batch is taken ahead, to know the last. A replica whose data has run out
-    passes an empty iterable, and takes part.
+    **In torch**, with `across`, one micro-batch is taken ahead, to know the last. A replica whose
+    data has run out passes an empty iterable, and takes part.
 
-    **In JAX**, the step is compiled once for each shape of micro-batch, so make the function once, outside of the loop.
-    The accumulator is donated from step to step. A step runs on while the next micro-batch is made, so a generator that
-    fills one NumPy array again and again has to yield copies of it.
+    **In JAX**, the step is compiled once for each shape of micro-batch, so make the function once,
+    outside of the loop. The accumulator is donated from step to step. A step runs on while the next
+    micro-batch is made, so a generator that fills one NumPy array again and again has to yield
+    copies of it.
 
     Args:
         grad_fn: As in `accumulate`.
         fold: As in `accumulate`.
         weight: As in `accumulate`.
-        in_axes: As in `accumulate`, for grad_fn's positional arguments. Micro-batches come split; an axis only says
-            where their rows are counted, and `weight` gets the arguments that have one. With a CARRY argument, the
-            initial state stands where grad_fn has it, before the micro-batches: f(params, state, microbatches).
+        in_axes: As in `accumulate`, for grad_fn's positional arguments. Micro-batches come split;
+            an axis only says where their rows are counted, and `weight` gets the arguments that
+            have one. With a CARRY argument, the initial state stands where grad_fn has it, before
+            the micro-batches: f(params, state, microbatches).
         across: As in `accumulate`.
-        totals: As in `accumulate`. The window is gone through twice, first to count it: so it is a list, what
-            `windows` yields or a DataLoader, and no iterator. What is random in it, such as augmentations, must not
-            change the counts. With `device`, micro-batches are counted where they come from, and the totals are moved.
+        totals: As in `accumulate`. The window is gone through twice, first to count it: so it is a
+            list, what `windows` yields or a DataLoader, and no iterator. What is random in it, such
+            as augmentations, must not change the counts. With `device`, micro-batches are counted
+            where they come from, and the totals are moved.
         observe: As in `accumulate`.
         drop: As in `accumulate`.
         drop_if: As in `accumulate`.
-        device: Where the arrays of a micro-batch are moved to as it arrives: a torch.device or its name, a jax.Device,
-            its name, such as "gpu:1", or a Sharding. On CUDA the next micro-batch is copied while this one computes, if
-            it is in pinned memory (DataLoader(pin_memory=True)); two are on the device at a time.
+        device: Where the arrays of a micro-batch are moved to as it arrives: a torch.device or its
+            name, a jax.Device, its name, such as "gpu:1", or a Sharding. On CUDA the next
+            micro-batch is copied while this one computes, if it is in pinned memory
+            (DataLoader(pin_memory=True)); two are on the device at a time.
 
     Returns:
-        A function f(params, microbatches) that returns what grad_fn returns; with `observe`, a pair of that and the
-        observation.
+        A function f(params, microbatches) that returns what grad_fn returns; with `observe`, a pair
+        of that and the observation.
 
     Raises:
-        FuncgaError: If an argument is invalid, or neither this iterable nor that of another replica has a micro-batch.
+        FuncgaError: If an argument is invalid, or neither this iterable nor that of another replica
+            has a micro-batch.
 
     Example:
         >>> step = funcga.stream(funcga.grad(lambda w, x: (w * x).mean()))
-        >>> loader = [torch.ones(2), torch.ones(2), torch.full((1,), 6.0)]  # the last one is smaller
+        >>> loader = [torch.ones(2), torch.ones(2), torch.full((1,), 6.0)]  # the last is smaller
         >>> for window in funcga.windows(loader, 8):
         ...     print(step(torch.tensor(1.0), window))
         tensor(2.)
     """
     program = read_program(
-        grad_fn, fold, weight, in_axes, across, totals, observe, drop=drop, drop_if=drop_if, device=device
+        grad_fn,
+        fold,
+        weight,
+        in_axes,
+        across,
+        totals,
+        observe,
+        drop=drop,
+        drop_if=drop_if,
+        device=device,
     )
     owner = owner_of(grad_fn)
 
@@ -125,12 +141,13 @@ def stream(
         # Where other processes wait for this one, the window tells them of the error.
         if first is None and across is None and (owner is None or owner.kind == MODULE):
             raise FuncgaError(
-                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
-                "loader, or that a generator was not used up before."
+                "the stream is empty: there is no micro-batch to fold, and so no structure to "
+                "return. Check the loader, or that a generator was not used up before."
             )
         backend = program.backend((*leading, *(first or own)), kwargs)
         ahead = [] if first is None else [first]
-        # This frame lives as long as the loop: a reference here would keep the first micro-batch in memory.
+        # This frame lives as long as the loop: a reference here would keep the first micro-batch in
+        # memory.
         del first
         try:
             if is_counted:
@@ -163,43 +180,52 @@ class _Spread:
 def _iterate(
     args: tuple[Any, ...], spread: _Spread, twice: bool = False
 ) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
-    """(the arguments before the micro-batches, these); `twice`: whether they are to be gone through again."""
+    """(the arguments before the micro-batches, these); `twice`: whether they are to be gone
+    through again.
+    """
     if not args:
         raise FuncgaError(
-            "stream's function was called without positional arguments. Call it as f(params, microbatches)."
+            "stream's function was called without positional arguments. Call it as f(params, "
+            "microbatches)."
         )
     *leading, microbatches = args
     try:
         items = iter(microbatches)
     except TypeError:
         raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated over. Pass a DataLoader, "
-            f"a generator or a list of micro-batches; for one batch to be split, use funcga.accumulate(grad_fn, n)."
+            f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated "
+            "over. Pass a DataLoader, a generator or a list of micro-batches; for one batch to be "
+            "split, use funcga.accumulate(grad_fn, n)."
         ) from None
     # These can be iterated over, and one item of them is no micro-batch.
     if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
         raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of micro-batches. "
-            f"Split it with funcga.accumulate(grad_fn, n), or pass a list of micro-batches."
+            f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of "
+            "micro-batches. Split it with funcga.accumulate(grad_fn, n), or pass a list of "
+            "micro-batches."
         )
     if twice and items is microbatches:
         raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}, which can be gone through once, and with totals= "
-            f"a window is counted before it is folded. Pass a list, step(params, list(microbatches)), or what windows "
-            f"yields: for window in funcga.windows(loader, 8)."
+            f"microbatches is of type {type(microbatches).__name__}, which can be gone through "
+            "once, and with totals= a window is counted before it is folded. Pass a list, "
+            "step(params, list(microbatches)), or what windows yields: for window in "
+            "funcga.windows(loader, 8)."
         )
     # `map` holds no item, where a generator's frame would hold on to its last one.
     return tuple(leading), map(spread, items)
 
 
 def _again(args: tuple[Any, ...], spread: _Spread) -> Iterator[tuple[Any, ...]]:
-    """The micro-batches once more. Raises FuncgaError, at the end, if there are more or fewer than were counted."""
+    """The micro-batches once more. Raises FuncgaError, at the end, if there are more or fewer
+    than were counted.
+    """
     counted, spread.count = spread.count, 0
     yield from _iterate(args, spread)[1]
     if spread.count != counted:
         raise FuncgaError(
-            f"the window had {counted} micro-batches when they were counted, for totals=, and {spread.count} when they "
-            f"were folded. Pass one that stays the same, such as a list: step(params, list(microbatches))."
+            f"the window had {counted} micro-batches when they were counted, for totals=, and "
+            f"{spread.count} when they were folded. Pass one that stays the same, such as a list: "
+            "step(params, list(microbatches))."
         )
 
 
@@ -211,24 +237,29 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
 
 
 @explains_arguments
-def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn | None = None) -> Iterator[list[Item]]:
-    """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is taken ahead.
+def windows(
+    iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn | None = None
+) -> Iterator[list[Item]]:
+    """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is
+    taken ahead.
 
-    The micro-batches of a window are held together: their inputs, that is, and no activations. Where that is too much,
-    `itertools.islice(iterator, n)` in place of a list gives `stream` one at a time.
+    The micro-batches of a window are held together: their inputs, that is, and no activations.
+    Where that is too much, `itertools.islice(iterator, n)` in place of a list gives `stream` one at
+    a time.
 
     Args:
         iterable: A DataLoader, a generator, a list of micro-batches.
-        n: A number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w together, or more.
-        weight: With a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`: its rows, for a
-            target batch size, or its tokens.
+        n: A number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w
+            together, or more.
+        weight: With a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`:
+            its rows, for a target batch size, or its tokens.
 
     Returns:
         An iterator over the windows.
 
     Raises:
-        FuncgaError: n is neither an int >= 1 nor a TargetWeight, or the first micro-batch weighs more than the target:
-            then all of them may.
+        FuncgaError: n is neither an int >= 1 nor a TargetWeight, or the first micro-batch weighs
+            more than the target: then all of them may.
 
     Example:
         >>> [len(window) for window in funcga.windows(range(10), 4)]
@@ -239,18 +270,22 @@ def windows(iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn
     """
     # By their methods, since a Dataset that can be indexed can be iterated over as well.
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-        raise FuncgaError(f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a list.")
+        raise FuncgaError(
+            f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a "
+            "list."
+        )
     if isinstance(n, TargetWeight):
         if not callable(weight):
             raise FuncgaError(
-                f"weight is {weight!r}, and n is a {n}: say what a micro-batch weighs, such as its rows, "
-                f"weight=lambda x, y: len(x)."
+                f"weight is {weight!r}, and n is a {n}: say what a micro-batch weighs, such as its "
+                "rows, weight=lambda x, y: len(x)."
             )
         return _weighed(iter(iterable), n, weight)
     if weight is not None:
         raise FuncgaError(
-            f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. Write "
-            f"funcga.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."
+            f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. "
+            "Write funcga.TargetWeight(256) for windows that weigh so much, and give weight= to "
+            "stream as well."
         )
     return _windows(iter(iterable), check_count(n, "n", ", or funcga.TargetWeight(256)"))
 
@@ -265,12 +300,14 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
     total, updates, first = 0.0, 0, True
     target = n.after(updates)
     for item in items:
-        # If even the first weighs more than the target, the units are probably mixed up: rows, say, for tokens.
+        # If even the first weighs more than the target, the units are probably mixed up: rows, say,
+        # for tokens.
         amount = weight_on_host(weight_of(weight, _Spread()(item)))
         if amount > target and first:
             raise FuncgaError(
-                f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update cannot be of less "
-                f"than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."
+                f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update "
+                "cannot be of less than one micro-batch. Make them smaller, as by "
+                "DataLoader(batch_size=...), or raise the target."
             )
         first = False
         window.append(item)

@@ -1,4 +1,6 @@
-"""The names that signatures use for what belongs to the frameworks, which this package does not import."""
+"""The names that signatures use for what belongs to the frameworks, which this package does not
+import.
+"""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

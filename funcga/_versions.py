@@ -1,4 +1,6 @@
-"""What is installed, in which versions, and on which devices it runs, as `python -m funcga info` shows it."""
+"""What is installed, in which versions, and on which devices it runs, as `python -m funcga info`
+shows it.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -8,8 +10,20 @@ from funcga import __version__
 from funcga._backend.dispatch import load
 from funcga.errors import FuncgaError
 
-PACKAGES = ("torch", "jax", "jaxlib", "optax", "numpy", "ml_dtypes", "rich", "matplotlib", "scikit-learn",
-            "flax", "equinox", "transformers")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "jax",
+    "jaxlib",
+    "optax",
+    "numpy",
+    "ml_dtypes",
+    "rich",
+    "matplotlib",
+    "scikit-learn",
+    "flax",
+    "equinox",
+    "transformers",
+)
 
 
 def installed() -> dict[str, str | None]:
@@ -57,8 +71,9 @@ def check_installed(*modules: str) -> None:
     missing = [_DISTRIBUTIONS.get(module, module) for module in modules if not _is_found(module)]
     if missing:
         raise FuncgaError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and this command needs "
-            f"{'it' if len(missing) == 1 else 'them'}: pip install 'funcga[parity]'"
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and "
+            f"this command needs {'it' if len(missing) == 1 else 'them'}: pip install "
+            "'funcga[parity]'"
         )
 
 

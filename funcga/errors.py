@@ -13,8 +13,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class FuncgaError(ValueError):
     """What was asked, what was found and where, why it cannot work, and the line to write instead.
 
-    Every refusal of bad input is one of these, raised before any work is done wherever that is possible; a call that
-    fails has changed nothing. Errors that your own functions raise pass through untouched.
+    Every refusal of bad input is one of these, raised before any work is done wherever that is
+    possible; a call that fails has changed nothing. Errors that your own functions raise pass
+    through untouched.
 
     Example:
         >>> funcga.accumulate(lambda x: x.mean(), 0)
@@ -24,19 +25,23 @@ class FuncgaError(ValueError):
 
 
 class TooFewRowsError(FuncgaError):
-    """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of them it can."""
+    """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of
+    them it can.
+    """
 
 
 def no_derivative(name: str) -> FuncgaError:
     """The error for a step with this fold inside of a loss that is differentiated."""
     return FuncgaError(
-        f"a step with the fold {name} is differentiated, and its sums of integers have no derivative: it would be 0. "
-        f"Use the plain fold inside of a loss."
+        f"a step with the fold {name} is differentiated, and its sums of integers have no "
+        "derivative: it would be 0. Use the plain fold inside of a loss."
     )
 
 
 def similar(name: object, names: Iterable[str]) -> str:
-    """A hint at the one of `names` that is most like this name, " (`name`?)", to stand behind it; "" if none is."""
+    """A hint at the one of `names` that is most like this name, " (`name`?)", to stand behind
+    it; "" if none is.
+    """
     # Slow to import, and rarely needed.
     import difflib
 
@@ -46,18 +51,23 @@ def similar(name: object, names: Iterable[str]) -> str:
 
 def listed(names: Sequence[str], most: int = 4) -> str:
     """Some names in a row, "a, b and 3 more"; "nothing" if there are none."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "") or "nothing"
+    return (
+        ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
+        or "nothing"
+    )
 
 
 def streamable(values: Iterable[object]) -> str:
-    """The line to write where one of these may be a loader, which yields micro-batches; "" where none is."""
+    """The line to write where one of these may be a loader, which yields micro-batches; "" where
+    none is.
+    """
     for value in values:
         is_data = isinstance(value, str | bytes | Mapping | Sequence) or hasattr(value, "shape")
         if isinstance(value, Iterable) and not is_data:
             return (
                 f"If the {type(value).__name__} yields micro-batches, stream them: for window in "
-                f"funcga.windows(loader, 8): funcga.stream(grad_fn)(params, window), without params for "
-                f"module_value_and_grad."
+                "funcga.windows(loader, 8): funcga.stream(grad_fn)(params, window), without params "
+                "for module_value_and_grad."
             )
     return ""
 
@@ -71,28 +81,39 @@ def check_callable(function: object, name: str, like: str) -> None:
 
 
 def check_count(value: Any, name: str, instead: str = "") -> int:
-    """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may stand instead."""
+    """A number of micro-batches or rows as an int >= 1. Raises FuncgaError, which names what may
+    stand instead.
+    """
     try:
         # In Python True is an int, but it is not a count.
         if isinstance(value, bool):
             raise TypeError
         count = operator.index(value)
     except TypeError:
-        raise FuncgaError(f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}.") from None
+        raise FuncgaError(
+            f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}."
+        ) from None
     if count < 1:
-        raise FuncgaError(f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch.")
+        raise FuncgaError(
+            f"{name} is {count}: it must be at least 1. Write {name}=1 for one micro-batch."
+        )
     return count
 
 
-def refuses_arguments(function: Callable[..., object], count: int, keywords: Iterable[str], error: TypeError) -> bool:
-    """Whether `error` says that a function does not take so many positional arguments, or one of these keywords.
+def refuses_arguments(
+    function: Callable[..., object], count: int, keywords: Iterable[str], error: TypeError
+) -> bool:
+    """Whether `error` says that a function does not take so many positional arguments, or one of
+    these keywords.
 
-    False for an error from inside of the function, and for a function that does not say what it takes.
+    False for an error from inside of the function, and for a function that does not say what it
+    takes.
     """
     try:
         inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
     except TypeError:
-        # A decorator may show another signature than it has. Then the function that it calls was entered.
+        # A decorator may show another signature than it has. Then the function that it calls was
+        # entered.
         code = getattr(inspect.unwrap(function), "__code__", None)
         return all(frame.f_code is not code for frame, _ in traceback.walk_tb(error.__traceback__))
     except ValueError:  # a builtin without a signature
@@ -102,19 +123,41 @@ def refuses_arguments(function: Callable[..., object], count: int, keywords: Ite
 
 # What other libraries call it.
 _ELSEWHERE = {
-    "every_k_schedule": "n", "k": "n", "accumulation_steps": "n", "gradient_accumulation_steps": "n",
-    "grad_accum_steps": "n", "accumulate_grad_batches": "n", "num_microbatches": "n", "num_micro_batches": "n",
-    "n_microbatches": "n", "num_chunks": "n", "chunks": "n", "steps": "n", "num_steps": "n", "update_freq": "n",
-    "batch_size": "microbatch_size", "micro_batch_size": "microbatch_size", "chunk_size": "microbatch_size",
-    "use_grad_mean": "fold", "reduction": "fold", "reduce": "fold", "accumulator": "fold", "mean": "fold",
-    "weights": "weight", "batch_argnums": "in_axes",
-    "group": "across", "process_group": "across", "axis_name": "across",
-}  # fmt: skip
+    "every_k_schedule": "n",
+    "k": "n",
+    "accumulation_steps": "n",
+    "gradient_accumulation_steps": "n",
+    "grad_accum_steps": "n",
+    "accumulate_grad_batches": "n",
+    "num_microbatches": "n",
+    "num_micro_batches": "n",
+    "n_microbatches": "n",
+    "num_chunks": "n",
+    "chunks": "n",
+    "steps": "n",
+    "num_steps": "n",
+    "update_freq": "n",
+    "batch_size": "microbatch_size",
+    "micro_batch_size": "microbatch_size",
+    "chunk_size": "microbatch_size",
+    "use_grad_mean": "fold",
+    "reduction": "fold",
+    "reduce": "fold",
+    "accumulator": "fold",
+    "mean": "fold",
+    "weights": "weight",
+    "batch_argnums": "in_axes",
+    "group": "across",
+    "process_group": "across",
+    "axis_name": "across",
+}
 _WRITTEN = {"n": "n=8", "microbatch_size": "microbatch_size=4", "fold": "fold=funcga.mean()"}
 
 
 def explains_arguments(function: F) -> F:
-    """The function, which raises FuncgaError for arguments that it does not have, and names the one that is meant."""
+    """The function, which raises FuncgaError for arguments that it does not have, and names the
+    one that is meant.
+    """
     names = [*inspect.signature(function).parameters]
 
     @functools.wraps(function)
@@ -130,7 +173,10 @@ def explains_arguments(function: F) -> F:
                 line = f"{function.__name__}({names[0]}, {_WRITTEN.get(meant, f'{meant}=...')})"
                 advice = f"Here that is `{meant}`: {line}."
             elif meant in _WRITTEN and "n" not in names:
-                advice = "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 at a time."
+                advice = (
+                    "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 "
+                    "at a time."
+                )
             else:
                 advice = f"Its parameters are {', '.join(names)}."
             raise FuncgaError(f"{error}. {advice}") from None

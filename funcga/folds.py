@@ -37,25 +37,33 @@ class Fold:
             if not isinstance(part, kind):
                 raise FuncgaError(
                     f"a Fold was given {part!r} where it takes a {kind.__name__}. Write "
-                    f"Fold(reducers.weighted, normalizers.by_weight); reducers.concat is called, reducers.concat(axis)."
+                    "Fold(reducers.weighted, normalizers.by_weight); reducers.concat is called, "
+                    "reducers.concat(axis)."
                 )
 
     @property
     def is_per_element(self) -> bool:
-        """Whether both parts look at one element at a time, so that a leaf may be folded piece by piece."""
+        """Whether both parts look at one element at a time, so that a leaf may be folded piece
+        by piece.
+        """
         return self.reducer.per_element and self.normalizer.per_element
 
     @property
     def name(self) -> str:
-        """The names of its parts, as in `weighted, by_weight`; that of the function for a part of your own."""
+        """The names of its parts, as in `weighted, by_weight`; that of the function for a part
+        of your own.
+        """
         lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
-        # A part may have another dtype than the stock one, which changes neither its functions nor its name.
+        # A part may have another dtype than the stock one, which changes neither its functions nor
+        # its name.
         stock = [(name, part) for name, part in vars(reducers).items() if isinstance(part, Reducer)]
         kind = (lift, monoid, self.reducer.stacked)
         names = [name for name, part in stock if (part.lift, part.monoid, part.stacked) == kind]
         if lift is reducers.concat().lift and monoid.axis is not None:
             names = [f"concat({monoid.axis})"]
-        ends = [(name, part) for name, part in vars(normalizers).items() if isinstance(part, Normalizer)]
+        ends = [
+            (name, part) for name, part in vars(normalizers).items() if isinstance(part, Normalizer)
+        ]
         end_names = [name for name, part in ends if part.apply is apply]
         return f"{(names or [_named(lift)])[0]}, {(end_names or [_named(apply)])[0]}"
 
@@ -71,21 +79,32 @@ class _Dataclass(Protocol):
 
 # A Fold, or a tree prefix of Folds over what grad_fn returns.
 FoldTree: TypeAlias = (
-    Fold | tuple["FoldTree", ...] | list[Fold] | list["FoldTree"] | Mapping[Any, "FoldTree"] | _Dataclass
+    Fold
+    | tuple["FoldTree", ...]
+    | list[Fold]
+    | list["FoldTree"]
+    | Mapping[Any, "FoldTree"]
+    | _Dataclass
 )
 
 
 def _named(function: Any) -> str:
     # An object that is called may have a name of its own.
-    return str(getattr(function, "name", None) or getattr(function, "__qualname__", type(function).__qualname__))
+    return str(
+        getattr(function, "name", None)
+        or getattr(function, "__qualname__", type(function).__qualname__)
+    )
 
 
 def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """The weighted mean, `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch (the default).
+    """The weighted mean, `sum(w * v) / sum(w)`. For a loss that is a **mean** over its micro-batch
+    (the default).
 
     Args:
-        dtype: The dtype of the accumulator. By default the leaf's own, with floats of less than 32 bits in float32.
-        out_dtype: The dtype of the result. By default the leaf's own. Both may be given by name, "float32".
+        dtype: The dtype of the accumulator. By default the leaf's own, with floats of less than 32
+            bits in float32.
+        out_dtype: The dtype of the result. By default the leaf's own. Both may be given by name,
+            "float32".
 
     Returns:
         A Fold.
@@ -96,11 +115,14 @@ def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         >>> funcga.accumulate(gradient, 4, fold=funcga.mean(out_dtype="float32"))(w, x)
         tensor([1., 1., 1.])
     """
-    return Fold(replace(reducers.weighted, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype))
+    return Fold(
+        replace(reducers.weighted, dtype=dtype), replace(normalizers.by_weight, dtype=out_dtype)
+    )
 
 
 def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """The sum over the total weight, `sum(v) / sum(w)`. For a loss that is a **sum** over its items, weighed by them.
+    """The sum over the total weight, `sum(v) / sum(w)`. For a loss that is a **sum** over its
+    items, weighed by them.
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.
@@ -123,7 +145,8 @@ def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
 
 
 def sum(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """The plain sum, `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result can overflow.
+    """The plain sum, `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result
+    can overflow.
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.
@@ -142,14 +165,16 @@ def sum(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
 
 
 def ratio(*, out_dtype: Dtype = None) -> Fold:
-    """`sum(v[0]) / sum(v[1])`: a metric with a denominator of its own, such as accuracy, [correct, counted].
+    """`sum(v[0]) / sum(v[1])`: a metric with a denominator of its own, such as accuracy, [correct,
+    counted].
 
-    A leaf has numerator and denominator along its axis 0, [2, ...], and the result is of shape [...]. As integers they
-    are summed exactly, up to 2**47. The weight of the micro-batch has no part in it; a denominator of 0 gives 0.
+    A leaf has numerator and denominator along its axis 0, [2, ...], and the result is of shape
+    [...]. As integers they are summed exactly, up to 2**47. The weight of the micro-batch has no
+    part in it; a denominator of 0 gives 0.
 
     Args:
-        out_dtype: The dtype of the result. By default the leaf's own; float32 for integers and floats of less than 32
-            bits.
+        out_dtype: The dtype of the result. By default the leaf's own; float32 for integers and
+            floats of less than 32 bits.
 
     Returns:
         A Fold.
@@ -192,13 +217,16 @@ def min() -> Fold:
 
 
 def logsumexp(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """`log(sum(exp(v)))` over micro-batches, elementwise. For a softmax whose classes are folded over in tiles.
+    """`log(sum(exp(v)))` over micro-batches, elementwise. For a softmax whose classes are folded
+    over in tiles.
 
-    It does not overflow, and is -inf where all values are. The weight of a micro-batch has no part in it.
+    It does not overflow, and is -inf where all values are. The weight of a micro-batch has no part
+    in it.
 
-    A step with this fold may be a part of a loss: of a contrastive one, the log of the sum over columns. The derivative
-    by v is `exp(v - result)`, and 0 where v is -inf. In torch that loss must be differentiated by funcga or torch.func,
-    as all losses with a step inside: `.backward()` takes the result of a step for a constant.
+    A step with this fold may be a part of a loss: of a contrastive one, the log of the sum over
+    columns. The derivative by v is `exp(v - result)`, and 0 where v is -inf. In torch that loss
+    must be differentiated by funcga or torch.func, as all losses with a step inside: `.backward()`
+    takes the result of a step for a constant.
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.
@@ -208,18 +236,23 @@ def logsumexp(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         A Fold.
 
     Example:
-        >>> step = funcga.accumulate(lambda x: x.logsumexp(0), 2, in_axes=0, fold=funcga.logsumexp())
+        >>> fold = funcga.logsumexp()
+        >>> step = funcga.accumulate(lambda x: x.logsumexp(0), 2, in_axes=0, fold=fold)
         >>> x = torch.tensor([1000.0, 1001.0, 1002.0])
         >>> step(x), x.logsumexp(0)
         (tensor(1002.4076), tensor(1002.4076))
     """
-    return Fold(replace(reducers.logsumexp, dtype=dtype), replace(normalizers.logsumexp, dtype=out_dtype))
+    return Fold(
+        replace(reducers.logsumexp, dtype=dtype), replace(normalizers.logsumexp, dtype=out_dtype)
+    )
 
 
 def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """`Moments(mean, variance)`: weighted mean and population variance over micro-batches, for every leaf.
+    """`Moments(mean, variance)`: weighted mean and population variance over micro-batches, for
+    every leaf.
 
-    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for
+    computing sample variances".
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.
@@ -235,22 +268,27 @@ def moments(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
         >>> noise.mean, noise.variance
         (tensor(2.), tensor(1.))
     """
-    return Fold(replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype))
+    return Fold(
+        replace(reducers.moments, dtype=dtype), replace(normalizers.moments, dtype=out_dtype)
+    )
 
 
 def pooled(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """`Pooled(count, mean, variance)` of all items of the micro-batches together, as if they had been one batch.
+    """`Pooled(count, mean, variance)` of all items of the micro-batches together, as if they had
+    been one batch.
 
-    For leaves [3, ...]: the count, mean and population variance of one micro-batch, stacked on axis 0 as
-    `batch_moments` does. The counts are the weights, `weight=` has none here; a count of 0 adds nothing, not even a
-    NaN. In float32 a count is exact up to 2**24; beyond that it is rounded, as the mean is.
+    For leaves [3, ...]: the count, mean and population variance of one micro-batch, stacked on axis
+    0 as `batch_moments` does. The counts are the weights, `weight=` has none here; a count of 0
+    adds nothing, not even a NaN. In float32 a count is exact up to 2**24; beyond that it is
+    rounded, as the mean is.
 
-    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+    Source: Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for
+    computing sample variances".
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.
-        out_dtype: The dtype of the result. By default that of the accumulator, as a count in float16 would end at
-            65,504.
+        out_dtype: The dtype of the result. By default that of the accumulator, as a count in
+            float16 would end at 65,504.
 
     Returns:
         A Fold.
@@ -266,13 +304,14 @@ def pooled(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
 
 
 def concat(axis: int = 0) -> Fold:
-    """The values of all micro-batches along `axis`, in the order of the batch. For per-example outputs.
+    """The values of all micro-batches along `axis`, in the order of the batch. For per-example
+    outputs.
 
     In an `Accumulator` its state grows with every update, so it does not pass through lax.scan.
 
-    Nothing says which axis of an output has the examples. Micro-batches of different sizes show it, and another `axis`
-    is refused. Micro-batches of one size are joined along any axis: `funcga.verify`, which cuts unevenly, finds a
-    wrong one.
+    Nothing says which axis of an output has the examples. Micro-batches of different sizes show it,
+    and another `axis` is refused. Micro-batches of one size are joined along any axis:
+    `funcga.verify`, which cuts unevenly, finds a wrong one.
 
     Args:
         axis: The axis of the examples.
@@ -292,7 +331,8 @@ def concat(axis: int = 0) -> Fold:
 
 
 def carry() -> Fold:
-    """State that grad_fn returns and gets back with the next micro-batch: the argument that `in_axes` calls CARRY.
+    """State that grad_fn returns and gets back with the next micro-batch: the argument that
+    `in_axes` calls CARRY.
 
     Returns:
         A Fold.

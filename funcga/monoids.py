@@ -5,9 +5,9 @@ Its laws, up to rounding:
     combine(identity, x) = x = combine(x, identity)
     combine(a, combine(b, c)) = combine(combine(a, b), c)
 
-So micro-batches may be grouped in any way. All but `last` and `concat`, which keep the order, are commutative too.
-Operands are what a reducer lifts from one leaf: one array, or a tuple of arrays; `sum`, `max` and `min` work on each
-array of it.
+So micro-batches may be grouped in any way. All but `last` and `concat`, which keep the order, are
+commutative too. Operands are what a reducer lifts from one leaf: one array, or a tuple of arrays;
+`sum`, `max` and `min` work on each array of it.
 
 Example:
     >>> funcga.monoids.sum.combine(torch, torch.tensor(2.0), torch.tensor(3.0))
@@ -26,19 +26,22 @@ from funcga.errors import FuncgaError
 
 @dataclass(frozen=True)
 class Monoid:
-    """`identity(xp, like)` and `combine(xp, a, b)`, pure functions on what a reducer lifts from one leaf.
+    """`identity(xp, like)` and `combine(xp, a, b)`, pure functions on what a reducer lifts from one
+    leaf.
 
     Args:
-        identity: The neutral element. `xp` is the array namespace, `torch` or `jax.numpy`; `like` has the shapes and
-            dtypes of the operands.
+        identity: The neutral element. `xp` is the array namespace, `torch` or `jax.numpy`; `like`
+            has the shapes and dtypes of the operands.
         combine: The operation.
         widens: Whether operands of less than 32 bits are held in 32.
-        axis: The axis that values grow along, as in a concatenation: loops collect such values and join them once.
-        collective: The reduction over replicas that is `combine`, "sum", "max" or "min". Without one, what the replicas
-            have is gathered, and combined in their order.
+        axis: The axis that values grow along, as in a concatenation: loops collect such values and
+            join them once.
+        collective: The reduction over replicas that is `combine`, "sum", "max" or "min". Without
+            one, what the replicas have is gathered, and combined in their order.
         ordered: Whether the order of the operands counts.
-        sent: `sent(xp, operand)`: what replicas reduce in the place of an operand, where that is not the operand
-            itself: of a number in digits, for example, pieces that leave room for carrying.
+        sent: `sent(xp, operand)`: what replicas reduce in the place of an operand, where that is
+            not the operand itself: of a number in digits, for example, pieces that leave room for
+            carrying.
         received: `received(xp, reduced)`: the operand again, of what they have reduced.
 
     Raises:
@@ -65,8 +68,9 @@ class Monoid:
     def __post_init__(self) -> None:
         if self.collective not in (None, "sum", "max", "min"):
             raise FuncgaError(
-                f'collective is {self.collective!r}: it names the reduction that is combine over replicas, "sum", '
-                f'"max" or "min"; None gathers what they have, and combines it in their order.'
+                f"collective is {self.collective!r}: it names the reduction that is combine over "
+                'replicas, "sum", "max" or "min"; None gathers what they have, and combines it in '
+                "their order."
             )
 
 
@@ -88,7 +92,9 @@ sum = Monoid(_zeros, _each(lambda xp, a, b: a + b), collective="sum")
 
 def _extreme(xp: Namespace, like: Array, lowest: bool) -> Any:
     """The lowest, or the highest, number of a dtype."""
-    if "float" in str(like.dtype):  # the one test of a dtype that both namespaces and torch.compile understand
+    if "float" in str(
+        like.dtype
+    ):  # the one test of a dtype that both namespaces and torch.compile understand
         return float("-inf") if lowest else float("inf")
     if like.dtype == xp.bool:
         return not lowest
@@ -103,7 +109,8 @@ def _highest(xp: Namespace, like: Array) -> Array:
     return xp.full_like(like, _extreme(xp, like, lowest=False))
 
 
-# max: the larger of both, elementwise. No number is below the lowest one, which so is the identity. min alike.
+# max: the larger of both, elementwise. No number is below the lowest one, which so is the identity.
+# min alike.
 max = Monoid(_each(_lowest), _each(lambda xp, a, b: xp.maximum(a, b)), collective="max")
 min = Monoid(_each(_highest), _each(lambda xp, a, b: xp.minimum(a, b)), collective="min")
 
@@ -116,22 +123,24 @@ def _add_counts(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
     return a[0] + b[0] + (low >> 16), low & 0xFFFF
 
 
-# counts: the sum of integers as (high, low) with value = 2**16 * high + low and 0 <= low < 2**16; of floats the sum.
+# counts: the sum of integers as (high, low) with value = 2**16 * high + low and 0 <= low < 2**16;
+# of floats the sum.
 counts = Monoid(_zeros, _add_counts)
 
 
 def _merge_moments(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
-    # With weights A and B, means m and n, and d = n - m, of the union
-    #     weight = A + B,   mean = m + d B / (A + B),   deviation = S + T + d**2 A B / (A + B),
-    # where S and T are the weighted sums of squared deviations (Chan, Golub and LeVeque, 1979). There is no difference
-    # of large sums of squares in it, which would cancel.
+    # With weights A and B, means m and n, and d = n - m, of the union weight = A + B,   mean = m +
+    # d B / (A + B),   deviation = S + T + d**2 A B / (A + B), where S and T are the weighted sums
+    # of squared deviations (Chan, Golub and LeVeque, 1979). There is no difference of large sums of
+    # squares in it, which would cancel.
     weight = a[0] + b[0]
     share = b[0] / xp.where(weight > 0, weight, 1)
     delta = b[1] - a[1]
     return weight, a[1] + delta * share, a[2] + b[2] + delta * delta * (a[0] * share)
 
 
-# moments: (total weight, weighted mean, weighted sum of squared deviations from it), and of nothing (0, 0, 0).
+# moments: (total weight, weighted mean, weighted sum of squared deviations from it), and of nothing
+# (0, 0, 0).
 moments = Monoid(_zeros, _merge_moments)
 
 
@@ -148,15 +157,19 @@ def _merge_exponentials(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
     return top, _rescaled(xp, a, top) + _rescaled(xp, b, top)
 
 
-# logsumexp: (m, s) with m the largest v and s = sum(exp(v - m)), which never overflows; and of nothing (-inf, 0).
-logsumexp = Monoid(lambda xp, like: (_lowest(xp, like[0]), xp.zeros_like(like[1])), _merge_exponentials)
+# logsumexp: (m, s) with m the largest v and s = sum(exp(v - m)), which never overflows; and of
+# nothing (-inf, 0).
+logsumexp = Monoid(
+    lambda xp, like: (_lowest(xp, like[0]), xp.zeros_like(like[1])), _merge_exponentials
+)
 
 
 def _latest(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
     return xp.where(b[1], b[0], a[0]), a[1] | b[1]
 
 
-# last: of (value, is there one) the right operand, if it has a value. Associative, and not commutative.
+# last: of (value, is there one) the right operand, if it has a value. Associative, and not
+# commutative.
 last = Monoid(_zeros, _latest, widens=False, ordered=True)
 
 

@@ -23,17 +23,22 @@ _ANY = ("bool", "int", "float", "complex", "other")
 
 @dataclass(frozen=True)
 class Normalizer:
-    """`apply(xp, reduced, tally)`: the result of a leaf from what was reduced, and how much of it there was.
+    """`apply(xp, reduced, tally)`: the result of a leaf from what was reduced, and how much of it
+    there was.
 
     Args:
-        apply: The function. `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the reduced dtype.
+        apply: The function. `tally.weight` and `tally.steps` are numbers, or 0-d arrays of the
+            reduced dtype.
         dtype: The dtype of the result; by default the leaf's own.
-        kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex", "other".
+        kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex",
+            "other".
         wide: Whether the result is in the dtype of the accumulator, and of integers a float32.
-        divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may do in place.
-        per_element: Whether each element of the result depends on the same element of what was reduced alone.
-        lost: `lost(xp, reduced, tally)`: pairs of a condition under which the result is not known, and NaN, and of what
-            an error says of it where the host sees the condition.
+        divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may
+            do in place.
+        per_element: Whether each element of the result depends on the same element of what was
+            reduced alone.
+        lost: `lost(xp, reduced, tally)`: pairs of a condition under which the result is not known,
+            and NaN, and of what an error says of it where the host sees the condition.
 
     Example:
         >>> root = funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
@@ -54,7 +59,8 @@ class Normalizer:
 
 
 class Moments(NamedTuple):
-    """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape and dtype.
+    """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape
+    and dtype.
 
     Example:
         >>> step = funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=funcga.moments())
@@ -67,7 +73,8 @@ class Moments(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted: arrays of one shape.
+    """Count, mean and population variance, sum((x - mean)**2) / count, of all that was counted:
+    arrays of one shape.
 
     Example:
         >>> moments = lambda x: {"mean": x.mean(), "var": x.var(correction=0)}
@@ -93,11 +100,15 @@ def _divide(xp: Namespace, reduced: Reduced, total: Scalar) -> Reduced:
 
 # The mean: reduced / sum(w).
 by_weight = Normalizer(
-    lambda xp, reduced, tally: _divide(xp, reduced, tally.weight), kinds=("float", "complex"), divides_by="weight"
+    lambda xp, reduced, tally: _divide(xp, reduced, tally.weight),
+    kinds=("float", "complex"),
+    divides_by="weight",
 )
 # reduced / n: every micro-batch counts alike, whatever its weight.
 by_steps = Normalizer(
-    lambda xp, reduced, tally: _divide(xp, reduced, tally.steps), kinds=("float", "complex"), divides_by="steps"
+    lambda xp, reduced, tally: _divide(xp, reduced, tally.steps),
+    kinds=("float", "complex"),
+    divides_by="steps",
 )
 # The reduced value itself.
 identity = Normalizer(lambda xp, reduced, tally: reduced)

@@ -1,8 +1,8 @@
 """A reducer: how one micro-batch's value enters the monoid, `reducer = (lift, monoid)`.
 
-What a window holds is combine(lift(v1, w1), combine(lift(v2, w2), ...)), of values v and weights w. Weights enter by
-`lift` alone: with `weighted`, a micro-batch of weight 0 contributes nothing, whatever its value, so a fully masked
-micro-batch whose mean is NaN does no harm.
+What a window holds is combine(lift(v1, w1), combine(lift(v2, w2), ...)), of values v and weights w.
+Weights enter by `lift` alone: with `weighted`, a micro-batch of weight 0 contributes nothing,
+whatever its value, so a fully masked micro-batch whose mean is NaN does no harm.
 
 Example:
     >>> funcga.reducers.weighted.lift(torch, torch.tensor(5.0), 3)
@@ -23,20 +23,25 @@ _NUMBERS = ("bool", "int", "float", "complex")
 
 @dataclass(frozen=True)
 class Reducer:
-    """`lift(xp, value, weight)` into a monoid: one array, or a tuple of arrays, for a leaf of one micro-batch.
+    """`lift(xp, value, weight)` into a monoid: one array, or a tuple of arrays, for a leaf of one
+    micro-batch.
 
     Args:
-        lift: What a micro-batch contributes. `value` comes in the dtype of the accumulator; `weight` is a number, or a
-            0-d array of that dtype.
+        lift: What a micro-batch contributes. `value` comes in the dtype of the accumulator;
+            `weight` is a number, or a 0-d array of that dtype.
         monoid: How contributions combine.
-        dtype: The dtype of the accumulator. By default that of the leaf, with floats of less than 32 bits in float32.
+        dtype: The dtype of the accumulator. By default that of the leaf, with floats of less than
+            32 bits in float32.
         kinds: The kinds of dtype that it accepts: "bool", "int", "float", "complex", "other".
-        linear: Whether lift(v, w) = w * v in the monoid of sums, so that a weight which all micro-batches share can be
-            taken out of the loop.
-        stacked: The length that axis 0 of a leaf must have, where a leaf is several arrays, stacked.
+        linear: Whether lift(v, w) = w * v in the monoid of sums, so that a weight which all
+            micro-batches share can be taken out of the loop.
+        stacked: The length that axis 0 of a leaf must have, where a leaf is several arrays,
+            stacked.
         unweighted: Whether lift(v, w) = v.
-        over_steps: Whether the result depends on how the rows are split, as statistics over micro-batches do.
-        per_element: Whether each element of what is lifted depends on the same element of the value alone.
+        over_steps: Whether the result depends on how the rows are split, as statistics over
+            micro-batches do.
+        per_element: Whether each element of what is lifted depends on the same element of the value
+            alone.
         of_bits: Whether it looks at the bits of a value, so that there is no derivative.
 
     Example:
@@ -62,7 +67,9 @@ class Reducer:
     @property
     def elementwise(self) -> bool:
         """Whether each element of the result depends on the same element of the values alone."""
-        return self.per_element or (self.monoid.collective is not None and (self.linear or self.unweighted))
+        return self.per_element or (
+            self.monoid.collective is not None and (self.linear or self.unweighted)
+        )
 
     @property
     def additive(self) -> bool:
@@ -105,7 +112,8 @@ def _halves(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
     return (value >> 16, value & 0xFFFF) if "int" in str(value.dtype) else value
 
 
-# The sum of pairs, [2, ...]; integers in two halves, v = 2**16 high + low, whose sums 2**47 does not overflow.
+# The sum of pairs, [2, ...]; integers in two halves, v = 2**16 high + low, whose sums 2**47 does
+# not overflow.
 pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
 
 
@@ -124,7 +132,8 @@ def _unstack(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
     return count, xp.where(count > 0, mean, 0), xp.where(count > 0, variance * count, 0)
 
 
-# Items with these count, mean and variance, [3, ...], have the moments (count, mean, count * variance); no weights.
+# Items with these count, mean and variance, [3, ...], have the moments (count, mean, count *
+# variance); no weights.
 pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
 
 

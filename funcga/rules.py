@@ -19,21 +19,24 @@ from funcga.errors import FuncgaError
 
 @dataclass(frozen=True)
 class Rule:
-    r"""Renames a leaf whose dotted path is `pattern`, all of it, to `replacement`, and permutes its axes.
+    r"""Renames a leaf whose dotted path is `pattern`, all of it, to `replacement`, and permutes its
+    axes.
 
-    Names are swapped through a third: Rule("a", "tmp"), Rule("b", "a"), Rule("tmp", "b"), as each rule is tried on what
-    those before it made.
+    Names are swapped through a third: Rule("a", "tmp"), Rule("b", "a"), Rule("tmp", "b"), as each
+    rule is tried on what those before it made.
 
     Args:
         pattern: A regular expression.
-        replacement: What `re.sub` makes of it, with groups as `\1`. None leaves the leaf out: it has no counterpart.
-        axes: How the array's axes are permuted: None; a tuple as for numpy.transpose; "oi->io" or "io->oi" for weights
-            of any rank; or a function of a NumPy array, for what axes alone cannot say. "oi->io" takes
-            `[out, in, *spatial]` to `[*spatial, in, out]`, as from the linear and convolutional layers of torch to
-            those of flax; "io->oi" is the way back.
+        replacement: What `re.sub` makes of it, with groups as `\1`. None leaves the leaf out: it
+            has no counterpart.
+        axes: How the array's axes are permuted: None; a tuple as for numpy.transpose; "oi->io" or
+            "io->oi" for weights of any rank; or a function of a NumPy array, for what axes alone
+            cannot say. "oi->io" takes `[out, in, *spatial]` to `[*spatial, in, out]`, as from the
+            linear and convolutional layers of torch to those of flax; "io->oi" is the way back.
 
     Raises:
-        FuncgaError: The pattern is no regular expression, the replacement does not go with it, or the axes are none.
+        FuncgaError: The pattern is no regular expression, the replacement does not go with it, or
+            the axes are none.
 
     Example:
         >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
@@ -53,13 +56,14 @@ class Rule:
             re.sub(f"{self.pattern}|$", self.replacement or "", "")
         except (re.error, IndexError, TypeError) as error:
             raise FuncgaError(
-                f"Rule({self.pattern!r}, {self.replacement!r}) is no regular expression with its replacement: {error}. "
+                f"Rule({self.pattern!r}, {self.replacement!r}) is no regular expression with its "
+                f"replacement: {error}. "
                 rf"Write funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), for instance."
             ) from error
         if not _is_axes(self.axes):
             raise FuncgaError(
-                f"Rule({self.pattern!r}, ..., axes={self.axes!r}): these are no axes. Write 'oi->io', 'io->oi', a "
-                f"permutation such as (1, 0), or a function of a NumPy array."
+                f"Rule({self.pattern!r}, ..., axes={self.axes!r}): these are no axes. Write "
+                "'oi->io', 'io->oi', a permutation such as (1, 0), or a function of a NumPy array."
             )
 
 
@@ -74,14 +78,16 @@ def as_rules(rules: object) -> tuple[Rule, ...]:
     checked = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     if not isinstance(rules, Iterable) or not all(isinstance(rule, Rule) for rule in checked):
         raise FuncgaError(
-            f"rules={rules!r} is no list of rules. Write rules=[funcga.Rule(r'fc1\\.(.*)', r'Dense_0.\\1'), "
-            f"*funcga.rules.torch_to_flax], for instance."
+            f"rules={rules!r} is no list of rules. Write rules=[funcga.Rule(r'fc1\\.(.*)', "
+            "r'Dense_0.\\1'), *funcga.rules.torch_to_flax], for instance."
         )
     return checked
 
 
 class Pair(NamedTuple):
-    """Two leaves that match, by their paths, and what takes the left one's axes to the right one's, in order."""
+    """Two leaves that match, by their paths, and what takes the left one's axes to the right
+    one's, in order.
+    """
 
     left: str
     right: str
@@ -91,9 +97,10 @@ class Pair(NamedTuple):
 def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
     """The Pair of every left path, in order; one that matches nothing is paired with its own name.
 
-    Each rule is tried in order on what those before it have made of the path, and may be left out; the first path that
-    the right tree has wins, where an earlier rule goes before a later one, and a rule before none. Raises FuncgaError
-    if two leaves end up as one, or one can end up as more than can be looked through.
+    Each rule is tried in order on what those before it have made of the path, and may be left out;
+    the first path that the right tree has wins, where an earlier rule goes before a later one, and
+    a rule before none. Raises FuncgaError if two leaves end up as one, or one can end up as more
+    than can be looked through.
     """
     right_paths = {*rights}
     by_right: dict[str, Pair] = {}
@@ -103,8 +110,9 @@ def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) ->
             continue
         if pair.right in by_right:
             raise FuncgaError(
-                f"`{by_right[pair.right].left}` and `{left}` of the left tree are both `{pair.right}` by these rules. "
-                f"Make a pattern narrower, so that each leaf has a path of its own."
+                f"`{by_right[pair.right].left}` and `{left}` of the left tree are both "
+                f"`{pair.right}` by these rules. Make a pattern narrower, so that each leaf has a "
+                "path of its own."
             )
         by_right[pair.right] = pair
     return [*by_right.values()]
@@ -128,20 +136,23 @@ _MOST = 4096
 
 
 def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
-    """All that the rules can make of a path, the first choice first, and those of them that are used."""
+    """All that the rules can make of a path, the first choice first, and those of them that are
+    used.
+    """
     spellings: dict[str, tuple[Rule, ...]] = {path: ()}
     for rule in rules:
         after: dict[str, tuple[Rule, ...]] = {}
         for before, used in spellings.items():
             match = re.fullmatch(rule.pattern, before)
-            # Of two ways to one spelling the first counts, so the renamed one goes before the one that is left.
+            # Of two ways to one spelling the first counts, so the renamed one goes before the one
+            # that is left.
             if match and rule.replacement is not None:
                 after.setdefault(match.expand(rule.replacement), (*used, rule))
             after.setdefault(before, used)
         if len(after) > _MOST:
             raise FuncgaError(
-                f"these rules can call `{path}` more than {_MOST} names, as each may be left out. Make the pattern "
-                f"{rule.pattern!r}, and others that match much, narrower."
+                f"these rules can call `{path}` more than {_MOST} names, as each may be left out. "
+                f"Make the pattern {rule.pattern!r}, and others that match much, narrower."
             )
         spellings = after
     return spellings
@@ -150,7 +161,8 @@ def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
 def permuted(array: Array, pair: Pair) -> Array:
     """The left array of a pair, of NumPy, with its axes as the right one has them.
 
-    Raises FuncgaError if it has not the axes that a rule permutes, or the rule's function fails or makes no array.
+    Raises FuncgaError if it has not the axes that a rule permutes, or the rule's function fails or
+    makes no array.
     """
     # Each rule permutes what those before it have made.
     for rule in pair.rules:
@@ -166,15 +178,16 @@ def _transposed(array: Array, axes: tuple[int, ...] | str, rule: Rule, pair: Pai
     order = AXES[axes](ndim) if isinstance(axes, str) else axes
     if len(order) != ndim:
         raise FuncgaError(
-            f"Rule({rule.pattern!r}, ..., axes={axes!r}) permutes {len(order)} axes, and `{pair.left}`, which these "
-            f"rules call `{pair.right}`, is {_describe(array)}. Make the pattern narrower, or write another rule for "
-            f"this leaf before it."
+            f"Rule({rule.pattern!r}, ..., axes={axes!r}) permutes {len(order)} axes, and "
+            f"`{pair.left}`, which these rules call `{pair.right}`, is {_describe(array)}. Make "
+            "the pattern narrower, or write another rule for this leaf before it."
         )
     return array.transpose(order)
 
 
 def _called(function: Callable[[Array], Array], array: Array, rule: Rule, pair: Pair) -> Array:
-    # The function is the user's, so whatever it does becomes an error that names the rule and the leaf.
+    # The function is the user's, so whatever it does becomes an error that names the rule and the
+    # leaf.
     try:
         returned = function(array)
         if type(returned).__module__ == "numpy":
@@ -183,8 +196,9 @@ def _called(function: Callable[[Array], Array], array: Array, rule: Rule, pair: 
     except Exception as error:
         problem, cause = f"raised {type(error).__name__}: {error}", error
     raise FuncgaError(
-        f"the function axes= of Rule({rule.pattern!r}, ...), called with `{pair.left}`, {_describe(array)}, {problem}. "
-        f"Write a function from one array of NumPy to another: axes=lambda array: array.reshape(4, 2, 3)."
+        f"the function axes= of Rule({rule.pattern!r}, ...), called with `{pair.left}`, "
+        f"{_describe(array)}, {problem}. Write a function from one array of NumPy to another: "
+        "axes=lambda array: array.reshape(4, 2, 3)."
     ) from cause
 
 
@@ -207,8 +221,9 @@ torch_to_flax = (
     Rule(r"(.*)", r"params.\1"),
     Rule(r"(.*)", r"batch_stats.\1"),
 )
-"""From the names and layouts of torch.nn to those of flax, linen and nnx: linear, convolutional, normalisation and
-embedding layers. What a layer's `weight` is, is decided by what the flax tree has in that place."""
+"""From the names and layouts of torch.nn to those of flax, linen and nnx: linear, convolutional,
+normalisation and embedding layers. What a layer's `weight` is, is decided by what the flax tree has
+in that place."""
 
 flax_to_torch = (
     Rule(r"(?:params|batch_stats)\.(.*)", r"\1"),

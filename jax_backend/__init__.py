@@ -1,7 +1,18 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
 from funcga._backend import Backend
-from jax_backend import arrays, coupled, dlpack, gradients, loop, planner, replicas, sums, transforms, trees
+from jax_backend import (
+    arrays,
+    coupled,
+    dlpack,
+    gradients,
+    loop,
+    planner,
+    replicas,
+    sums,
+    transforms,
+    trees,
+)
 from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives

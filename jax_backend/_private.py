@@ -1,8 +1,8 @@
 """What is used of JAX that it does not promise to keep: what for, and what happens without it.
 
-All versions in the table of docs/reference/versions.md have these names, unless it is said which. Without any of these
-the numbers are right still, and `tests/jax_backend/test_private.py` takes each away to see that. Everything else that
-this package uses of JAX is documented.
+All versions in the table of docs/reference/versions.md have these names, unless it is said which.
+Without any of these the numbers are right still, and `tests/jax_backend/test_private.py` takes each
+away to see that. Everything else that this package uses of JAX is documented.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # -- traces
 
-# Tells whether a trace is running, of jit, vmap, grad or shard_map. Without it every call counts as traced: it runs as
-# it is and not jitted, and n="auto" refuses it.
+# Tells whether a trace is running, of jit, vmap, grad or shard_map. Without it every call counts as
+# traced: it runs as it is and not jitted, and n="auto" refuses it.
 try:
     TRACE_STATE: Callable[[], object] | None = jax.extend.core.get_opaque_trace_state
 except AttributeError:
@@ -95,7 +95,9 @@ def varying(aval: Any) -> frozenset[str] | None:
 
 
 def cast_varying(array: Array, names: Sequence[str]) -> Array:
-    """The array marked as varying along mesh axes of shard_map, along some of which it may vary already."""
+    """The array marked as varying along mesh axes of shard_map, along some of which it may vary
+    already.
+    """
     varies_along = varying(jax.typeof(array))
     if varies_along is not None:
         missing = tuple(name for name in names if name not in varies_along)
@@ -109,22 +111,33 @@ def cast_varying(array: Array, names: Sequence[str]) -> Array:
 
 # -- programs
 
-# A program's constants, and a program as a function. Without them scans over layers are left as they are, as without
-# anything below: a scan stacks the gradients of its layers, and then they are added. And the derivative of a step that
-# drops a micro-batch is NaN.
+# A program's constants, and a program as a function. Without them scans over layers are left as
+# they are, as without anything below: a scan stacks the gradients of its layers, and then they are
+# added. And the derivative of a step that drops a micro-batch is NaN.
 try:
     LITERAL: tuple[type, ...] = (jax.extend.core.Literal,)
     AS_FUNCTION: Callable[[Any], Callable[..., list[Array]]] | None = jax.extend.core.jaxpr_as_fun
 except AttributeError:
     LITERAL, AS_FUNCTION = (), None
 
-# What a scan is described by: num_consts and num_carry in 0.10, ft_in and ft_out since 0.11. One that is described by
-# anything else is left as it is.
-SCAN_PARAMETERS = {"jaxpr", "length", "reverse", "unroll", "num_consts", "num_carry", "ft_in", "ft_out"}
+# What a scan is described by: num_consts and num_carry in 0.10, ft_in and ft_out since 0.11. One
+# that is described by anything else is left as it is.
+SCAN_PARAMETERS = {
+    "jaxpr",
+    "length",
+    "reverse",
+    "unroll",
+    "num_consts",
+    "num_carry",
+    "ft_in",
+    "ft_out",
+}
 
 
 def can_repeat(equation: "JaxprEqn") -> bool:
-    """Whether this version of JAX lets an operation of a program be done again: `get_bind_params`, `ctx.manager`."""
+    """Whether this version of JAX lets an operation of a program be done again:
+    `get_bind_params`, `ctx.manager`.
+    """
     if not LITERAL or AS_FUNCTION is None:
         return False
     try:
@@ -141,13 +154,17 @@ def repeated(equation: "JaxprEqn", operands: Sequence[Array]) -> list[Array]:
 
 
 def context(equation: "JaxprEqn") -> AbstractContextManager[Any]:
-    """What was switched on where the operation was traced, such as the precision of matrix products, as a context."""
+    """What was switched on where the operation was traced, such as the precision of matrix
+    products, as a context.
+    """
     manager: AbstractContextManager[Any] = equation.ctx.manager
     return manager
 
 
 def named_scope(equation: "JaxprEqn") -> AbstractContextManager[Any]:
-    """The names that were given to the part of the program that the operation is in, as a context."""
+    """The names that were given to the part of the program that the operation is in, as a
+    context.
+    """
     names = scope_of(equation)
     return jax.named_scope(names) if names else nullcontext()
 
@@ -156,7 +173,8 @@ def equations(jaxpr: "Jaxpr") -> "Iterator[JaxprEqn]":
     """All operations of a program, with those of programs inside of it."""
     for equation in jaxpr.eqns:
         yield equation
-        # Programs inside of it, such as the body of a loop, are among its parameters: closed ones have one within.
+        # Programs inside of it, such as the body of a loop, are among its parameters: closed ones
+        # have one within.
         for value in jax.tree.leaves(equation.params, is_leaf=_is_program):
             if _is_program(value):
                 program: Any = getattr(value, "jaxpr", value)
@@ -176,28 +194,34 @@ def scope_of(equation: "JaxprEqn") -> str:
 
 
 def has_effects(program: "Jaxpr") -> bool:
-    """Whether a program does something beside computing, such as printing, so that the order of operations counts.
+    """Whether a program does something beside computing, such as printing, so that the order of
+    operations counts.
 
-    That it names a mesh axis is an effect, too: of a type that JAX does not export, so it is told by its name. Under
-    another name every program that communicates has effects, and its scans are left as they are.
+    That it names a mesh axis is an effect, too: of a type that JAX does not export, so it is told
+    by its name. Under another name every program that communicates has effects, and its scans are
+    left as they are.
     """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in program.effects)
 
 
 def is_inlineable(call: "JaxprEqn") -> bool:
-    """Whether a call of a jitted function asks for no sharding, so that what it calls may stand in its place.
+    """Whether a call of a jitted function asks for no sharding, so that what it calls may stand in
+    its place.
 
     The type that says so is not exported. Under another name every such call is left as it is.
     """
-    shardings = (*call.params.get("in_shardings", (None,)), *call.params.get("out_shardings", (None,)))
+    shardings = (
+        *call.params.get("in_shardings", (None,)),
+        *call.params.get("out_shardings", (None,)),
+    )
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
 
 
 # -- compiling
 
-# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter of the time. They
-# may go as they came, as the second one did with jaxlib 0.12, and XLA refuses options that it does not know: those are
-# left out, and compiling takes longer.
+# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter
+# of the time. They may go as they came, as the second one did with jaxlib 0.12, and XLA refuses
+# options that it does not know: those are left out, and compiling takes longer.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 

@@ -44,8 +44,13 @@ def as_array(leaf: Array) -> Array:
 
 def moved_like(array: jax.Array, like: Array) -> jax.Array:
     """The array on the devices of another one of its shape."""
-    # What is committed to a device cannot meet an array on a mesh, and is another program to compile.
-    return jax.device_put(array, like.sharding) if isinstance(like, jax.Array) and like.committed else array
+    # What is committed to a device cannot meet an array on a mesh, and is another program to
+    # compile.
+    return (
+        jax.device_put(array, like.sharding)
+        if isinstance(like, jax.Array) and like.committed
+        else array
+    )
 
 
 def describe(leaf: Array) -> str:
@@ -62,7 +67,12 @@ def kind(dtype: Dtype) -> str:
     return next((name for name, kinds in _KINDS.items() if jnp.issubdtype(dtype, kinds)), "other")
 
 
-_KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
+_KINDS = {
+    "bool": jnp.bool_,
+    "int": jnp.integer,
+    "float": jnp.floating,
+    "complex": jnp.complexfloating,
+}
 
 
 def as_dtype(dtype: Dtype) -> Dtype:
@@ -83,26 +93,33 @@ def accumulator_dtype(dtype: Dtype) -> Dtype:
 
 
 def strong(leaf: Array) -> jax.Array:
-    """The leaf as an array whose dtype a loop can keep: one without a weak type, which an operation would change."""
+    """The leaf as an array whose dtype a loop can keep: one without a weak type, which an
+    operation would change.
+    """
     leaf = as_array(leaf)
     return jnp.asarray(leaf, dtype=leaf.dtype)
 
 
 def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
     """The array in another dtype, and on the device of the one beside it."""
-    # JAX itself puts numbers where they are computed with, as all arrays of a program are on the same devices.
+    # JAX itself puts numbers where they are computed with, as all arrays of a program are on the
+    # same devices.
     return jnp.asarray(array, dtype=dtype)
 
 
 def exact(array: jax.Array, name: str) -> jax.Array:
-    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no bits of its own."""
+    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no
+    bits of its own.
+    """
 
     @jax.custom_jvp
     def same(array: jax.Array) -> jax.Array:
         return array
 
     @same.defjvp
-    def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def _(
+        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
         raise no_derivative(name)
 
     result: jax.Array = same(array)
@@ -119,24 +136,34 @@ def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
 
 
 def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array whole along an axis, if that lies over Explicit axes of a mesh that so many rows cannot lie over."""
+    """The array whole along an axis, if that lies over Explicit axes of a mesh that so many rows
+    cannot lie over.
+    """
     sharding = jax.typeof(array).sharding
     if size % devices_along(sharding, axis) == 0:
         return array
     entries = [*sharding.spec]
     entries[axis] = None
-    whole: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
+    whole: jax.Array = jax.sharding.reshard(
+        array, NamedSharding(sharding.mesh, partition_spec(*entries))
+    )  # type: ignore[no-untyped-call]
     return whole
 
 
 def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:
-    """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
+    """The sum of the squared absolute values of all elements of each array, [arrays], without a
+    copy of them.
+    """
     wide = [array.astype(accumulator_dtype(array.dtype)) for array in arrays]
     return jnp.stack([jnp.sum(jnp.real(array * jnp.conj(array))).astype(dtype) for array in wide])
 
 
-def measured(measure: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
+def measured(
+    measure: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that
+    lies in parts.
+    """
     return [measure(array) for array in arrays]  # XLA knows where the parts are
 
 
@@ -149,7 +176,9 @@ def finite(arrays: Sequence[jax.Array | None]) -> jax.Array:
 
 
 def scalar(weight: Scalar) -> Scalar:
-    """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+    """A weight as a Python number where the host can see it without waiting for a device, else
+    as it is.
+    """
     if _private.is_traced(weight) or not isinstance(weight, jax.Array):
         return weight
     # Reading a number from an accelerator would wait for all that it still has to compute.
@@ -177,8 +206,13 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         if weight.dtype.itemsize <= 4:
             return rounded, jnp.zeros_like(rounded)
         return rounded, (weight - rounded.astype(weight.dtype)).astype(jnp.float32)
-    # An integer of more than 24 bits is the sum of its lower 16 bits and the rest, each exact in float32.
-    low = weight & jnp.asarray(0xFFFF, dtype=weight.dtype) if weight.dtype.itemsize > 2 else jnp.zeros_like(weight)
+    # An integer of more than 24 bits is the sum of its lower 16 bits and the rest, each exact in
+    # float32.
+    low = (
+        weight & jnp.asarray(0xFFFF, dtype=weight.dtype)
+        if weight.dtype.itemsize > 2
+        else jnp.zeros_like(weight)
+    )
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
 
 
@@ -189,7 +223,8 @@ def integer(number: Scalar) -> jax.Array:
 
 def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     """The array, or a copy of it where it is one of these others, or a view of one."""
-    # Nobody writes to a JAX array, but a caller who donates the result would take the other one away.
+    # Nobody writes to a JAX array, but a caller who donates the result would take the other one
+    # away.
     return jnp.array(array, copy=True) if any(array is other for other in others) else array
 
 
@@ -209,7 +244,7 @@ def _is_key(array: object) -> bool:
     return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-# -- types: how an array is sharded over the Explicit axes of a mesh, and varies over the manual ones of shard_map
+# -- types: how an array is sharded over the Explicit axes of a mesh, and varies over manual ones
 
 
 def zeros(aval: "ShapedArray") -> jax.Array:
@@ -220,14 +255,16 @@ def zeros(aval: "ShapedArray") -> jax.Array:
 
 def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
     """The array sharded and varying as a type says, for a loop that makes it so."""
-    # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made for.
+    # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made
+    # for.
     if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
         array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
     return as_varying(array, varying_axes(aval))
 
 
 def settled(body: Callable[[Tree], Tree], carry: Tree) -> tuple[Tree, Tree]:
-    """The carry sharded and varying as the body of a loop makes it, and the types of what the body then returns.
+    """The carry sharded and varying as the body of a loop makes it, and the types of what the body
+    then returns.
 
     The leaves of the carry are the first of those that the body returns.
     """
@@ -243,7 +280,9 @@ def settled(body: Callable[[Tree], Tree], carry: Tree) -> tuple[Tree, Tree]:
 
 
 def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """The parts of one array sharded as that of them which is sharded over the fewest Explicit axes."""
+    """The parts of one array sharded as that of them which is sharded over the fewest Explicit
+    axes.
+    """
     types = [jax.typeof(part) for part in parts]
     least = min(types, key=lambda aval: sum(entry is not None for entry in aval.sharding.spec))
     return [typed(part, least) for part in parts]
@@ -252,7 +291,11 @@ def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:
 def as_varying(array: jax.Array, names: Iterable[str]) -> jax.Array:
     """The array marked as one that may differ along these mesh axes."""
     manual = manual_axes()
-    return _private.cast_varying(array, [name for name in names if name in manual]) if manual else array
+    return (
+        _private.cast_varying(array, [name for name in names if name in manual])
+        if manual
+        else array
+    )
 
 
 def varying_axes(aval: "ShapedArray") -> frozenset[str]:
@@ -266,7 +309,9 @@ def typed_axes(names: Iterable[str]) -> frozenset[str]:
 
     They do not along an axis of vmap, and nowhere in shard_map(check_vma=False).
     """
-    return frozenset(name for name in names if name in varying_axes(jax.typeof(lax.axis_index(name))))
+    return frozenset(
+        name for name in names if name in varying_axes(jax.typeof(lax.axis_index(name)))
+    )
 
 
 def manual_axes() -> frozenset[str]:

@@ -22,12 +22,16 @@ from jax_backend.sharding import Spread
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
-    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
+    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
+    args.
+    """
     step = job.memory.keep(_Step, job, backend).step
     if job.program.across is not None or jax.device_count() == 1:
         return partial(step, (Spread(),))
     # Asked here, since inside of jit an array does not say where it lies.
-    return lambda args, kwargs: step((sharding.spread_of(args, job.program.read(args, backend)),), args, kwargs)
+    return lambda args, kwargs: step(
+        (sharding.spread_of(args, job.program.read(args, backend)),), args, kwargs
+    )
 
 
 class _Step:
@@ -47,13 +51,19 @@ class _Step:
         arg_indices = job.arg_indices(args)
         job.check_whole(arguments, arg_indices)
         params = [args[arg_index] for arg_index in arg_indices]
-        of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)  # whose arguments have their names there
+        of_summary = replace(
+            job.gradient, loss_fn=job.program.grad_fn
+        )  # whose arguments have their names there
         for arg_index, param in zip(arg_indices, params, strict=True):
             of_summary.check_leaves(param, arg_index, backend)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # A weight of its own may be 0, where NaN has to be kept out.
-        is_alone = job.program.across is None and job.program.weight is None and [count for count, _ in sizes] == [1]
+        is_alone = (
+            job.program.across is None
+            and job.program.weight is None
+            and [count for count, _ in sizes] == [1]
+        )
         if is_alone:
             return self._in_one_pass(spread, args, kwargs)
 
@@ -63,8 +73,11 @@ class _Step:
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
         summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, of_fold)
 
-        # The loss of them, and its gradient: that of the parameters which it uses itself, and the cotangents.
-        def loss_of(variables: list[jax.Array], *params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+        # The loss of them, and its gradient: that of the parameters which it uses itself, and the
+        # cotangents.
+        def loss_of(
+            variables: list[jax.Array], *params: Tree
+        ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
             loss, aux = job.loss_of(params, summaries.tree(variables), backend)
             return loss, (loss, aux)
 
@@ -78,11 +91,14 @@ class _Step:
         (_, (loss, aux)), (of_variables, *of_params) = transform(summaries.variables(), *params)
         cotangents = summaries.cotangents(of_variables)
 
-        # The second pass: they are pulled back through each micro-batch, which is told by the indices of its rows.
+        # The second pass: they are pulled back through each micro-batch, which is told by the
+        # indices of its rows.
         pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes, folded.unit)
         fold = (summed(), job.program.fold) if outputs.threads else summed()
         second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
-        result = Accumulate(second, backend).traced(spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs)
+        result = Accumulate(second, backend).traced(
+            spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs
+        )
         grads = result[0] if outputs.threads else result
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
@@ -96,12 +112,16 @@ class _Step:
 
         def loss_of(*args: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
             summaries = fold.traced(spread, args, kwargs)
-            job.check_reached(any(depends(leaf) is not False for leaf in jax.tree.leaves(summaries)))
+            job.check_reached(
+                any(depends(leaf) is not False for leaf in jax.tree.leaves(summaries))
+            )
             params = [args[arg_index] for arg_index in arg_indices]
             loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries), self.backend)
             return loss, (loss, aux)
 
-        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, argnums=arg_indices, has_aux=True)(*args)
+        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, argnums=arg_indices, has_aux=True)(
+            *args
+        )
         return job.gradient.compose(loss, aux, grads)
 
 
@@ -116,14 +136,28 @@ class _PulledBack:
     """The gradient of one micro-batch: the cotangents, pulled back through its summary."""
 
     def __init__(
-        self, job: Coupled, first: Program, backend: Backend, cotangents: Cotangents, spread: Spread,
-        sizes: list[tuple[int, int]], unit: Scalar,
-    ):  # fmt: skip
-        self.job, self.first, self.backend, self.cotangents, self.spread = job, first, backend, cotangents, spread
+        self,
+        job: Coupled,
+        first: Program,
+        backend: Backend,
+        cotangents: Cotangents,
+        spread: Spread,
+        sizes: list[tuple[int, int]],
+        unit: Scalar,
+    ):
+        self.job, self.first, self.backend, self.cotangents, self.spread = (
+            job,
+            first,
+            backend,
+            cotangents,
+            spread,
+        )
         self.sizes, self.unit = sizes, unit
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """The gradients of the differentiated arguments, and the state that is threaded, if there is any."""
+        """The gradients of the differentiated arguments, and the state that is threaded, if
+        there is any.
+        """
         job, (*args_of_user, index) = self.job, args
         arguments = job.program.read(tuple(args_of_user), self.backend)
         weight = job.program.weigh(arguments, tuple(args_of_user), None)
@@ -136,27 +170,44 @@ class _PulledBack:
             called = [replaced.get(arg_index, arg) for arg_index, arg in enumerate(args_of_user)]
             output = self.first.grad_fn(*called, **kwargs)
             parts = self.cotangents.parts(output, weight, weight / self.unit)
-            job.check_reached(not params or any(depends(part) is not False for part in jax.tree.leaves(parts)))
+            job.check_reached(
+                not params or any(depends(part) is not False for part in jax.tree.leaves(parts))
+            )
             return parts, self.cotangents.threaded(output)
 
         params = [args_of_user[arg_index] for arg_index in arg_indices]
         parts, pull, threaded = jax.vjp(parts_of, *params, has_aux=True)
         of_parts = self.cotangents.of(parts, partial(self._rows, index))
         # Where replicas differ, a cotangent is of the type of what it belongs to.
-        grads = pull(jax.tree.map(lambda cotangent, part: arrays.typed(cotangent, jax.typeof(part)), of_parts, parts))
+        grads = pull(
+            jax.tree.map(
+                lambda cotangent, part: arrays.typed(cotangent, jax.typeof(part)), of_parts, parts
+            )
+        )
         if self.cotangents.are_weighed and not isinstance(weight, int | float):
-            # A cotangent of 0 makes NaN of what is infinite, as the derivative of a mean of nothing.
-            grads = jax.tree.map(lambda grad: jnp.where(weight != 0, grad, jnp.zeros_like(grad)), grads)
+            # A cotangent of 0 makes NaN of what is infinite, as the derivative of a mean of
+            # nothing.
+            grads = jax.tree.map(
+                lambda grad: jnp.where(weight != 0, grad, jnp.zeros_like(grad)), grads
+            )
         return (grads, threaded) if self.cotangents.outputs.threads else grads
 
-    def _rows(self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int) -> jax.Array:
-        """Those of the micro-batch whose rows have these indices, in the cotangent of a leaf that is collected."""
-        replicas = replicas_of(self.job.program.across) if self.job.program.across is not None else None
+    def _rows(
+        self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int
+    ) -> jax.Array:
+        """Those of the micro-batch whose rows have these indices, in the cotangent of a leaf
+        that is collected.
+        """
+        replicas = (
+            replicas_of(self.job.program.across) if self.job.program.across is not None else None
+        )
         total, offset = cotangent.shape[axis], jnp.int32(0)
         if replicas is not None:  # they have equally many rows, one after the other
             total //= int(lax.axis_size(replicas.names))
             offset = lax.axis_index(replicas.names) * total
-        if self.spread.blocks > 1:  # then a leaf that is collected has a row for each of the micro-batch
+        if (
+            self.spread.blocks > 1
+        ):  # then a leaf that is collected has a row for each of the micro-batch
             return jnp.take(cotangent, offset + index, axis=axis)
         (count, rows), *smaller = self.sizes
         if smaller and index.shape[0] == smaller[0][1]:

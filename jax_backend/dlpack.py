@@ -1,4 +1,6 @@
-"""Arrays to and from other frameworks: by DLPack or NumPy in the memory where they lie, or in new memory once."""
+"""Arrays to and from other frameworks: by DLPack or NumPy in the memory where they lie, or in
+new memory once.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -35,17 +37,23 @@ def device(name: object) -> Place:
 def devices() -> list[str]:
     """The names of the devices that there are."""
     kinds = sorted({"cpu", *platforms()})
-    return [f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))]
+    return [
+        f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))
+    ]
 
 
 def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
-    """The array as others import it: by DLPack, if it lies on one of their platforms, else as NumPy's."""
+    """The array as others import it: by DLPack, if it lies on one of their platforms, else as
+    NumPy's.
+    """
     _check_exportable(leaf)
-    # A sharded array is gathered on the host; others have no name for one that lies on several devices.
+    # A sharded array is gathered on the host; others have no name for one that lies on several
+    # devices.
     devices = leaf.devices()
     if len(devices) > 1:
         return Transfer(
-            _on_host(leaf), f"it lies on {len(devices)} devices; jax.device_put(x, jax.devices()[0]) does not"
+            _on_host(leaf),
+            f"it lies on {len(devices)} devices; jax.device_put(x, jax.devices()[0]) does not",
         )
     platform = next(iter(devices)).platform
     if platform in platforms:
@@ -54,21 +62,34 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
         # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
         array = np.asarray(leaf)
         shared = not array.size or _address(array) == _private.address(leaf)
-        return Transfer(array, None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say")
-    return Transfer(_on_host(leaf), f"it lies on {platform}; jax.device_put(x, jax.devices('cpu')[0]) does not")
+        return Transfer(
+            array,
+            None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say",
+        )
+    return Transfer(
+        _on_host(leaf), f"it lies on {platform}; jax.device_put(x, jax.devices('cpu')[0]) does not"
+    )
 
 
 def _check_exportable(leaf: jax.Array) -> None:
-    """Raises ExportError for an array whose numbers this process does not have, or that only JAX knows."""
+    """Raises ExportError for an array whose numbers this process does not have, or that only JAX
+    knows.
+    """
     if _private.is_traced(leaf):
-        raise ExportError(f"{arrays.describe(leaf)}, traced by JAX, and has no numbers yet; convert it outside of jit")
+        raise ExportError(
+            f"{arrays.describe(leaf)}, traced by JAX, and has no numbers yet; convert it outside "
+            "of jit"
+        )
     if not isinstance(leaf, jax.Array):
-        raise ExportError(f"{arrays.describe(leaf)} of type {type(leaf).__name__}, a shape without numbers")
+        raise ExportError(
+            f"{arrays.describe(leaf)} of type {type(leaf).__name__}, a shape without numbers"
+        )
     _check_alive(leaf)
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ExportError(
-            f"{arrays.describe(leaf)}, a typed key, which only JAX has. Convert jax.random.key_data(key), and make a "
-            f"key of it again with jax.random.wrap_key_data(data)"
+            f"{arrays.describe(leaf)}, a typed key, which only JAX has. Convert "
+            "jax.random.key_data(key), and make a key of it again with "
+            "jax.random.wrap_key_data(data)"
         )
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         raise ExportError(
@@ -79,11 +100,15 @@ def _check_exportable(leaf: jax.Array) -> None:
 
 def _check_alive(leaf: jax.Array) -> None:
     if leaf.is_deleted():
-        raise ExportError(f"{arrays.describe(leaf)}, whose memory was donated or deleted; convert it before")
+        raise ExportError(
+            f"{arrays.describe(leaf)}, whose memory was donated or deleted; convert it before"
+        )
 
 
 def _on_host(leaf: jax.Array) -> Array:
-    """NumPy's array of one that lies elsewhere; JAX would keep what numpy.asarray(leaf) makes as long as the leaf."""
+    """NumPy's array of one that lies elsewhere; JAX would keep what numpy.asarray(leaf) makes as
+    long as the leaf.
+    """
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS without it
@@ -92,7 +117,9 @@ def _on_host(leaf: jax.Array) -> Array:
 
 
 def check_importable(array: Array) -> None:
-    """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it is."""
+    """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it
+    is.
+    """
     if _is_abstract(array):
         return
     if isinstance(array, jax.Array):
@@ -100,11 +127,16 @@ def check_importable(array: Array) -> None:
         return
     dtype = _native(array.dtype)
     if dtype is None:
-        raise ExportError(f"{array.dtype}{list(array.shape)}, and JAX has arrays of numbers only, of 64 bits at most")
+        raise ExportError(
+            f"{array.dtype}{list(array.shape)}, and JAX has arrays of numbers only, of 64 bits at "
+            "most"
+        )
     if dtype.itemsize >= 8 and dtype != (narrowed := jax.dtypes.canonicalize_dtype(dtype)):
         raise ExportError(
-            f"{dtype}{list(array.shape)}, and JAX would narrow it to {narrowed} because 64-bit types are switched off. "
-            f'Switch them on: jax.config.update("jax_enable_x64", True), or narrow it yourself before you convert'
+            f"{dtype}{list(array.shape)}, and JAX would narrow it to {narrowed} because 64-bit "
+            "types are switched off. "
+            'Switch them on: jax.config.update("jax_enable_x64", True), or narrow it yourself '
+            "before you convert"
         )
 
 
@@ -114,32 +146,52 @@ def _is_abstract(array: Array) -> bool:
 
 @cache
 def _native(dtype: Dtype) -> np.dtype[np.generic] | None:
-    """A dtype of another framework in this machine's order of bytes; None if it is not one of JAX's numbers."""
+    """A dtype of another framework in this machine's order of bytes; None if it is not one of
+    JAX's numbers.
+    """
     if isinstance(dtype, np.dtype):
         native = dtype.newbyteorder("=")
     else:
         native = jax.numpy.dtype(str(dtype).removeprefix("torch."))
     is_number = native.kind in "biufc" and native.itemsize <= (16 if native.kind == "c" else 8)
-    return native if is_number or native.isbuiltin == 2 else None  # 2: a dtype that is registered, as by ml_dtypes
+    return (
+        native if is_number or native.isbuiltin == 2 else None
+    )  # 2: a dtype that is registered, as by ml_dtypes
 
 
 def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool) -> list[Transfer]:
-    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
+    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in
+    new memory.
+    """
     # Also inside of jit, where an array that is not traced still has its numbers.
     with jax.ensure_compile_time_eval():
-        imports = _placed([_imported(export) for export in exports if not _is_abstract(export.array)], device)
+        imports = _placed(
+            [_imported(export) for export in exports if not _is_abstract(export.array)], device
+        )
         if copy:
-            # device_put ignores may_alias=False for NumPy's arrays, so these have become JAX's before.
-            copies = iter(jax.device_put([array for array, copied in imports if copied is None], may_alias=False))
-            imports = [t if t.copied else Transfer(next(copies), "a copy was asked for") for t in imports]
+            # device_put ignores may_alias=False for NumPy's arrays, so these have become JAX's
+            # before.
+            copies = iter(
+                jax.device_put(
+                    [array for array, copied in imports if copied is None], may_alias=False
+                )
+            )
+            imports = [
+                t if t.copied else Transfer(next(copies), "a copy was asked for") for t in imports
+            ]
         # The caller may write to the memory that was copied from.
         jax.block_until_ready([array for array, copied in imports if copied])  # type: ignore[no-untyped-call]
     concrete = iter(imports)
-    return [_traced(export, device) if _is_abstract(export.array) else next(concrete) for export in exports]
+    return [
+        _traced(export, device) if _is_abstract(export.array) else next(concrete)
+        for export in exports
+    ]
 
 
 def _traced(export: Transfer, device: Place | None) -> Transfer:
-    return export if device is None else Transfer(jax.device_put(export.array, device), export.copied)
+    return (
+        export if device is None else Transfer(jax.device_put(export.array, device), export.copied)
+    )
 
 
 def _imported(export: Transfer) -> Transfer:
@@ -153,12 +205,20 @@ def _imported(export: Transfer) -> Transfer:
         return Transfer(jax.dlpack.from_dlpack(array), copied or _UNALIGNED)
 
 
-_UNALIGNED = "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
+_UNALIGNED = (
+    "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
+)
 
 
 def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
-    """The arrays on a device, by one call of device_put for all; where it is None, JAX's stay as they are."""
-    moving = [index for index, (array, _) in enumerate(imports) if device is not None or isinstance(array, np.ndarray)]
+    """The arrays on a device, by one call of device_put for all; where it is None, JAX's stay as
+    they are.
+    """
+    moving = [
+        index
+        for index, (array, _) in enumerate(imports)
+        if device is not None or isinstance(array, np.ndarray)
+    ]
     moved = jax.device_put([imports[index].array for index in moving], device, may_alias=True)
     transfers = [*imports]
     for index, new in zip(moving, moved, strict=True):
@@ -172,7 +232,11 @@ def _copy_reason(old: Array, new: jax.Array) -> str | None:
     # A JAX array moves only where `device=` asks for it.
     if isinstance(old, jax.Array):
         here, there = old.sharding, new.sharding
-        return None if here == there else f"it lies on {old.device}, and device= is {new.device}; leave that out"
+        return (
+            None
+            if here == there
+            else f"it lies on {old.device}, and device= is {new.device}; leave that out"
+        )
     # NumPy's is shared if the new array begins at its address.
     single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
     if not old.size or (single and _address(old) == _private.address(new)):
@@ -191,7 +255,9 @@ def _address(array: Array) -> int:
 
 
 def extents(leaf: jax.Array) -> list[Extent]:
-    """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
+    """The addresses of the first byte and of that after the last, of every piece of memory of
+    the array.
+    """
     if _is_abstract(leaf) or leaf.is_deleted():
         return []
     pieces = [shard.data for shard in arrays.stored(leaf).addressable_shards if shard.data.size]

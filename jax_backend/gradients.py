@@ -1,4 +1,6 @@
-"""The transforms from a loss to its gradient, updates applied to parameters, and the types of optax."""
+"""The transforms from a loss to its gradient, updates applied to parameters, and the types of
+optax.
+"""
 
 import importlib
 from functools import cache
@@ -19,15 +21,20 @@ as_function_of_params = "model.apply(params, x)"
 
 
 def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
-    """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has a tree an index."""
+    """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has
+    a tree an index.
+    """
     return jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
 
 
 def depends(loss: jax.Array) -> bool | None:
-    """Whether a loss depends on what the innermost transform, one of these, differentiates it by."""
+    """Whether a loss depends on what the innermost transform, one of these, differentiates it
+    by.
+    """
     tangents_seen = []
 
-    # A function whose derivative JAX asks for now: the tangent of the loss is a symbolic zero where it is a constant.
+    # A function whose derivative JAX asks for now: the tangent of the loss is a symbolic zero where
+    # it is a constant.
     @jax.custom_jvp
     def seen(x: jax.Array) -> jax.Array:
         return x
@@ -38,7 +45,8 @@ def depends(loss: jax.Array) -> bool | None:
 
     seen.defjvp(rule, symbolic_zeros=True)
     seen(loss)
-    # A constant loss outside of a trace may be 0 or NaN as its micro-batch is masked whole: then it is not known.
+    # A constant loss outside of a trace may be 0 or NaN as its micro-batch is masked whole: then it
+    # is not known.
     if any(tangents_seen):
         return True
     return False if _private.is_traced(loss) or abs(float(loss)) > 0 else None
@@ -54,18 +62,20 @@ def check_params(params: Tree) -> None:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """The parameters with the updates added, in the parameters' dtypes.
 
-    It is `optax.apply_updates` for code that does without optax, and takes updates of another dtype than the
-    parameter's: the sum is computed in the wider of both.
+    It is `optax.apply_updates` for code that does without optax, and takes updates of another dtype
+    than the parameter's: the sum is computed in the wider of both.
 
     Args:
         params: A tree of arrays. Where it has None, it stays None.
-        updates: A tree of the same structure, as `tx.update` returns it. Where it has None, the parameter stays.
+        updates: A tree of the same structure, as `tx.update` returns it. Where it has None, the
+            parameter stays.
 
     Returns:
         A tree like params.
 
     Raises:
-        FuncgaError: The two have different structures, or an update has another shape than its parameter.
+        FuncgaError: The two have different structures, or an update has another shape than its
+            parameter.
 
     Example:
         >>> jax_backend.apply_updates({"w": jnp.ones(2)}, {"w": jnp.full(2, -0.5)})
@@ -75,17 +85,24 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     additions, updates_structure = trees.flatten(updates, _is_none)
     if updates_structure != structure:
         raise FuncgaError(
-            f"params and updates have different structures: {structure} and {updates_structure}. Pass what tx.update "
-            f"returned for these params."
+            f"params and updates have different structures: {structure} and {updates_structure}. "
+            "Pass what tx.update returned for these params."
         )
     for leaf_index, (param, update) in enumerate(zip(leaves, additions, strict=True)):
         if update is not None and jnp.shape(param) != jnp.shape(update):
-            path = leaf_paths(params, trees)[leaf_index] if None not in leaves else f", leaf {leaf_index}"
-            raise FuncgaError(
-                f"`updates{path}` is {arrays.describe(update)}, and `params{path}` is {arrays.describe(param)}. An "
-                f"update has its parameter's shape: updates, state = tx.update(grads, state, params), of these params."
+            path = (
+                leaf_paths(params, trees)[leaf_index]
+                if None not in leaves
+                else f", leaf {leaf_index}"
             )
-    return trees.unflatten(structure, [_applied(*pair) for pair in zip(leaves, additions, strict=True)])
+            raise FuncgaError(
+                f"`updates{path}` is {arrays.describe(update)}, and `params{path}` is "
+                f"{arrays.describe(param)}. An update has its parameter's shape: updates, state = "
+                "tx.update(grads, state, params), of these params."
+            )
+    return trees.unflatten(
+        structure, [_applied(*pair) for pair in zip(leaves, additions, strict=True)]
+    )
 
 
 def _is_none(leaf: Tree) -> bool:
@@ -102,11 +119,13 @@ def _applied(param: Array, update: Array) -> Array:
     return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
 
 
-# -- optax, the library of transforms that JAX's users have: its types, for those who have installed it
+# -- optax, the library of transforms that JAX's users have: its types, where it is installed
 
 
 def _optax() -> ModuleType | None:
-    """optax, if it is installed: what is made before it is imported can be put into its chains too."""
+    """optax, if it is installed: what is made before it is imported can be put into its chains
+    too.
+    """
     try:
         return importlib.import_module("optax")
     except ModuleNotFoundError:
@@ -119,7 +138,9 @@ def owns(tx: Transform) -> bool:
 
 
 def imported(tx: Transform) -> Transform:
-    """A transform as the library's own combinators would call it, with extra arguments that it may ignore."""
+    """A transform as the library's own combinators would call it, with extra arguments that it
+    may ignore.
+    """
     optax = _optax()
     if optax is None or not isinstance(tx, optax.GradientTransformation):
         return tx

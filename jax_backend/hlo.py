@@ -1,4 +1,5 @@
-"""What a compiled program says to other devices, and how often: its collectives, by the depth of the loops around them.
+"""What a compiled program says to other devices, and how often: its collectives, by the depth of
+the loops around them.
 
 Only JAX has this file: there the compiler decides what is reduced where, so one has to look.
 """
@@ -17,8 +18,8 @@ class Collective(NamedTuple):
     """One collective of a compiled program.
 
     Attributes:
-        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"
-            or "ragged-all-to-all".
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+            "collective-broadcast" or "ragged-all-to-all".
         depth: How many loops it is in, 0 for none.
         bytes: The size of its operands, on one device.
 
@@ -33,9 +34,11 @@ class Collective(NamedTuple):
 
 
 def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Collective]:
-    """The collectives of a function as XLA compiles it for these arguments, in the order of the program.
+    """The collectives of a function as XLA compiles it for these arguments, in the order of the
+    program.
 
-    Nothing is run. It shows whether gradients are reduced once an update, or in every micro-batch and layer.
+    Nothing is run. It shows whether gradients are reduced once an update, or in every micro-batch
+    and layer.
 
     Args:
         fn: Any function of arrays, jitted or not.
@@ -66,10 +69,18 @@ class _Instruction(NamedTuple):
     attributes: str
 
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
-          "ragged-all-to-all")  # fmt: skip
+_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
-# Parentheses are also in the type of a tuple, where no name stands before one, and in tiles, `{1,0:T(8,128)}`.
+# Parentheses are also in the type of a tuple, where no name stands before one, and in tiles,
+# `{1,0:T(8,128)}`.
 _START = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*?)\s([a-z][\w\-]*)\((.*?)\)(,\s.*)?$")
 _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation|\w*computations)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -83,7 +94,8 @@ def _collectives(text: str) -> Iterator[Collective]:
     for computation, instructions in computations.items():
         types = {instruction.name: instruction.type for instruction in instructions}
         for instruction in instructions:
-            # What runs asynchronously is two instructions, "-start" and "-done": the first has the operands.
+            # What runs asynchronously is two instructions, "-start" and "-done": the first has the
+            # operands.
             kind = instruction.operation.removesuffix("-start")
             if kind in _KINDS and computation in depths:
                 operands = re.findall(r"%([\w.\-]+)", instruction.operands)
@@ -91,8 +103,8 @@ def _collectives(text: str) -> Iterator[Collective]:
                 yield Collective(kind, depths[computation], size)
 
 
-# The text is a list of computations, "name (parameters) -> type {", with a line for each instruction,
-# "name = type operation(operands), attributes", of which some call other computations.
+# The text is a list of computations, "name (parameters) -> type {", with a line for each
+# instruction, "name = type operation(operands), attributes", of which some call other computations.
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:

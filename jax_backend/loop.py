@@ -1,4 +1,6 @@
-"""The loop over the micro-batches: a scan over those of one size, whose carry is what has been folded."""
+"""The loop over the micro-batches: a scan over those of one size, whose carry is what has been
+folded.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -40,11 +42,13 @@ Kwargs: TypeAlias = dict[str, Tree]
 # -- calls outside of jit are compiled
 
 
-def jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False) -> Callable[..., Tree]:
+def jitted(
+    function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False
+) -> Callable[..., Tree]:
     """`f(settings, *args)`: the result of `function(*settings, *args)`, jitted.
 
-    Of args, arrays are traced and all else is static. The settings are static, and not searched for arrays.
-    Raises FuncgaError for an argument that is neither an array nor hashable.
+    Of args, arrays are traced and all else is static. The settings are static, and not searched for
+    arrays. Raises FuncgaError for an argument that is neither an array nor hashable.
     """
 
     def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
@@ -57,12 +61,16 @@ def jitted(function: Callable[..., Tree], *, inline: bool = False, keep_unused: 
 def compiled(
     function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
 ) -> Callable[..., Tree]:
-    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map it is as it was.
+    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map
+    it is as it was.
 
-    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or raises why.
+    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or
+    raises why.
     """
     outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
-    return lambda settings, *args: function(*settings, *args) if is_tracing() else outside(settings, *args)
+    return lambda settings, *args: (
+        function(*settings, *args) if is_tracing() else outside(settings, *args)
+    )
 
 
 def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -76,7 +84,8 @@ def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
     def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
         result, lost = run(settings, *args)
-        # The host does not wait for an accelerator. Outside of a program the same call raises why, and where.
+        # The host does not wait for an accelerator. Outside of a program the same call raises why,
+        # and where.
         if any(arrays.scalar(is_lost) is True for is_lost in lost):
             function(*settings, *args, [])
         return result
@@ -85,7 +94,9 @@ def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
-    """`fold(replicas, *operands)`, with the replicas that `across=` names, over which the operands may differ."""
+    """`fold(replicas, *operands)`, with the replicas that `across=` names, over which the
+    operands may differ.
+    """
     if program.across is None and REPLICATED.get() is None:
         return fold(None, *operands)
     with merging(program.across) as replicas:
@@ -98,7 +109,9 @@ def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) ->
 
 @dataclass(frozen=True, eq=False)
 class _Microbatch:
-    """One micro-batch, as a function of the row that it starts at and of the state that is threaded."""
+    """One micro-batch, as a function of the row that it starts at and of the state that is
+    threaded.
+    """
 
     program: Program
     arguments: Arguments
@@ -112,7 +125,8 @@ class _Microbatch:
         remade = lambda leaf: leaf
         if self.program.weight is not None and self.program.weighs_all(self.arguments.backend):
             remade = partial(_with_derivative, self.weight(start, state))
-        # Containers are made anew in the running trace: an object of nnx belongs to the trace that made it.
+        # Containers are made anew in the running trace: an object of nnx belongs to the trace that
+        # made it.
         args, kwargs = jax.tree.map(remade, (args, self.kwargs))
         whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
         with trees.unchanged((whole, kwargs)):
@@ -143,7 +157,9 @@ class _Microbatch:
 
 
 def _with_derivative(weight: Scalar, leaf: Tree) -> Tree:
-    """A leaf of the arguments, a constant if the micro-batch weighs nothing: a NaN would have NaN as its derivative."""
+    """A leaf of the arguments, a constant if the micro-batch weighs nothing: a NaN would have
+    NaN as its derivative.
+    """
     if isinstance(weight, int | float) or not is_float(leaf):
         return leaf
     return jnp.where(weight != 0, leaf, lax.stop_gradient(leaf))
@@ -155,7 +171,9 @@ def is_float(leaf: Tree) -> bool:
 
 
 def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> Callable[..., Tree]:
-    """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN, whatever it is times."""
+    """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN,
+    whatever it is times.
+    """
     as_function = _private.AS_FUNCTION
     if as_function is None:
         return evaluate
@@ -174,7 +192,9 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
             value, derivative = jax.linearize(run.fun, *primals)
             keep = keeps(value)
             # On both sides, for derivatives in both directions.
-            only = partial(jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf)
+            only = partial(
+                jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf
+            )
             return value, only(derivative(*only(tangents)))
 
         # All that it depends on, as its derivative has to be told of it.
@@ -184,7 +204,8 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
 
 
 class Carry(NamedTuple):
-    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state that is threaded.
+    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state
+    that is threaded.
 
     And, if one micro-batch may cost the window its result, what of it was dropped.
     """
@@ -202,31 +223,49 @@ class _Step(NamedTuple):
     gradient: Gradient
     weigh: Callable[..., Tally]
     unit: Scalar
-    weights: list[Scalar] | None = None  # one for each leaf that is reduced, where they are known before the loop
+    weights: list[Scalar] | None = (
+        None  # one for each leaf that is reduced, where they are known before the loop
+    )
     dropping: DroppingStep | None = None
 
 
 def _step(
-    microbatch: _Microbatch, outputs: Outputs, weigh: Callable[..., Tally], evaluate: Callable[..., Tree],
-    traced: "ClosedJaxpr", value: Tree, unit: Scalar, weight: Scalar = None, is_shared: bool = False,
-) -> _Step:  # fmt: skip
-    """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program `traced`.
+    microbatch: _Microbatch,
+    outputs: Outputs,
+    weigh: Callable[..., Tally],
+    evaluate: Callable[..., Tree],
+    traced: "ClosedJaxpr",
+    value: Tree,
+    unit: Scalar,
+    weight: Scalar = None,
+    is_shared: bool = False,
+) -> _Step:
+    """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program
+    `traced`.
 
-    `unit` is what the weights of means are measured in. `weight` is one that is known before the loop: if all
-    micro-batches share it, weighted sums are multiplied by it at the end.
+    `unit` is what the weights of means are measured in. `weight` is one that is known before the
+    loop: if all micro-batches share it, weighted sums are multiplied by it at the end.
     """
     program = microbatch.program
     if program.weight is not None and names_leaves(program.across):
         check_unmixed(outputs, traced, read_across(program.across))
-    readings = None if program.observers is None else program.readings(value[1], microbatch.arguments)
+    readings = (
+        None if program.observers is None else program.readings(value[1], microbatch.arguments)
+    )
     if program.dropping is None:
         weights = None
         if weight is not None:
             weights = [
-                1 if is_shared and fold.adds == "weighted" else weight / unit if fold.is_mean else weight
+                1
+                if is_shared and fold.adds == "weighted"
+                else weight / unit
+                if fold.is_mean
+                else weight
                 for fold in outputs.reduced_folds
             ]
-        return _Step(outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights)
+        return _Step(
+            outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights
+        )
     # All leaves are looked at before one is folded.
     kept = _kept(evaluate, partial(_is_kept, outputs, program.dropping))
     leaves_of = partial(leaves_to_fold, outputs, kept, readings)
@@ -264,16 +303,29 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
 
 
 def _add_kept(
-    step: _Step, dropping: DroppingStep, carry: Carry, into: dict[int, Into], leaves: list[Any], counted: Tally
+    step: _Step,
+    dropping: DroppingStep,
+    carry: Carry,
+    into: dict[int, Into],
+    leaves: list[Any],
+    counted: Tally,
 ) -> tuple[Carry, list[jax.Array]]:
-    """The carry with one more micro-batch, of these leaves, if that passes the test; else only its count.
+    """The carry with one more micro-batch, of these leaves, if that passes the test; else only its
+    count.
 
     And its values of the collected leaves, which are observers': NaN if it does not pass.
     """
     outputs, dropped = step.outputs, carry.dropped
     keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
-    reduced = [fold.combine(sums, fold.lift(leaves[index], weight)) for index, (sums, fold, weight) in into.items()]
-    after = reduced, carry.total.merge(counted), [leaves[leaf_index] for leaf_index in outputs.threads]
+    reduced = [
+        fold.combine(sums, fold.lift(leaves[index], weight))
+        for index, (sums, fold, weight) in into.items()
+    ]
+    after = (
+        reduced,
+        carry.total.merge(counted),
+        [leaves[leaf_index] for leaf_index in outputs.threads],
+    )
     # Selected: a product with 0 would be NaN where what is dropped is.
     before = carry.reduced, carry.total, carry.state
     reduced, total, state = jax.tree.map(partial(jnp.where, keep), after, before)
@@ -284,9 +336,11 @@ def _add_kept(
 
 
 def unit_of(weight: Scalar) -> Scalar:
-    """A power of two near the weight of a first micro-batch: what the weights of means are measured in.
+    """A power of two near the weight of a first micro-batch: what the weights of means are measured
+    in.
 
-    So the sums are of the size of the values, and leave their range only where the values nearly do.
+    So the sums are of the size of the values, and leave their range only where the values nearly
+    do.
     """
     if isinstance(weight, int | float):
         return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
@@ -301,11 +355,14 @@ def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
 
 
 def tally_of(total: Tally, unit: Scalar, is_mean: bool, is_narrow: bool) -> Tally:
-    """The tally for a fold: in this unit for a mean; NaN where a float32 cannot hold it, so that no 0 comes of it."""
+    """The tally for a fold: in this unit for a mean; NaN where a float32 cannot hold it, so that
+    no 0 comes of it.
+    """
     weight = total.total / unit if is_mean else total.total
     if not is_narrow:  # a program in float64 has no float32 in it
         return Tally((weight,), total.steps)
-    # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as well.
+    # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as
+    # well.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
     return Tally((narrowed,), total.steps)
@@ -316,13 +373,18 @@ def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
     reduced = fold.identity(arrays.zeros(aval))
     if aval.sharding.mesh.empty:
         return reduced
-    return jax.tree.map(lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced)
+    return jax.tree.map(
+        lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced
+    )
 
 
 def _begin(
-    outputs: Outputs, spread: Spread, types: "Sequence[ShapedArray]", state: list[jax.Array],
+    outputs: Outputs,
+    spread: Spread,
+    types: "Sequence[ShapedArray]",
+    state: list[jax.Array],
     dropping: DroppingStep | None,
-) -> Carry:  # fmt: skip
+) -> Carry:
     """What is carried before the first micro-batch, where grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
     nothing = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
@@ -330,7 +392,9 @@ def _begin(
     if dropping is None or dropping.scope != "window":
         return carry
     # Copied, as what is carried may be donated.
-    return carry._replace(dropped=Dropped(jnp.int32(0), [jnp.array(leaf, copy=True) for leaf in state]))
+    return carry._replace(
+        dropped=Dropped(jnp.int32(0), [jnp.array(leaf, copy=True) for leaf in state])
+    )
 
 
 def _merged(
@@ -343,11 +407,14 @@ def _merged(
 ) -> Folded:
     """What all replicas have folded, before it is normalised.
 
-    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA divides: one pass.
+    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA
+    divides: one pass.
     """
     # Collected values were never cast: the result's dtype is theirs, or what the fold asks for.
     collected = [
-        jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(fold.result_dtype)
+        jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(
+            fold.result_dtype
+        )
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
     folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
@@ -358,7 +425,9 @@ def _merged(
     pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
     return folded._replace(
         reduced=[
-            fold.lift(leaf, shared / unit if fold.is_mean else shared) if fold.adds == "weighted" else leaf
+            fold.lift(leaf, shared / unit if fold.is_mean else shared)
+            if fold.adds == "weighted"
+            else leaf
             for fold, leaf in pairs
         ]
     )
@@ -366,21 +435,35 @@ def _merged(
 
 def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     """The result, in the structure of grad_fn's output."""
-    triples = zip(outputs.reduced_folds, folded.reduced, _tallies(outputs, folded.total, folded.unit), strict=True)
-    normalised, state = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples], folded.state
+    triples = zip(
+        outputs.reduced_folds,
+        folded.reduced,
+        _tallies(outputs, folded.total, folded.unit),
+        strict=True,
+    )
+    normalised, state = (
+        [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples],
+        folded.state,
+    )
     collected = folded.collected
     if folded.dropped is not None:
         is_whole = folded.dropped.rejected == 0
-        normalised = jax.tree.map(lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised)
+        normalised = jax.tree.map(
+            lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised
+        )
         state = jax.tree.map(partial(jnp.where, is_whole), state, folded.dropped.state)
         collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
     return outputs.join(normalised, collected, state)
 
 
 def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
-    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else appends whether it is."""
+    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else
+    appends whether it is.
+    """
     unseen: list[jax.Array] = []
-    for leaf_index, fold, reduced in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True):
+    for leaf_index, fold, reduced in zip(
+        outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
+    ):
         path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
         unseen += fold.check_known(reduced, folded.total, path)
     if unseen:
@@ -409,7 +492,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], T
     if program.across is not None or jax.device_count() == 1:
         return partial(fold, (Spread(),))
     # Asked here, since inside of jit an array does not say where it lies.
-    return lambda args, kwargs: fold((sharding.spread_of(args, program.read(args, backend)),), args, kwargs)
+    return lambda args, kwargs: fold(
+        (sharding.spread_of(args, program.read(args, backend)),), args, kwargs
+    )
 
 
 class Accumulate:
@@ -420,9 +505,15 @@ class Accumulate:
         if program.observers is not None:
             _check_whole(program)
         self.fold = compiled(self.traced, is_exact=program.is_exact)
-        self.count = None if program.totals is None else Accumulate(program.counting(backend), backend).traced
+        self.count = (
+            None
+            if program.totals is None
+            else Accumulate(program.counting(backend), backend).traced
+        )
 
-    def traced(self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None) -> Tree:
+    def traced(
+        self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None
+    ) -> Tree:
         """The fold, in the trace that is running."""
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
@@ -435,7 +526,9 @@ class Accumulate:
         return result if self.count is None else spoilt(result, kwargs["totals"])
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
-        """What is folded, before it is normalised, and how the rows of the batch were spread over the devices."""
+        """What is folded, before it is normalised, and how the rows of the batch were spread
+        over the devices.
+        """
         return _over_replicas(partial(self._fold, spread), self.program, args, kwargs)
 
     def _fold(
@@ -450,8 +543,8 @@ class Accumulate:
         sizes = groups(rows, program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
         narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
-        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in place. Where some may
-        # be dropped, it is counted.
+        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in
+        # place. Where some may be dropped, it is counted.
         is_known = (program.weight, program.dropping) == (None, None)
         is_shared = (is_known, len(sizes)) == (True, 1)
         carry: Carry | None = None
@@ -459,38 +552,57 @@ class Accumulate:
         first = 0
         for count, size in sizes:  # one or two sizes, and a scan for each
             microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
-            # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that no call remains.
-            evaluate, weigh = jax.jit(microbatch.evaluate, inline=True), jax.jit(microbatch.weigh, inline=True)
-            state = [arrays.strong(leaf) for leaf in arguments.state] if carry is None else carry.state
+            # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that
+            # no call remains.
+            evaluate, weigh = (
+                jax.jit(microbatch.evaluate, inline=True),
+                jax.jit(microbatch.weigh, inline=True),
+            )
+            state = (
+                [arrays.strong(leaf) for leaf in arguments.state] if carry is None else carry.state
+            )
             traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
             if carry is None:
                 outputs, _ = program.bind(value, arguments)
-                # Only now is it clear whether the fold gives the same result with other rows in a micro-batch.
+                # Only now is it clear whether the fold gives the same result with other rows in a
+                # micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                unit = unit_of(size if program.weight is None else microbatch.weight(jnp.int32(0), state))
+                unit = unit_of(
+                    size if program.weight is None else microbatch.weight(jnp.int32(0), state)
+                )
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
             weight = None
             if is_known:
-                # Known before the loop: a Python number, with which XLA multiplies in the operation that adds.
+                # Known before the loop: a Python number, with which XLA multiplies in the operation
+                # that adds.
                 weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            step = _step(microbatch, outputs, weigh, evaluate, traced, value, unit, weight, is_shared)
+            step = _step(
+                microbatch, outputs, weigh, evaluate, traced, value, unit, weight, is_shared
+            )
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
         assert carry is not None  # as a batch has rows
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-        carry = Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped)
-        return outputs, _merged(outputs, replicas, carry, chunks, unit, weight if is_shared else None), spread
+        carry = Carry(
+            *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
+        )
+        return (
+            outputs,
+            _merged(outputs, replicas, carry, chunks, unit, weight if is_shared else None),
+            spread,
+        )
 
 
 def _check_whole(program: Program) -> None:
     """Raises FuncgaError for observers of gradients that each replica is to have a part of."""
     if getattr(program.across, "scatter", None) is not None:
         raise FuncgaError(
-            "observe= was given, and across= has scatter=, which leaves the gradient in parts on the replicas: what is "
-            "observed is compared with the whole of it. Leave scatter out of a step that observes."
+            "observe= was given, and across= has scatter=, which leaves the gradient in parts on "
+            "the replicas: what is observed is compared with the whole of it. Leave scatter out of "
+            "a step that observes."
         )
 
 
@@ -499,7 +611,8 @@ def _check_divides(rows: Scalar, program: Program) -> None:
     divisor = program.n or program.microbatch_size
     if not rows % divisor == 0:
         raise FuncgaError(
-            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that {divisor} divides it. "
+            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that "
+            f"{divisor} divides it. "
             f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
         )
 
@@ -507,33 +620,49 @@ def _check_divides(rows: Scalar, program: Program) -> None:
 def _scan(
     step: _Step, carry: Carry, traced: "ClosedJaxpr", first: int, count: int, size: int
 ) -> tuple[Carry, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they have collected."""
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they
+    have collected.
+    """
     body = partial(_add, step)
     starts = first + size * jnp.arange(count, dtype=jnp.int32)
-    # A carry keeps its type, and what is sharded or varies can make more so. Without a mesh nothing does.
+    # A carry keeps its type, and what is sharded or varies can make more so. Without a mesh nothing
+    # does.
     types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
-    if not (jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)):
+    if not (
+        jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)
+    ):
         carry, _ = arrays.settled(lambda carry: body(carry, starts[0]), carry)
     carry, collected = lax.scan(body, carry, starts)
     if step.weights is not None:  # what is known before the loop is not counted in it
         carry = carry._replace(total=carry.total.merge(arrays.tally(count * size, count)))
     pairs = zip(step.outputs.collected_folds, collected, strict=True)
-    return carry, [sharding.joined_along(stacked, fold.fold.reducer.monoid.axis or 0) for fold, stacked in pairs]
+    return carry, [
+        sharding.joined_along(stacked, fold.fold.reducer.monoid.axis or 0)
+        for fold, stacked in pairs
+    ]
 
 
 # -- stream
 
 
 def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args], Kwargs], Tree]:
-    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+    """f(leading, microbatches, kwargs): the fold of the program over an iterable of
+    micro-batches.
+    """
     # Inside of a trace nothing is kept: what is traced there may close over values of that trace.
-    return (_Stream(program, backend) if is_tracing() else program.memory.keep(_Stream, program, backend)).fold
+    return (
+        _Stream(program, backend)
+        if is_tracing()
+        else program.memory.keep(_Stream, program, backend)
+    ).fold
 
 
 class _Stream:
-    """What is kept of a step of `stream`: its programs, and how the outputs of each kind of micro-batch are folded.
+    """What is kept of a step of `stream`: its programs, and how the outputs of each kind of
+    micro-batch are folded.
 
-    The programs are one that begins an accumulator, one that adds a micro-batch, and one that finishes.
+    The programs are one that begins an accumulator, one that adds a micro-batch, and one that
+    finishes.
     """
 
     def __init__(self, program: Program, backend: Backend):
@@ -543,7 +672,9 @@ class _Stream:
         self.outputs: dict[object, Outputs] = {}
         # Traced once, for the shapes and the steps alike.
         self.evaluate = jitted(self._evaluate, inline=True)
-        self.begin = compiled(self._begin, keep_unused=True)  # it has no devices but those of its arguments
+        self.begin = compiled(
+            self._begin, keep_unused=True
+        )  # it has no devices but those of its arguments
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
         self.finish = compiled(self._finish, is_exact=program.is_exact)
         self.spoilt = compiled(spoilt)
@@ -552,13 +683,16 @@ class _Stream:
         """The fold over the micro-batches, each taken, folded and let go."""
         return _over_replicas(partial(self._fold, microbatches), self.program, leading, kwargs)
 
-    def _fold(self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs) -> Tree:
+    def _fold(
+        self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs
+    ) -> Tree:
         outputs: Outputs | None = None
         chunks = []
         device = None if self.program.device is None else dlpack.device(self.program.device)
         if device is not None and self.program.totals is not None:
             kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
-        # What is the same for all micro-batches is split once. Micro-batches of one shape share a program.
+        # What is the same for all micro-batches is split once. Micro-batches of one shape share a
+        # program.
         whole, arrays_whole = split((leading, kwargs))
         add = self._add if is_tracing() else self.add
         for item in microbatches:
@@ -570,24 +704,32 @@ class _Stream:
                 spread = sharding.spread_of((*leading, *item))
                 carry, unit = self.begin((outputs, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
-            carry, collected = add(outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut)
+            carry, collected = add(
+                outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut
+            )
             if collected:  # else finish would be compiled for every number of micro-batches
                 chunks.append(collected)
             del item, arrays_cut, collected  # so that no more than one micro-batch is held
         # With across= the stream may be empty on this replica alone, which was not known before.
         if outputs is None:
             raise FuncgaError(
-                "the stream is empty: there is no micro-batch to fold, and so no structure to return. Check the "
-                "loader, or that a generator was not used up before."
+                "the stream is empty: there is no micro-batch to fold, and so no structure to "
+                "return. Check the loader, or that a generator was not used up before."
             )
         told = {} if self.program.observers is None else kwargs
         result = self.finish((outputs, replicas), carry, unit, chunks, told)
         return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
 
     def _finish(
-        self, outputs: Outputs, replicas: Replicas | None, carry: Carry, unit: jax.Array,
-        chunks: Sequence[Sequence[jax.Array]], kwargs: Kwargs, lost: list[jax.Array] | None = None,
-    ) -> Tree:  # fmt: skip
+        self,
+        outputs: Outputs,
+        replicas: Replicas | None,
+        carry: Carry,
+        unit: jax.Array,
+        chunks: Sequence[Sequence[jax.Array]],
+        kwargs: Kwargs,
+        lost: list[jax.Array] | None = None,
+    ) -> Tree:
         folded = _merged(outputs, replicas, carry, chunks, unit)
         if lost is not None:
             _check_known(outputs, folded, lost)
@@ -598,12 +740,19 @@ class _Stream:
         """The Outputs of micro-batches like this one, bound once for all of the same types."""
         static, of_item = split((leading, kwargs, item))
         config: Any = jax.config
-        key = static, *map(jax.typeof, of_item), config.jax_enable_x64, config.jax_numpy_dtype_promotion
+        key = (
+            static,
+            *map(jax.typeof, of_item),
+            config.jax_enable_x64,
+            config.jax_numpy_dtype_promotion,
+        )
         if key not in self.outputs:
             arguments = self._microbatch(leading, kwargs, item).arguments
             state = [arrays.strong(leaf) for leaf in arguments.state]
             # The arrays alone are operands; all else is static.
-            value = jax.eval_shape(lambda of_item: self.evaluate((), *static.tree(of_item), state), of_item)
+            value = jax.eval_shape(
+                lambda of_item: self.evaluate((), *static.tree(of_item), state), of_item
+            )
             self.outputs[key], _ = self.program.bind(value, arguments)
         return self.outputs[key]
 
@@ -625,9 +774,16 @@ class _Stream:
         return _begin(outputs, spread, types, state, self.program.dropping), unit
 
     def _add(
-        self, outputs: Outputs, spread: Spread, whole: Static, cut: Static, carry: Carry, unit: jax.Array,
-        arrays_whole: Sequence[jax.Array], arrays_cut: Sequence[jax.Array],
-    ) -> tuple[Carry, list[jax.Array]]:  # fmt: skip
+        self,
+        outputs: Outputs,
+        spread: Spread,
+        whole: Static,
+        cut: Static,
+        carry: Carry,
+        unit: jax.Array,
+        arrays_whole: Sequence[jax.Array],
+        arrays_cut: Sequence[jax.Array],
+    ) -> tuple[Carry, list[jax.Array]]:
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
 
         def evaluate(start: None, state: list[jax.Array]) -> Tree:
@@ -637,12 +793,17 @@ class _Stream:
         microbatch = self._microbatch(leading, kwargs, item)
         step = _step(microbatch, outputs, microbatch.weigh, evaluate, traced, value, unit)
         carry, collected = _add(step, carry, None)
-        return Carry(*spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped), collected
+        return Carry(
+            *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
+        ), collected
 
 
 def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
     leaves, structure = trees.flatten(tree)
-    moved = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves]
+    moved = [
+        jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+        for leaf in leaves
+    ]
     return trees.unflatten(structure, moved)
 
 

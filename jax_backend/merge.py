@@ -1,8 +1,10 @@
-"""The merge over replicas: the monoids that join micro-batches, as collectives, once, after the loop.
+"""The merge over replicas: the monoids that join micro-batches, as collectives, once, after the
+loop.
 
-Only JAX has this file: inside shard_map a collective is an operation of the program like any other. All of them but a
-few large ones are parts of one sum, of which XLA makes one all-reduce for each dtype. What every replica needs of every
-other travels in it as well, if it is small: as an array that has a row for each replica, where each fills its own.
+Only JAX has this file: inside shard_map a collective is an operation of the program like any other.
+All of them but a few large ones are parts of one sum, of which XLA makes one all-reduce for each
+dtype. What every replica needs of every other travels in it as well, if it is small: as an array
+that has a row for each replica, where each fills its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,18 +44,22 @@ class Folded(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """How many micro-batches of a window were not folded, and the state that is threaded as it was before the first."""
+    """How many micro-batches of a window were not folded, and the state that is threaded as it
+    was before the first.
+    """
 
     rejected: jax.Array
     state: list[jax.Array]
 
 
 def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
-    """What all replicas have folded together: the same on each of them, but for the leaves that are scattered.
+    """What all replicas have folded together: the same on each of them, but for the leaves that are
+    scattered.
 
     Raises FuncgaError for a leaf that cannot be scattered.
     """
-    # First everything is handed to the collectives, then they run, and then each result is made of what they return.
+    # First everything is handed to the collectives, then they run, and then each result is made of
+    # what they return.
     folded = _in_one_unit(outputs, folded, replicas)
     of_axes = {replicas.names: _Collectives(replicas.names)}
     collectives, names = of_axes[replicas.names], _names_of_leaves(outputs, replicas)
@@ -65,20 +71,33 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
         _merge_leaf(of_axes[names[leaf_index]], fold, lifted, scatter.get(leaf_index))
         if names[leaf_index]
         else partial(_itself, lifted)
-        for leaf_index, fold, lifted in zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
+        for leaf_index, fold, lifted in zip(
+            outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
+        )
     ]
     total = _merge_tally(collectives, folded.total)
-    # The replicas have the rows of one batch in order, so the state at its end is that of the last replica.
+    # The replicas have the rows of one batch in order, so the state at its end is that of the last
+    # replica.
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [collectives.gather(leaf) for leaf in folded.collected]
-    dropped = None if folded.dropped is None else _merge_dropped(collectives, folded.dropped, folded.total)
+    dropped = (
+        None
+        if folded.dropped is None
+        else _merge_dropped(collectives, folded.dropped, folded.total)
+    )
     for each in of_axes.values():
         each.run()
     rows = [
         sharding.joined_along(later(), fold.fold.reducer.monoid.axis or 0)
         for fold, later in zip(outputs.collected_folds, collected, strict=True)
     ]
-    merged = Folded([later() for later in reduced], total(), [later() for later in state], rows, unit=folded.unit)
+    merged = Folded(
+        [later() for later in reduced],
+        total(),
+        [later() for later in state],
+        rows,
+        unit=folded.unit,
+    )
     return merged if dropped is None else merged._replace(dropped=dropped())
 
 
@@ -86,7 +105,9 @@ def _in_one_unit(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded
     """The same in a unit that all replicas have: their own, if it is plain that it is the same."""
     unit, names = folded.unit, {*replicas.names}
     # Weights that the program computes may differ, and no replica knows the others' yet.
-    if isinstance(unit, float) or (names <= arrays.typed_axes(names) and not names & varying_axes(jax.typeof(unit))):
+    if isinstance(unit, float) or (
+        names <= arrays.typed_axes(names) and not names & varying_axes(jax.typeof(unit))
+    ):
         return folded
     pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
     reduced = [leaf * unit.astype(leaf.dtype) if fold.is_mean else leaf for fold, leaf in pairs]
@@ -106,8 +127,9 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
         is_of_window = leaf_index not in outputs.reduced or (fold is not None and fold.is_of_window)
         if is_of_window and {*own} != {*replicas.names}:
             raise FuncgaError(
-                f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose fold "
-                f"({fold and fold.fold.name}) is of the whole window. Write {spelled(replicas.names)} there."
+                f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose "
+                f"fold ({fold and fold.fold.name}) is of the whole window. Write "
+                f"{spelled(replicas.names)} there."
             )
     # The same axes in another order are the same replicas.
     return [replicas.names if {*own} == {*replicas.names} else own for own in names]
@@ -115,26 +137,42 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
 
 # Collectives, through which the gradient of another device's loss may come.
 _COLLECTIVES = {
-    *("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "preduced"),
-    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute"),
+    *(
+        "psum",
+        "psum_invariant",
+        "reduce_scatter",
+        "unreduced_psum",
+        "unreduced_reduce_scatter",
+        "preduced",
+    ),
+    *(
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "all_to_all",
+        "ragged_all_to_all",
+        "ppermute",
+    ),
     *("pbroadcast", "psend", "precv"),
 }
 
 
 def check_unmixed(outputs: Outputs, traced: "ClosedJaxpr", replicas: Replicas) -> None:
-    """Raises FuncgaError where grad_fn, the program `traced`, brings the gradients of other devices' losses unweighed.
+    """Raises FuncgaError where grad_fn, the program `traced`, brings the gradients of other
+    devices' losses unweighed.
 
-    A leaf that is merged over fewer axes than the window has them from along the others. A mean over micro-batches of
-    different weights cannot be had of them any more.
+    A leaf that is merged over fewer axes than the window has them from along the others. A mean
+    over micro-batches of different weights cannot be had of them any more.
     """
     names = _names_of_leaves(outputs, replicas)
     for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
         others = {*replicas.names} - {*names[leaf_index]}
         if others and fold.weighs and others & {*_axes_of_collectives(traced.jaxpr)}:
             raise FuncgaError(
-                f"weight= was given, and `{outputs.paths()[leaf_index]}` has from grad_fn what the losses of other "
-                f"devices along {listed(sorted(others))} add to it, each as if it weighed 1. Return sums, and let "
-                f"funcga divide them: a loss that is summed over what weight counts, and fold=funcga.per_weight()."
+                f"weight= was given, and `{outputs.paths()[leaf_index]}` has from grad_fn what the "
+                f"losses of other devices along {listed(sorted(others))} add to it, each as if it "
+                "weighed 1. Return sums, and let funcga divide them: a loss that is summed over "
+                "what weight counts, and fold=funcga.per_weight()."
             )
 
 
@@ -150,13 +188,17 @@ def _itself(lifted: Tree) -> Tree:
     return lifted
 
 
-def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None) -> Callable[[], Tree]:
+def _merge_leaf(
+    collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None
+) -> Callable[[], Tree]:
     """What the replicas have lifted and combined, combined by the monoid of the leaf."""
     monoid = fold.fold.reducer.monoid
     which = monoid.collective
     if monoid.sent is not None and monoid.received is not None:
         receive = monoid.received
-        send = collectives.sum if scatter is None else lambda part: collectives.scatter(part, scatter)
+        send = (
+            collectives.sum if scatter is None else lambda part: collectives.scatter(part, scatter)
+        )
         sums = _each(send, monoid.sent(jnp, lifted))
         return lambda: receive(jnp, sums())
     if which is None:
@@ -170,9 +212,12 @@ def _merge_leaf(collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatt
 
 
 def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tally]:
-    """The tally of all replicas. Its counts travel as floats, with the gradients, as addends that are exact."""
+    """The tally of all replicas. Its counts travel as floats, with the gradients, as addends
+    that are exact.
+    """
     limbs = len(total.weight)
-    # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the weight.
+    # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the
+    # weight.
     numbers = jnp.stack([*total.weight, *arrays.addends(total.steps, wide=limbs == 1)])
     gathered = collectives.rows(numbers)
 
@@ -185,7 +230,9 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
     return later
 
 
-def _merge_dropped(collectives: "_Collectives", dropped: Dropped, total: Tally) -> Callable[[], Dropped]:
+def _merge_dropped(
+    collectives: "_Collectives", dropped: Dropped, total: Tally
+) -> Callable[[], Dropped]:
     """What all replicas have dropped. The count travels as a float, with the weights."""
     rejected = collectives.sum(dropped.rejected.astype(total.weight[0].dtype))
     state = [collectives.last(leaf) for leaf in dropped.state]
@@ -199,9 +246,14 @@ def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree
 
 
 def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
-    """The combination of what stands along the first axis, [replicas, ...], from the first to the last."""
+    """The combination of what stands along the first axis, [replicas, ...], from the first to
+    the last.
+    """
     # Unrolled, as there are few replicas: a loop on the device would wait for each turn.
-    first, rest = jax.tree.map(lambda leaf: leaf[0], gathered), jax.tree.map(lambda leaf: leaf[1:], gathered)
+    first, rest = (
+        jax.tree.map(lambda leaf: leaf[0], gathered),
+        jax.tree.map(lambda leaf: leaf[1:], gathered),
+    )
     return lax.scan(lambda before, more: (combine(before, more), None), first, rest, unroll=16)[0]
 
 
@@ -219,15 +271,20 @@ def _scatter_axes(
     try:
         leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
     except PrefixError as error:
-        asked, returned = outline(error.prefix, trees, repr), outline(error.tree, trees, lambda leaf: "...")
+        asked, returned = (
+            outline(error.prefix, trees, repr),
+            outline(error.tree, trees, lambda leaf: "..."),
+        )
         raise FuncgaError(
-            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {asked}, and grad_fn returned "
-            f"{returned}. Write an axis, or None (the whole leaf on every replica), for all that stands below: "
-            f"scatter=(None, 0)."
+            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {asked}, and "
+            f"grad_fn returned {returned}. Write an axis, or None (the whole leaf on every "
+            "replica), for all that stands below: scatter=(None, 0)."
         ) from error
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
-        leaf_index: _check_scatter(outputs, leaf_index, axis, lifted.get(leaf_index), names[leaf_index])
+        leaf_index: _check_scatter(
+            outputs, leaf_index, axis, lifted.get(leaf_index), names[leaf_index]
+        )
         for leaf_index, (axis, _) in enumerate(leaf_axes)
         if axis is not None
     }
@@ -237,8 +294,12 @@ def _is_axis(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, names: tuple[str, ...]) -> int:
-    """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot be cut along it."""
+def _check_scatter(
+    outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, names: tuple[str, ...]
+) -> int:
+    """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot
+    be cut along it.
+    """
     fold, path, count = (
         outputs.folds[leaf_index],
         outputs.paths()[leaf_index],
@@ -246,21 +307,23 @@ def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, n
     )
     if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
         raise FuncgaError(
-            f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the replicas can be "
-            f"scattered. Write None in its place, or fold it with funcga.mean(), funcga.per_weight() or funcga.sum()."
+            f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the "
+            "replicas can be scattered. Write None in its place, or fold it with funcga.mean(), "
+            "funcga.per_weight() or funcga.sum()."
         )
     rank = 0
     for part in jax.tree.leaves(lifted):
         described, rank = arrays.describe(part), part.ndim
         if not -rank <= axis < rank:
             raise FuncgaError(
-                f"scatter={axis} for {path}, which is {described} and has no such axis. Write None in its place, as in "
-                f"scatter=(None, 0)."
+                f"scatter={axis} for {path}, which is {described} and has no such axis. Write None "
+                "in its place, as in scatter=(None, 0)."
             )
         if part.shape[axis] % count:
             raise FuncgaError(
-                f"scatter={axis} for {path}, which is {described}: its {part.shape[axis]} rows on that axis do not "
-                f"divide among {count} replicas. Choose another axis, or write None in its place."
+                f"scatter={axis} for {path}, which is {described}: its {part.shape[axis]} rows on "
+                f"that axis do not divide among {count} replicas. Choose another axis, or write "
+                "None in its place."
             )
     return axis % rank
 
@@ -270,11 +333,16 @@ def _check_scatter(outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, n
 Later = Callable[[], jax.Array]
 """What a collective has returned, once all have run."""
 
-_SMALL = 2**16  # bytes over all replicas: so much travels as rows in the sum, and more has collectives of its own
+_SMALL = (
+    2**16
+    # bytes over all replicas: so much travels as rows in the sum, and more has collectives of its
+    # own
+)
 
 
 class _Collectives:
-    """Arrays that wait for the sum over some mesh axes; what the methods return can be asked after `run`.
+    """Arrays that wait for the sum over some mesh axes; what the methods return can be asked after
+    `run`.
 
     What is not to be summed but copied travels in it as well, with zeros on all replicas but one.
     """
@@ -291,17 +359,26 @@ class _Collectives:
     def run(self) -> None:
         """Runs the sum of all that waits."""
 
-        # What is copied is sent as integers: added to zeros they stay as they are. Floats need not, as XLA on the CPU
-        # makes 0.0 of -0.0 and of subnormal numbers. Integers have no derivative, so that is the one of the floats.
+        # What is copied is sent as integers: added to zeros they stay as they are. Floats need not,
+        # as XLA on the CPU makes 0.0 of -0.0 and of subnormal numbers. Integers have no derivative,
+        # so that is the one of the floats.
         @jax.custom_jvp
         def exchange(addends: list[jax.Array]) -> list[jax.Array]:
-            sent = [_as_integers(part) if index in self.copied else part for index, part in enumerate(addends)]
+            sent = [
+                _as_integers(part) if index in self.copied else part
+                for index, part in enumerate(addends)
+            ]
             return [
                 _from_integers(part, addends[index].dtype) if index in self.copied else part
                 for index, part in enumerate(self._psum(sent))
             ]
 
-        exchange.defjvp(lambda primals, tangents: (exchange(*primals), jax.jvp(self._psum, primals, tangents)[1]))
+        exchange.defjvp(
+            lambda primals, tangents: (
+                exchange(*primals),
+                jax.jvp(self._psum, primals, tangents)[1],
+            )
+        )
         self.sums += exchange(self.addends)
 
     def _psum(self, addends: list[jax.Array]) -> list[jax.Array]:
@@ -322,7 +399,9 @@ class _Collectives:
 
     def rows(self, numbers: jax.Array, is_copied: bool = False) -> Later:
         """The numbers of all replicas in order, [replicas, ...]: each fills a row of its own."""
-        is_own = lax.broadcasted_iota(jnp.int32, (self.replicas, *[1] * numbers.ndim), 0) == self.index
+        is_own = (
+            lax.broadcasted_iota(jnp.int32, (self.replicas, *[1] * numbers.ndim), 0) == self.index
+        )
         return self.sum(_where(is_own, numbers[None]), is_copied)
 
     def gather(self, array: jax.Array) -> Later:
@@ -359,7 +438,9 @@ class _Collectives:
         return lambda: part
 
     def _has_room(self, array: jax.Array) -> bool:
-        """Whether a row of this array for each replica may be a part of the sum; if so, the room is taken."""
+        """Whether a row of this array for each replica may be a part of the sum; if so, the room
+        is taken.
+        """
         size = array.size * array.dtype.itemsize * self.replicas
         if self.used + size > _SMALL:
             return False
@@ -374,7 +455,9 @@ def _where(mask: jax.Array, numbers: jax.Array) -> jax.Array:
 
 
 def _as_integers(numbers: jax.Array) -> jax.Array:
-    """The numbers as int32 with all of their bits. 64 bits are two integers, on an axis of their own."""
+    """The numbers as int32 with all of their bits. 64 bits are two integers, on an axis of their
+    own.
+    """
     if numbers.dtype.itemsize >= 4:
         return lax.bitcast_convert_type(numbers, jnp.int32)
     if jnp.issubdtype(numbers.dtype, jnp.floating):
@@ -396,17 +479,22 @@ def _integer_like(dtype: Dtype) -> Dtype:
 
 
 def _as_ranks(array: jax.Array, which: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Integers in the order of the numbers, NaN last or first, and the way back: XLA's own maximum can lose a NaN."""
+    """Integers in the order of the numbers, NaN last or first, and the way back: XLA's own
+    maximum can lose a NaN.
+    """
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         # Not every device compares bools and integers of 8 bits.
         wide = array.astype(jnp.int32) if dtype.itemsize < 4 else array
         return wide, lambda extreme: extreme.astype(dtype)
     integer = _integer_like(dtype)
-    least, most = (jnp.asarray(extreme, integer) for extreme in (np.iinfo(integer).min, np.iinfo(integer).max))
+    least, most = (
+        jnp.asarray(extreme, integer) for extreme in (np.iinfo(integer).min, np.iinfo(integer).max)
+    )
 
     def turned(bits: jax.Array) -> jax.Array:
-        # The bits of floats are in the order of the numbers, but for those of the negative ones, which run backwards.
+        # The bits of floats are in the order of the numbers, but for those of the negative ones,
+        # which run backwards.
         return jnp.where(bits < 0, bits ^ most, bits)
 
     bits = turned(lax.bitcast_convert_type(array, integer))

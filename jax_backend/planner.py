@@ -17,7 +17,9 @@ from jax_backend import trees
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether the leaf only stands for an array of this framework: it has a shape and a dtype, and no numbers."""
+    """Whether the leaf only stands for an array of this framework: it has a shape and a dtype,
+    and no numbers.
+    """
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -34,7 +36,9 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes that the arrays of a tree take; memory that several of them share is counted once."""
+    """The bytes that the arrays of a tree take; memory that several of them share is counted
+    once.
+    """
     return sum({id(leaf): _size(leaf) for leaf in _Call((tree,), {}).arrays}.values())
 
 
@@ -64,22 +68,28 @@ def peak(
     """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it is."""
     if program.across is not None and program.on_each is None:
         raise FuncgaError(
-            "the plan of a step with across= was asked for, whose axis has a meaning inside of shard_map alone. Plan "
-            "it as it runs on a mesh: funcga.plan(jax_backend.replicated(step, mesh), params, batch)."
+            "the plan of a step with across= was asked for, whose axis has a meaning inside of "
+            "shard_map alone. Plan it as it runs on a mesh: "
+            "funcga.plan(jax_backend.replicated(step, mesh), params, batch)."
         )
     call, step = _Call(args, kwargs), window(replace(program, memory=Memory()))
     is_batch: list[bool] = []
 
     def run(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         for part in program.read(args, backend).parts:
-            is_batch.extend(bool(part.axes) for leaf in trees.flatten(part.value)[0] if hasattr(leaf, "shape"))
+            is_batch.extend(
+                bool(part.axes) for leaf in trees.flatten(part.value)[0] if hasattr(leaf, "shape")
+            )
         return step(args, kwargs)
 
-    program_of_device = call.lowered(run if program.on_each is None else partial(program.on_each, run)).compile()
+    program_of_device = call.lowered(
+        run if program.on_each is None else partial(program.on_each, run)
+    ).compile()
     sizes = program_of_device.memory_analysis()
     if sizes is None:
         raise FuncgaError(
-            "XLA does not say on this platform how much memory a compiled program takes. Let the step try sizes when "
+            "XLA does not say on this platform how much memory a compiled program takes. Let the "
+            "step try sizes when "
             'it runs: n="auto".'
         )
     (shardings,), _ = program_of_device.input_shardings

@@ -16,22 +16,24 @@ Sampler: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 def example_keys(key: jax.Array, indices: Array) -> jax.Array:
-    """A random key for each example, made of one key and the example's index: an argument that is split like any other.
+    """A random key for each example, made of one key and the example's index: an argument that is
+    split like any other.
 
-    As the keys do not depend on the number of micro-batches, what is drawn from them does not either. Those of "rbg"
-    and "unsafe_rbg" are made one after the other for that.
+    As the keys do not depend on the number of micro-batches, what is drawn from them does not
+    either. Those of "rbg" and "unsafe_rbg" are made one after the other for that.
 
     Args:
-        key: A key, of jax.random.key or jax.random.PRNGKey, or made by this function: `example_keys(key, epoch)` is the
-            key of an epoch. Without it an example has the same noise in every epoch.
+        key: A key, of jax.random.key or jax.random.PRNGKey, or made by this function:
+            `example_keys(key, epoch)` is the key of an epoch. Without it an example has the same
+            noise in every epoch.
         indices: Integers [rows], where the examples are in the dataset; or a number, for one key.
 
     Returns:
         Keys in the shape of the indices, `jax.random.fold_in` of each.
 
     Raises:
-        FuncgaError: The key is none, the indices are no integers, or they are seen to need more than 32 bits, of which
-            JAX would drop some.
+        FuncgaError: The key is none, the indices are no integers, or they are seen to need more
+            than 32 bits, of which JAX would drop some.
 
     Example:
         >>> epoch, indices = 0, jnp.arange(4)
@@ -43,11 +45,13 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
     try:
         single = jax.random.key_data(key).ndim == 1
     except TypeError:
-        raise FuncgaError(f"key is {arrays.describe(key)}: it must be a key of JAX: jax.random.key(0).") from None
+        raise FuncgaError(
+            f"key is {arrays.describe(key)}: it must be a key of JAX: jax.random.key(0)."
+        ) from None
     if not single:
         raise FuncgaError(
-            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
-            f"jax_backend.example_keys(jax.random.key(0), indices)."
+            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell "
+            "apart. Write jax_backend.example_keys(jax.random.key(0), indices)."
         )
     # As one long row, whatever their shape, and back into it.
     numbers = _integers(indices)
@@ -58,7 +62,8 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
 def _each(key: jax.Array, function: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
     """The function of every row, as if each was alone.
 
-    Under vmap only threefry's keys draw what they draw alone: rbg's draw what depends on their neighbours.
+    Under vmap only threefry's keys draw what they draw alone: rbg's draw what depends on their
+    neighbours.
     """
     is_alone = jax.random.key_impl(key) == "threefry2x32"
     drawn: jax.Array = jax.vmap(function)(rows) if is_alone else lax.map(function, rows)
@@ -70,22 +75,26 @@ def _integers(indices: Array) -> jax.Array:
         indices = np.asarray(indices)
     if not hasattr(indices, "dtype") or indices.dtype.kind not in "iu":
         raise FuncgaError(
-            f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: jnp.arange(len(x))."
+            f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: "
+            "jnp.arange(len(x))."
         )
     # JAX makes 32 bits of 64, silently. Values that are traced cannot be looked at.
     wide = indices.dtype.itemsize > 4 and not _private.is_traced(indices) and indices.size
     if wide and (indices.min() < 0 or indices.max() >= 2**32):
         raise FuncgaError(
-            f"indices is {arrays.describe(indices)} with values from {indices.min()} to {indices.max()}: keys are made "
-            f"of 32 bits, 0 to 2**32 - 1. Number the examples, jnp.arange(len(dataset))."
+            f"indices is {arrays.describe(indices)} with values from {indices.min()} to "
+            f"{indices.max()}: keys are made of 32 bits, 0 to 2**32 - 1. Number the examples, "
+            "jnp.arange(len(dataset))."
         )
     return jnp.asarray(indices, jnp.uint32 if wide else None)
 
 
 def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
-    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split of a batch.
+    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split
+    of a batch.
 
-    With keys of "rbg" and "unsafe_rbg" the rows are drawn one after the other, as JAX's vmap would mix them up.
+    With keys of "rbg" and "unsafe_rbg" the rows are drawn one after the other, as JAX's vmap would
+    mix them up.
 
     Args:
         sampler: `sampler(key, shape)`, as jax.random.uniform or jax.random.normal.
@@ -104,9 +113,12 @@ def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> j
         >>> kept.shape
         (4, 16)
     """
-    if not arrays.is_array(keys) or keys.ndim != (1 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 2):
+    if not arrays.is_array(keys) or keys.ndim != (
+        1 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 2
+    ):
         raise FuncgaError(
-            f"keys are {arrays.describe(keys)}: there must be one for each row. Make them where the batch is made, "
-            f"keys = jax_backend.example_keys(jax.random.key(0), indices), and pass them with it."
+            f"keys are {arrays.describe(keys)}: there must be one for each row. Make them where "
+            "the batch is made, keys = jax_backend.example_keys(jax.random.key(0), indices), and "
+            "pass them with it."
         )
     return _each(keys, lambda key: sampler(key, shape), keys)

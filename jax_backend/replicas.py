@@ -20,29 +20,35 @@ from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
 Across: TypeAlias = Union[str, tuple[str, ...], "Replicas", Tree]
-"""What `across=` may be in JAX: the names of axes, Replicas, or a tree or a function that names axes for each leaf."""
+"""What `across=` may be in JAX: the names of axes, Replicas, or a tree or a function that names
+axes for each leaf.
+"""
 
 WRITE_LEAVES = (
-    'across=["data", {"dense": ("data", "expert"), "experts": "data"}] for a grad_fn that returns (loss, grads)'
+    'across=["data", {"dense": ("data", "expert"), "experts": "data"}] for a grad_fn that returns '
+    "(loss, grads)"
 )
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """For `across=`: the replicas along an axis of the mesh, and which results are left scattered over them.
+    """For `across=`: the replicas along an axis of the mesh, and which results are left scattered
+    over them.
 
     Args:
         axis: The name of a mesh axis, or a tuple of names.
-        scatter: A tree prefix over grad_fn's output. Where it has an int, the merged leaf is left in equal parts, one
-            a replica, along that axis of the leaf: a reduce-scatter in place of the all-reduce. Where it has None,
-            every replica gets the whole leaf.
-        leaves: Where leaves of grad_fn's output are merged over fewer axes: a tree prefix of names, and of tuples of
-            names, over that output, or a function of a leaf's dotted path, such as `"1.experts.weight"`, that returns
-            them; `()` for a leaf that is not merged. Weights are counted over all of `axis`. An `across=` that is such
-            a tree itself counts them over all axes that it names, and one that is a function over all of shard_map.
+        scatter: A tree prefix over grad_fn's output. Where it has an int, the merged leaf is left
+            in equal parts, one a replica, along that axis of the leaf: a reduce-scatter in place of
+            the all-reduce. Where it has None, every replica gets the whole leaf.
+        leaves: Where leaves of grad_fn's output are merged over fewer axes: a tree prefix of names,
+            and of tuples of names, over that output, or a function of a leaf's dotted path, such as
+            `"1.experts.weight"`, that returns them; `()` for a leaf that is not merged. Weights are
+            counted over all of `axis`. An `across=` that is such a tree itself counts them over all
+            axes that it names, and one that is a function over all of shard_map.
 
     Raises:
-        FuncgaError: The axis is no name, or is named twice, or `leaves` name one that is not among them.
+        FuncgaError: The axis is no name, or is named twice, or `leaves` name one that is not among
+            them.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -69,13 +75,16 @@ class Replicas:
             self.check_part(named)
 
     def check_part(self, names: tuple[str, ...]) -> None:
-        """Raises FuncgaError if a leaf is merged over an axis along which weights are not counted."""
+        """Raises FuncgaError if a leaf is merged over an axis along which weights are not
+        counted.
+        """
         beyond = [name for name in names if name not in self.names]
         if beyond:
             raise FuncgaError(
-                f"a leaf is to be merged over {listed(names)}, and the window over {listed(self.names)}: what lies "
-                f"along {listed(beyond)} would be summed, and its weights not counted. Name all axes along which "
-                f"micro-batches differ: across=jax_backend.Replicas((...), leaves=...)."
+                f"a leaf is to be merged over {listed(names)}, and the window over "
+                f"{listed(self.names)}: what lies along {listed(beyond)} would be summed, and its "
+                "weights not counted. Name all axes along which micro-batches differ: "
+                "across=jax_backend.Replicas((...), leaves=...)."
             )
 
     @property
@@ -88,9 +97,11 @@ def _no_axis(across: object) -> FuncgaError:
     names = across.axis_names if isinstance(across, Mesh | AbstractMesh) else ()
     described = f"of type {type(across).__name__}" if hasattr(across, "__dict__") else repr(across)
     return FuncgaError(
-        f"across is {described}, and in JAX replicas are named by an axis of the mesh. Write the name, "
-        f'across="{names[0] if names else "data"}", or a tuple of names, and call the step inside jax.shard_map or '
-        f"through jax_backend.replicated(step, mesh)."
+        f"across is {described}, and in JAX replicas are named by an axis of the mesh. Write the "
+        "name, "
+        f'across="{names[0] if names else "data"}", or a tuple of names, and call the step inside '
+        "jax.shard_map or "
+        "through jax_backend.replicated(step, mesh)."
     )
 
 
@@ -99,7 +110,9 @@ def _no_axis(across: object) -> FuncgaError:
 
 @dataclass
 class _Step:
-    """A step while `replicated` traces it: the axes along which it runs, and whether a fold in it had an across=."""
+    """A step while `replicated` traces it: the axes along which it runs, and whether a fold in
+    it had an across=.
+    """
 
     names: tuple[str, ...]
     merges: bool = False
@@ -120,7 +133,9 @@ def unmerged(names: tuple[str, ...]) -> Iterator[None]:
 
 @contextmanager
 def merging(across: Across | None) -> "Iterator[Replicas | None]":
-    """The replicas that `across=` names, in a context in which a fold inside of grad_fn need not say so again."""
+    """The replicas that `across=` names, in a context in which a fold inside of grad_fn need not
+    say so again.
+    """
     # Read before the context, in which there is no step that has to say anything.
     replicas = replicas_of(across)
     with unmerged(()):
@@ -128,13 +143,15 @@ def merging(across: Across | None) -> "Iterator[Replicas | None]":
 
 
 def replicas_of(across: Across | None) -> Replicas | None:
-    """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
+    """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
+    none.
+    """
     step = REPLICATED.get()
     if across is None and step is not None:
         raise FuncgaError(
-            f"the step runs on every device along {listed(step.names)}, in jax_backend.replicated, and has no across=: "
-            f"each device would have the fold of its own rows. Write across={spelled(step.names)}; or across=() if the "
-            f"step merges in another way."
+            f"the step runs on every device along {listed(step.names)}, in jax_backend.replicated, "
+            "and has no across=: each device would have the fold of its own rows. Write "
+            f"across={spelled(step.names)}; or across=() if the step merges in another way."
         )
     # An empty tuple says that nothing is to be merged here, which counts as having said it.
     if step is not None:
@@ -153,7 +170,9 @@ def replicas_of(across: Across | None) -> Replicas | None:
 
 def is_names(value: object) -> bool:
     """Whether this names axes: a name, or a tuple of names alone."""
-    return isinstance(value, str) or (type(value) is tuple and all(isinstance(name, str) for name in value))
+    return isinstance(value, str) or (
+        type(value) is tuple and all(isinstance(name, str) for name in value)
+    )
 
 
 def names_of(named: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -166,7 +185,10 @@ def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
     named = jax.tree.leaves(leaves, is_leaf=is_names)
     for each in named:
         if not is_names(each):
-            raise FuncgaError(f"across= has {each!r} for some leaves. Name the axes of every leaf, {WRITE_LEAVES}.")
+            raise FuncgaError(
+                f"across= has {each!r} for some leaves. Name the axes of every leaf, "
+                f"{WRITE_LEAVES}."
+            )
     return [*map(names_of, named)]
 
 
@@ -178,7 +200,8 @@ def read_across(across: Across) -> Replicas:
         names = jax.sharding.get_abstract_mesh().manual_axes
         if not names:
             raise FuncgaError(
-                "across= is a function, and outside of jax.shard_map nobody knows over which axes weights are counted. "
+                "across= is a function, and outside of jax.shard_map nobody knows over which axes "
+                "weights are counted. "
                 'Name them: across=jax_backend.Replicas(("data", "expert"), leaves=function).'
             )
         return Replicas(names, leaves=across)
@@ -189,7 +212,9 @@ def read_across(across: Across) -> Replicas:
 
 
 def of_window(across: Across) -> Across:
-    """`across=` without what it says of single leaves: what the weights of a window are counted over."""
+    """`across=` without what it says of single leaves: what the weights of a window are counted
+    over.
+    """
     return replace(read_across(across), leaves=None) if names_leaves(across) else across
 
 
@@ -198,25 +223,31 @@ def names_leaves(across: Across | None) -> bool:
     if isinstance(across, Replicas):
         return across.leaves is not None
     is_function = callable(across) and not isinstance(across, type | Mesh | AbstractMesh)
-    return across is not None and not is_names(across) and (is_function or bool(trees.children(across)))
+    return (
+        across is not None
+        and not is_names(across)
+        and (is_function or bool(trees.children(across)))
+    )
 
 
 def _unbound(name: str) -> FuncgaError:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return FuncgaError(
-            f'across="{name}" merges over a mesh axis, and this call is outside of jax.shard_map, where an axis has no '
-            f"replicas. Wrap the step, step = jax_backend.replicated(step, mesh), or call it inside jax.shard_map."
+            f'across="{name}" merges over a mesh axis, and this call is outside of jax.shard_map, '
+            "where an axis has no "
+            "replicas. Wrap the step, step = jax_backend.replicated(step, mesh), or call it inside "
+            "jax.shard_map."
         )
     if name in mesh.axis_names:
         return FuncgaError(
-            f'across="{name}" merges over a mesh axis that this jax.shard_map leaves to the compiler: only '
-            f'{listed(mesh.manual_axes)} is manual in it. Name it there, axis_names={{..., "{name}"}}; in '
-            f'jax_backend.replicated it is axis=(..., "{name}").'
+            f'across="{name}" merges over a mesh axis that this jax.shard_map leaves to the '
+            f"compiler: only {listed(mesh.manual_axes)} is manual in it. Name it there, "
+            f'axis_names={{..., "{name}"}}; in jax_backend.replicated it is axis=(..., "{name}").'
         )
     return FuncgaError(
-        f'across="{name}" is no axis of the mesh of this jax.shard_map, which has {listed(mesh.axis_names)}. Write '
-        f'across="{mesh.manual_axes[0]}".'
+        f'across="{name}" is no axis of the mesh of this jax.shard_map, which has '
+        f'{listed(mesh.axis_names)}. Write across="{mesh.manual_axes[0]}".'
     )
 
 
@@ -243,14 +274,17 @@ def listed(names: Iterable[str]) -> str:
 
 
 def varying(tree: Tree, replicas: Replicas | None) -> Tree:
-    """The tree with its arrays marked as differing between replicas: JAX itself sums gradients of what does not differ.
+    """The tree with its arrays marked as differing between replicas: JAX itself sums gradients of
+    what does not differ.
 
-    A Python float becomes an array, as it may be what is differentiated; ints, and anything that is not a number, stay.
+    A Python float becomes an array, as it may be what is differentiated; ints, and anything that is
+    not a number, stay.
     """
     if replicas is None:
         return tree
 
-    # Of parameters that are the same on all devices, JAX's gradient would be summed over them at every micro-batch.
+    # Of parameters that are the same on all devices, JAX's gradient would be summed over them at
+    # every micro-batch.
     def mark(leaf: Array) -> Array:
         if isinstance(leaf, float | complex) or (
             isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -274,42 +308,61 @@ def check_replicas(params: Tree, across: Across) -> None:
     paths = leaf_paths(params, trees, "params")
     if any(_private.is_traced(leaf) for leaf in leaves):
         raise FuncgaError(
-            "check_replicas compares what lies on the devices, and was called in a program that is being compiled, "
-            "where nothing lies anywhere yet. Call it outside of jax.jit and jax.shard_map."
+            "check_replicas compares what lies on the devices, and was called in a program that is "
+            "being compiled, where nothing lies anywhere yet. Call it outside of jax.jit and "
+            "jax.shard_map."
         )
     if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
         raise FuncgaError(
-            f"none of the arrays in params lies on a mesh, so there is nothing to compare along "
-            f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, NamedSharding(mesh, P()))."
+            "none of the arrays in params lies on a mesh, so there is nothing to compare along "
+            f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, "
+            "NamedSharding(mesh, P()))."
         )
     named: list[tuple[str, ...]] = [replicas.names] * len(leaves)
     if replicas.leaves is not None:
-        named = [*map(names_of, named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES))]
+        named = [
+            *map(
+                names_of,
+                named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES),
+            )
+        ]
     differences = []
     for names in dict.fromkeys(named):
         own = [index for index, of_leaf in enumerate(named) if of_leaf == names]
-        differences += _differences([leaves[index] for index in own], [paths[index] for index in own], names)
+        differences += _differences(
+            [leaves[index] for index in own], [paths[index] for index in own], names
+        )
     if differences:
         path, (one, other) = differences[0]
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         raise FuncgaError(
-            f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different values along "
-            f"{listed(replicas.names)}. What is averaged would belong to no parameters at all. Give every replica the "
-            f"same: params = jax.device_put(params, jax.NamedSharding(mesh, P()))."
+            f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different "
+            f"values along {listed(replicas.names)}. What is averaged would belong to no "
+            "parameters at all. Give every replica the same: params = jax.device_put(params, "
+            "jax.NamedSharding(mesh, P()))."
         )
 
 
 def _is_on_mesh(leaf: Tree) -> bool:
-    return isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or len(leaf.devices()) > 1)
+    return isinstance(leaf, jax.Array) and (
+        isinstance(leaf.sharding, NamedSharding) or len(leaf.devices()) > 1
+    )
 
 
-def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str, ...]) -> list[tuple[str, Difference]]:
-    """The arrays of which copies differ that should be the same along these axes of the mesh, with their paths.
+def _differences(
+    leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str, ...]
+) -> list[tuple[str, Difference]]:
+    """The arrays of which copies differ that should be the same along these axes of the mesh, with
+    their paths.
 
     Digests of the copies are compared, which the processes exchange.
     """
     alone = jax.process_count() == 1
-    pairs = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, jax.Array)]
+    pairs = [
+        (path, leaf)
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, jax.Array)
+    ]
     devices = {device for _, leaf in pairs for device in leaf.devices()} if alone else jax.devices()
     columns = {device: column for column, device in enumerate(devices)}
     digests = np.zeros((len(pairs), len(columns), 2), np.uint32)
@@ -318,12 +371,17 @@ def _differences(leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str,
         for shard in leaf.addressable_shards:
             row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
     if not alone:
-        # Each device belongs to one process, and all others have zeros in its column: the sum has every digest.
+        # Each device belongs to one process, and all others have zeros in its column: the sum has
+        # every digest.
         digests = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)
     return [
         (path, difference)
         for (path, leaf), row in zip(pairs, digests, strict=True)
-        if (difference := _difference(leaf, {device: tuple(row[column]) for device, column in columns.items()}, names))
+        if (
+            difference := _difference(
+                leaf, {device: tuple(row[column]) for device, column in columns.items()}, names
+            )
+        )
     ]
 
 
@@ -342,7 +400,9 @@ def _difference(
     if leaf.is_fully_addressable and jax.process_count() > 1:
         # Every process has an array of its own, which is compared if it is whole.
         copies = [
-            (device, ("", None)) for device, digest in digests.items() if any(digest) and leaf.is_fully_replicated
+            (device, ("", None))
+            for device, digest in digests.items()
+            if any(digest) and leaf.is_fully_replicated
         ]
     first_copies: dict[object, jax.Device] = {}
     for device, part in copies:
@@ -353,15 +413,20 @@ def _difference(
 
 
 def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tuple[int, ...]]:
-    """For every device of the leaf's mesh where it is along the axes that are not named: there copies may differ."""
+    """For every device of the leaf's mesh where it is along the axes that are not named: there
+    copies may differ.
+    """
     if not isinstance(leaf.sharding, NamedSharding) or not isinstance(leaf.sharding.mesh, Mesh):
         return {}
     mesh = leaf.sharding.mesh
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise FuncgaError(
-            f'across="{missing[0]}" is no axis of the mesh that params lie on, which has {listed(mesh.axis_names)}. '
-            f'Write across="{mesh.axis_names[0]}".'
+            f'across="{missing[0]}" is no axis of the mesh that params lie on, which has '
+            f'{listed(mesh.axis_names)}. Write across="{mesh.axis_names[0]}".'
         )
     others = [axis for axis, name in enumerate(mesh.axis_names) if name not in names]
-    return {device: tuple(where[axis] for axis in others) for where, device in np.ndenumerate(mesh.devices)}
+    return {
+        device: tuple(where[axis] for axis in others)
+        for where, device in np.ndenumerate(mesh.devices)
+    }

@@ -1,4 +1,5 @@
-"""A step on every device of a mesh axis, each with its own rows, for code that does not use shard_map itself.
+"""A step on every device of a mesh axis, each with its own rows, for code that does not use
+shard_map itself.
 
 Only JAX has this file: in torch every replica is a process of its own.
 """
@@ -36,30 +37,34 @@ def replicated(
     out_specs: Tree = None,
     check_vma: bool = True,
 ) -> Callable[..., Tree]:
-    """A function with step's own signature: step on every device along an axis of the mesh, each with its own rows.
+    """A function with step's own signature: step on every device along an axis of the mesh, each
+    with its own rows.
 
-    It is `jax.shard_map` with that axis manual and every other left to the compiler, so parameters that are sharded
-    over another axis stay so. Call it inside jit or outside, where it is jitted once. In step, `across=axis` merges.
+    It is `jax.shard_map` with that axis manual and every other left to the compiler, so parameters
+    that are sharded over another axis stay so. Call it inside jit or outside, where it is jitted
+    once. In step, `across=axis` merges.
 
     Args:
         step: Tree function of arrays, such as one of `accumulate` or a whole training step.
         mesh: The devices, with names.
         axis: The name of an axis, or a tuple of names. Default: the mesh's only axis.
-        in_specs: A PartitionSpec, or a tuple with one, or a tree prefix of them, for each positional argument.
-            Default: as the step's in_axes say, cut where it splits; for a step that is not of funcga's, the first
-            argument whole on every device, every other cut on its axis 0. Keyword arguments are passed whole, and what
-            is no array is part of the program.
-        out_specs: Of the result, a tree prefix. Default: P(), the same on all devices; for what `scatter` leaves cut,
-            P("data"), as in out_specs=(P(), P("data")).
-        check_vma: As in `jax.shard_map`: whether the types of arrays say over which axes they differ, which proves
-            that the result is the same on all devices. Without it a model may start a scan from `jnp.zeros`, and
-            nothing shows that a result was not merged.
+        in_specs: A PartitionSpec, or a tuple with one, or a tree prefix of them, for each
+            positional argument. Default: as the step's in_axes say, cut where it splits; for a step
+            that is not of funcga's, the first argument whole on every device, every other cut on
+            its axis 0. Keyword arguments are passed whole, and what is no array is part of the
+            program.
+        out_specs: Of the result, a tree prefix. Default: P(), the same on all devices; for what
+            `scatter` leaves cut, P("data"), as in out_specs=(P(), P("data")).
+        check_vma: As in `jax.shard_map`: whether the types of arrays say over which axes they
+            differ, which proves that the result is the same on all devices. Without it a model may
+            start a scan from `jnp.zeros`, and nothing shows that a result was not merged.
 
     Returns:
         A function of whole arrays, whose rows it cuts among the devices.
 
     Raises:
-        FuncgaError: if rows do not divide among the devices, and for a result that no step has merged.
+        FuncgaError: if rows do not divide among the devices, and for a result that no step has
+            merged.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -70,16 +75,23 @@ def replicated(
         (3.5, 3.5)
     """
     names = _names(mesh, axis)
-    # Outside of jit JAX begins a gradient on one device, and the type of a result must not name more of them.
+    # Outside of jit JAX begins a gradient on one device, and the type of a result must not name
+    # more of them.
     untyped = Mesh(mesh.devices, mesh.axis_names)
 
     def on_each(
-        function: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree], out_specs: Tree = out_specs
+        function: Callable[..., Tree],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        out_specs: Tree = out_specs,
     ) -> Tree:
-        """`function(args, kwargs)` on every device, with its own part of what step is called with."""
+        """`function(args, kwargs)` on every device, with its own part of what step is called
+        with.
+        """
         specs = _specs(args, in_specs, names, step)
         _check_rows(args, specs, mesh, step)
-        # Only arrays go through shard_map. All else is closed over, as it is the same on every device.
+        # Only arrays go through shard_map. All else is closed over, as it is the same on every
+        # device.
         static, whole_arrays = trees.partition((args, kwargs))
         is_eager = is_tracing() and not is_traced(jnp.zeros(()))
         has_types = any(not jax.typeof(leaf).sharding.mesh.empty for leaf in whole_arrays)
@@ -101,7 +113,9 @@ def replicated(
             axis_names=set(names),
             check_vma=check_vma,
         )
-        placed = [_placed(*pair, devices, names) for pair in zip(whole_arrays, array_specs, strict=True)]
+        placed = [
+            _placed(*pair, devices, names) for pair in zip(whole_arrays, array_specs, strict=True)
+        ]
         return _explained(mapped, placed, names)
 
     run = compiled(partial(on_each, lambda args, kwargs: step(*args, **kwargs)))
@@ -118,11 +132,13 @@ def replicated(
 def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise FuncgaError(
-            f'mesh is of type {type(mesh).__name__}. Pass the devices with names: jax.make_mesh((4,), ("data",)).'
+            f"mesh is of type {type(mesh).__name__}. Pass the devices with names: "
+            'jax.make_mesh((4,), ("data",)).'
         )
     if axis is None and len(mesh.axis_names) != 1:
         raise FuncgaError(
-            f"the mesh has the axes {listed(mesh.axis_names)}, and axis= does not say which of them has the replicas. "
+            f"the mesh has the axes {listed(mesh.axis_names)}, and axis= does not say which of "
+            "them has the replicas. "
             f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
     names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -152,22 +168,26 @@ def _specs(
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
         raise FuncgaError(
-            f"in_specs is {in_specs!r}, and the call has {len(args)} positional arguments. Give one entry each, such "
-            f"as in_specs={_spelled(len(args), names)}; keyword arguments are passed whole."
+            f"in_specs is {in_specs!r}, and the call has {len(args)} positional arguments. Give "
+            f"one entry each, such as in_specs={_spelled(len(args), names)}; keyword arguments are "
+            "passed whole."
         )
     specs = []
     # Each entry is a prefix of its argument: one PartitionSpec for each leaf comes of it.
     for arg_index, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
         leaves = len(trees.flatten(arg)[0])
         try:
-            leaf_specs = broadcast(prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees)
+            leaf_specs = broadcast(
+                prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees
+            )
         except PrefixError as error:
             name = argument_names(step, len(args))[arg_index]
             raise FuncgaError(
                 f"in_specs is no prefix of the arguments: for `{name}{error.path}` it has "
                 f"{outline(error.prefix, trees, repr)}, and the argument is "
-                f"{outline(error.tree, trees, arrays.describe)}. Write a PartitionSpec for all that stands below, P() "
-                f"for what is passed whole, or a container with the same keys."
+                f"{outline(error.tree, trees, arrays.describe)}. Write a PartitionSpec for all "
+                "that stands below, P() for what is passed whole, or a container with the same "
+                "keys."
             ) from error
         specs += [spec for spec, _ in leaf_specs]
     return specs
@@ -181,7 +201,9 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
             specs += [partition_spec()] * len(trees.flatten(part.value)[0])
         for leaf, axis in zip(part.leaves, part.axes, strict=True):
             splits = isinstance(axis, int) and arrays.is_array(leaf) and leaf.ndim > 0
-            specs.append(partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec())
+            specs.append(
+                partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec()
+            )
     return specs
 
 
@@ -190,7 +212,9 @@ def _spelled(count: int, names: tuple[str, ...]) -> str:
     return f"({', '.join(['P()', *[cut] * (count - 1)])})"
 
 
-def _check_rows(args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]) -> None:
+def _check_rows(
+    args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]
+) -> None:
     """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
     for leaf_index, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
         for axis, entry in enumerate(spec):
@@ -200,8 +224,8 @@ def _check_rows(args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, 
             if unknown := [name for name in names if name not in mesh.axis_names]:
                 raise FuncgaError(
                     f"in_specs names the axis {unknown[0]!r}, and the mesh has "
-                    f"{' and '.join(map(repr, mesh.axis_names))}. Write P({mesh.axis_names[0]!r}), or P() for what is "
-                    f"passed whole."
+                    f"{' and '.join(map(repr, mesh.axis_names))}. Write P({mesh.axis_names[0]!r}), "
+                    "or P() for what is passed whole."
                 )
             count = prod(mesh.shape[name] for name in names)
             if axis >= len(leaf.shape) or leaf.shape[axis] % count:
@@ -209,7 +233,12 @@ def _check_rows(args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, 
 
 
 def _uneven(
-    args: tuple[Tree, ...], leaf_index: int, leaf: Tree, axis: int, count: int, step: Callable[..., Tree]
+    args: tuple[Tree, ...],
+    leaf_index: int,
+    leaf: Tree,
+    axis: int,
+    count: int,
+    step: Callable[..., Tree],
 ) -> FuncgaError:
     names = argument_names(step, len(args))
     # An argument without leaves, such as None, has a path of its own, and is left out.
@@ -217,21 +246,28 @@ def _uneven(
     path = [path for name, arg in pairs for path in leaf_paths(arg, trees, name)][leaf_index]
     if axis >= len(leaf.shape):
         return FuncgaError(
-            f"`{path}` is {arrays.describe(leaf)}: it has no axis {axis} to be cut among {count} devices. Pass it by "
-            f"keyword, which passes it whole, or say so: in_specs with P() in its place."
+            f"`{path}` is {arrays.describe(leaf)}: it has no axis {axis} to be cut among {count} "
+            "devices. Pass it by keyword, which passes it whole, or say so: in_specs with P() in "
+            "its place."
         )
     rows = leaf.shape[axis]
     return FuncgaError(
-        f"`{path}` is {arrays.describe(leaf)}: its {rows} rows do not divide among {count} devices. Take "
-        f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with rows that count for nothing, by "
-        f'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its place.'
+        f"`{path}` is {arrays.describe(leaf)}: its {rows} rows do not divide among {count} "
+        f"devices. Take {rows - rows % count} rows, or fill up to {rows - rows % count + count} "
+        "with rows that count for nothing, by "
+        'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its '
+        "place."
     )
 
 
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:
     """The array, resharded where the axis is an Explicit one and the types would have to agree."""
     # Over Auto axes shard_map itself reshards; over Explicit ones the types have to agree before.
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is AxisType.Explicit
+    ]
     names = tuple(name for name in names if name in explicit)
     if not names:
         return leaf
@@ -241,17 +277,23 @@ def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...])
     entries = []
     for axis in range(len(leaf.shape)):
         kept = [name for name in _entry(before, axis) if name not in names]
-        entries.append((*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None)
+        entries.append(
+            (*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None
+        )
     return jax.sharding.reshard(leaf, NamedSharding(mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
 
 
 def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:
-    """The mesh axes that an axis of an array lies over; a PartitionSpec may have fewer entries than the array axes."""
+    """The mesh axes that an axis of an array lies over; a PartitionSpec may have fewer entries
+    than the array axes.
+    """
     return axis_names(spec[axis]) if axis < len(spec) else ()
 
 
 def _explained(mapped: Callable[..., Tree], placed: list[Tree], names: tuple[str, ...]) -> Tree:
-    """What the mapped step returns; JAX's errors about what differs between devices say what to write instead."""
+    """What the mapped step returns; JAX's errors about what differs between devices say what to
+    write instead.
+    """
     try:
         return mapped(placed)
     except FuncgaError:
@@ -261,14 +303,15 @@ def _explained(mapped: Callable[..., Tree], placed: list[Tree], names: tuple[str
         if "require replication" not in str(error):
             raise
         raise FuncgaError(
-            f"a result of the step is not the same on all devices along {' and '.join(names)}, as nothing has merged "
-            f"it over all of it. Merge where it is folded, funcga.accumulate(grad_fn, n, across={spelled(names)}); or "
-            f"leave it cut, as what scatter= scatters: out_specs with P({spelled(names)}) in its place."
+            f"a result of the step is not the same on all devices along {' and '.join(names)}, as "
+            "nothing has merged it over all of it. Merge where it is folded, "
+            f"funcga.accumulate(grad_fn, n, across={spelled(names)}); or leave it cut, as what "
+            f"scatter= scatters: out_specs with P({spelled(names)}) in its place."
         ) from error
     except TypeError as error:
         if "manual axis types" in str(error):
             error.add_note(
-                "funcga: jax_backend.replicated(step, mesh, check_vma=False) runs such a loop as it is; JAX then no "
-                "longer proves that the result is the same on all devices."
+                "funcga: jax_backend.replicated(step, mesh, check_vma=False) runs such a loop as "
+                "it is; JAX then no longer proves that the result is the same on all devices."
             )
         raise

@@ -1,10 +1,11 @@
 """What a scan over layers stacks, folded layer by layer, where it is computed.
 
-Only JAX has this file: XLA adds in place what an operation makes, but not what a loop makes. The backward pass of a
-`lax.scan` over layers stacks their gradients, an array of the parameters' size, and only then a fold can add them. So
-where a scan stacks an output of grad_fn, and nothing else reads that, the program is evaluated with this scan replaced
-by one that carries the accumulator, and combines the part of every layer with it: the same operations on the same
-numbers, without the array in between. It is a program of plain operations, to be differentiated and batched as any.
+Only JAX has this file: XLA adds in place what an operation makes, but not what a loop makes. The
+backward pass of a `lax.scan` over layers stacks their gradients, an array of the parameters' size,
+and only then a fold can add them. So where a scan stacks an output of grad_fn, and nothing else
+reads that, the program is evaluated with this scan replaced by one that carries the accumulator,
+and combines the part of every layer with it: the same operations on the same numbers, without the
+array in between. It is a program of plain operations, to be differentiated and batched as any.
 """
 
 import re
@@ -42,7 +43,9 @@ class Into(NamedTuple):
 
 @dataclass
 class _Reading:
-    """What observers are told of a leaf that no array is made of: its measures, once they are computed."""
+    """What observers are told of a leaf that no array is made of: its measures, once they are
+    computed.
+    """
 
     readings: Readings
     measures: jax.Array | None = None
@@ -62,10 +65,12 @@ def gradient_of(
     value: Tree,
     readings: Readings | None = None,
 ) -> Gradient:
-    """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by layer.
+    """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by
+    layer.
 
-    `program` is what it computes, and `value` the types that it returns. The operands of the program are the leaves of
-    those that `evaluate` takes. With `readings` the first leaves are what observers are told of the others.
+    `program` is what it computes, and `value` the types that it returns. The operands of the
+    program are the leaves of those that `evaluate` takes. With `readings` the first leaves are what
+    observers are told of the others.
     """
 
     # For any program: every leaf is folded once it is computed.
@@ -81,7 +86,8 @@ def gradient_of(
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
         if fold.fold.reducer.elementwise
-        # What a reducer of several arrays makes of a leaf without axes, as of a row here, may be another thing.
+        # What a reducer of several arrays makes of a leaf without axes, as of a row here, may be
+        # another thing.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
     stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
@@ -97,46 +103,72 @@ def gradient_of(
 
     def gradient_in_place(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
         args = jax.tree.leaves(operands)
-        # A state that varies over mesh axes only after the first micro-batch is an operand of another program.
+        # A state that varies over mesh axes only after the first micro-batch is an operand of
+        # another program.
         pairs = zip(program.jaxpr.invars, args, strict=True)
-        if any(varying_axes(variable.aval) != varying_axes(jax.typeof(arg)) for variable, arg in pairs):
+        if any(
+            varying_axes(variable.aval) != varying_axes(jax.typeof(arg)) for variable, arg in pairs
+        ):
             return gradient(into, *operands)
         observed = () if readings is None else readings.leaf_indices
-        read = {leaf_index: _Reading(readings) for leaf_index in stacked if readings and leaf_index in observed}
+        read = {
+            leaf_index: _Reading(readings)
+            for leaf_index in stacked
+            if readings and leaf_index in observed
+        }
         parts = {
-            leaf_index: _Part(*into[leaf_index], paths[leaf_index], read.get(leaf_index)) for leaf_index in stacked
+            leaf_index: _Part(*into[leaf_index], paths[leaf_index], read.get(leaf_index))
+            for leaf_index in stacked
         }
         leaves: list[Tree] = _evaluate(program.jaxpr, program.consts, args, parts)
         leaves = _told(
             readings,
             leaves,
             into,
-            {index: reading.measures for index, reading in read.items() if reading.measures is not None},
+            {
+                index: reading.measures
+                for index, reading in read.items()
+                if reading.measures is not None
+            },
         )
         for leaf_index, (accumulator, fold, weight) in into.items():
             if leaf_index not in parts:
-                leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
+                leaves[leaf_index] = fold.combine(
+                    accumulator, fold.lift(leaves[leaf_index], weight)
+                )
         return leaves
 
     return gradient_in_place
 
 
 def leaves_to_fold(
-    outputs: Outputs, evaluate: Callable[..., Tree], readings: Readings | None, into: Mapping[int, Into],
+    outputs: Outputs,
+    evaluate: Callable[..., Tree],
+    readings: Readings | None,
+    into: Mapping[int, Into],
     *operands: Tree,
-) -> list[Tree]:  # fmt: skip
-    """The leaves of what `evaluate` returns for these operands; the first ones are what observers are told."""
+) -> list[Tree]:
+    """The leaves of what `evaluate` returns for these operands; the first ones are what
+    observers are told.
+    """
     return _told(readings, outputs.leaves(evaluate(*operands), "a later micro-batch"), into, {})
 
 
 def _told(
-    readings: Readings | None, leaves: list[Tree], into: Mapping[int, Into], measured: Mapping[int, jax.Array]
+    readings: Readings | None,
+    leaves: list[Tree],
+    into: Mapping[int, Into],
+    measured: Mapping[int, jax.Array],
 ) -> list[Tree]:
-    """The leaves with what observers are told in place of the first ones; `measured` has some of the measures."""
+    """The leaves with what observers are told in place of the first ones; `measured` has some of
+    the measures.
+    """
     if readings is None:
         return leaves
     rows = [
-        measured[leaf_index] if leaf_index in measured else readings.measures_of([leaves[leaf_index]])[0]
+        measured[leaf_index]
+        if leaf_index in measured
+        else readings.measures_of([leaves[leaf_index]])[0]
         for leaf_index in readings.leaf_indices
     ]
     # The first leaf has the counts, whose fold takes the weight as it is.
@@ -145,14 +177,15 @@ def _told(
 
 
 def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
-    """The leaves of grad_fn's output that a step folds layer by layer, inside of the scan that computes them.
+    """The leaves of grad_fn's output that a step folds layer by layer, inside of the scan that
+    computes them.
 
-    For all others such a scan makes an array of the leaf's size beside the accumulator. What no scan stacks is added in
-    place by XLA, and is not named.
+    For all others such a scan makes an array of the leaf's size beside the accumulator. What no
+    scan stacks is added in place by XLA, and is not named.
 
     Args:
-        step: Of `accumulate` or `stream`, or any function that calls one, jitted or not. It is traced for these
-            arguments, and nothing is run.
+        step: Of `accumulate` or `stream`, or any function that calls one, jitted or not. It is
+            traced for these arguments, and nothing is run.
         *args: What the step is called with.
         **kwargs: What the step is called with by keyword.
 
@@ -169,7 +202,9 @@ def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> l
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)
     # The marks are names of scopes that `_scan` leaves in the program.
-    paths = chain.from_iterable(mark.split(_BETWEEN) for mark in _marks(jitted.trace(*args, **kwargs).jaxpr.jaxpr))
+    paths = chain.from_iterable(
+        mark.split(_BETWEEN) for mark in _marks(jitted.trace(*args, **kwargs).jaxpr.jaxpr)
+    )
     return list(dict.fromkeys(paths))
 
 
@@ -188,11 +223,15 @@ def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
 
 class _Stack(NamedTuple):
     variable: "Var"  # what the scan stacks
-    casts: tuple[Dtype, ...]  # the dtypes that it is cast to, one after the other, until it is an output
+    casts: tuple[
+        Dtype, ...
+    ]  # the dtypes that it is cast to, one after the other, until it is an output
 
 
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
-    """For the outputs of a program that a scan stacks, and nothing else reads: what the scan stacks."""
+    """For the outputs of a program that a scan stacks, and nothing else reads: what the scan
+    stacks.
+    """
     # Effects, such as prints, would come in another order.
     if not _private.LITERAL or _private.has_effects(jaxpr):
         return {}
@@ -210,7 +249,9 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
-        if not isinstance(variable, _private.LITERAL) and reads[variable] == 1 and variable in stacks
+        if not isinstance(variable, _private.LITERAL)
+        and reads[variable] == 1
+        and variable in stacks
     }
 
 
@@ -240,27 +281,37 @@ def _is_known(scan: "JaxprEqn") -> bool:
 
 
 def _carried(scan: "JaxprEqn") -> int:
-    """The number of values that a scan carries; its other outputs have an axis more than those of its body."""
+    """The number of values that a scan carries; its other outputs have an axis more than those
+    of its body.
+    """
     return _of_body_shape(scan.outvars, scan.params["jaxpr"].jaxpr.outvars)
 
 
 def _of_body_shape(outside: "Sequence[Var | Literal]", inside: "Sequence[Var | Literal]") -> int:
-    """How many variables of a scan have the shape that they have in its body, where others have an axis less."""
+    """How many variables of a scan have the shape that they have in its body, where others have
+    an axis less.
+    """
     pairs = zip(outside, inside, strict=True)
-    return sum(cast("ShapedArray", a.aval).ndim == cast("ShapedArray", b.aval).ndim for a, b in pairs)
+    return sum(
+        cast("ShapedArray", a.aval).ndim == cast("ShapedArray", b.aval).ndim for a, b in pairs
+    )
 
 
 def _reshards(conversion: "JaxprEqn") -> bool:
     """Whether a cast also asks for a sharding; the gradient of one names that of an empty mesh."""
     sharding = conversion.params.get("sharding")
-    return sharding is not None and not (isinstance(sharding, NamedSharding) and sharding.mesh.empty)
+    return sharding is not None and not (
+        isinstance(sharding, NamedSharding) and sharding.mesh.empty
+    )
 
 
 # -- the program with accumulators in place of stacks
 
 
 class _Part(NamedTuple):
-    """An Into for each layer's part of a stack; the path of the leaf that the stack is, and how it is cast before."""
+    """An Into for each layer's part of a stack; the path of the leaf that the stack is, and how
+    it is cast before.
+    """
 
     accumulator: Tree
     fold: LeafFold
@@ -280,14 +331,25 @@ class _Part(NamedTuple):
     def measure(self, value: jax.Array) -> jax.Array:
         """The measures of a layer; none if nobody reads them."""
         measures: jax.Array = jnp.zeros(0)
-        return measures if self.reading is None else self.reading.readings.measures_of([self.cast(value)])[0]
+        return (
+            measures
+            if self.reading is None
+            else self.reading.readings.measures_of([self.cast(value)])[0]
+        )
 
 
 def _evaluate(
-    jaxpr: "Jaxpr", consts: Sequence[jax.Array], args: Sequence[jax.Array], into: Mapping[int, _Part]
+    jaxpr: "Jaxpr",
+    consts: Sequence[jax.Array],
+    args: Sequence[jax.Array],
+    into: Mapping[int, _Part],
 ) -> list[jax.Array]:
-    """The outputs of a program; for those that `into` has, which are of `_stacks`, what the accumulators become."""
-    values: dict[Var, jax.Array] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    """The outputs of a program; for those that `into` has, which are of `_stacks`, what the
+    accumulators become.
+    """
+    values: dict[Var, jax.Array] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
 
     def read(variable: Any) -> jax.Array:
         is_literal = isinstance(variable, _private.LITERAL)
@@ -302,7 +364,9 @@ def _evaluate(
     for equation in jaxpr.eqns:
         operands = [read(variable) for variable in equation.invars]
         inside = {
-            output_index: parts[variable] for output_index, variable in enumerate(equation.outvars) if variable in parts
+            output_index: parts[variable]
+            for output_index, variable in enumerate(equation.outvars)
+            if variable in parts
         }
         with _private.context(equation), _private.named_scope(equation):
             if not inside:
@@ -319,17 +383,21 @@ def _evaluate(
     ]
 
 
-def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[jax.Array]:
+def _scan(
+    scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]
+) -> list[jax.Array]:
     """The outputs of the scan, with accumulators in place of what it would stack."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
     assert _private.AS_FUNCTION is not None  # or no scan is known
     run = _private.AS_FUNCTION(body)
-    # Operands are constants, what is carried, and what is scanned over, which has an axis more than in the body.
+    # Operands are constants, what is carried, and what is scanned over, which has an axis more than
+    # in the body.
     first_scanned = _of_body_shape(scan.invars, body.jaxpr.invars)
     consts, scanned = operands[: first_scanned - carried], operands[first_scanned:]
     init = operands[first_scanned - carried : first_scanned]
 
-    # It carries what it carried before, with the accumulators beside it. What no accumulator takes, it stacks still.
+    # It carries what it carried before, with the accumulators beside it. What no accumulator takes,
+    # it stacks still.
     def step(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
         before, accumulators, measured = carry
         layer_index, cut = layer
@@ -347,13 +415,20 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
         ]
         return (after, added, measured), rest
 
-    accumulators = [_marked_as_combined(part, body.out_avals[output_index]) for output_index, part in into.items()]
-    measured = [_nothing_measured(part, body.out_avals[output_index]) for output_index, part in into.items()]
+    accumulators = [
+        _marked_as_combined(part, body.out_avals[output_index])
+        for output_index, part in into.items()
+    ]
+    measured = [
+        _nothing_measured(part, body.out_avals[output_index]) for output_index, part in into.items()
+    ]
     layers = jnp.arange(length, dtype=jnp.int32), scanned
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
     # The name is how `folded_in_place` finds it again.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
-        (after, added, measured), rest = lax.scan(step, (init, accumulators, measured), layers, length, **options)
+        (after, added, measured), rest = lax.scan(
+            step, (init, accumulators, measured), layers, length, **options
+        )
     for part, measures in zip(into.values(), measured, strict=True):
         if part.reading is not None:
             part.reading.measures = measures
@@ -362,23 +437,36 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
 
 
 def _marked_as_combined(part: _Part, layer: "ShapedArray") -> Tree:
-    """The accumulator marked as varying as it will, once a layer of this type is combined with it."""
-    # In a loop a carry keeps its type. A layer that varies over mesh axes makes the accumulator vary.
+    """The accumulator marked as varying as it will, once a layer of this type is combined with
+    it.
+    """
+    # In a loop a carry keeps its type. A layer that varies over mesh axes makes the accumulator
+    # vary.
     row = partial(jax.tree.map, partial(lax.index_in_dim, index=0, keepdims=False))
-    after = jax.eval_shape(lambda accumulator, value: part.combine(row(accumulator), value), part.accumulator, layer)
-    return jax.tree.map(lambda array, like: as_varying(array, varying_axes(like)), part.accumulator, after)
+    after = jax.eval_shape(
+        lambda accumulator, value: part.combine(row(accumulator), value), part.accumulator, layer
+    )
+    return jax.tree.map(
+        lambda array, like: as_varying(array, varying_axes(like)), part.accumulator, after
+    )
 
 
 def _nothing_measured(part: _Part, layer: "ShapedArray") -> jax.Array:
-    """The measures of no layer at all, of this type: they vary over mesh axes as those of a layer do."""
+    """The measures of no layer at all, of this type: they vary over mesh axes as those of a
+    layer do.
+    """
     measures = jax.eval_shape(part.measure, layer)
     return as_varying(jnp.zeros_like(measures), varying_axes(measures))
 
 
 def _combined(part: _Part, accumulator: Tree, layer_index: jax.Array, value: jax.Array) -> Tree:
     """The accumulator with one of its rows combined with a value."""
-    row = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, layer_index, keepdims=False), accumulator)
+    row = jax.tree.map(
+        lambda array: lax.dynamic_index_in_dim(array, layer_index, keepdims=False), accumulator
+    )
     after = part.combine(row, value)
     return jax.tree.map(
-        lambda array, row: lax.dynamic_update_index_in_dim(array, row, layer_index, 0), accumulator, after
+        lambda array, row: lax.dynamic_update_index_in_dim(array, row, layer_index, 0),
+        accumulator,
+        after,
     )

@@ -1,4 +1,5 @@
-"""Where arrays lie on a mesh: accumulators like the parameters, and the rows of each micro-batch on all devices.
+"""Where arrays lie on a mesh: accumulators like the parameters, and the rows of each micro-batch on
+all devices.
 
 Only JAX has this file; what does the same in torch is for DTensors.
 """
@@ -26,28 +27,35 @@ KeyPath: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the arguments of a call lie on a mesh, as far as no type says it: part of the program, as inside jit an
-    array does not say where it lies.
+    """Where the arguments of a call lie on a mesh, as far as no type says it: part of the program,
+    as inside jit an array does not say where it lies.
 
-    The accumulators are made before the compiler has seen a gradient. So each lies like the argument whose gradient it
-    seems to be, which has its shape and its path; where there is none the compiler chooses. A single number is on every
-    device.
+    The accumulators are made before the compiler has seen a gradient. So each lies like the
+    argument whose gradient it seems to be, which has its shape and its path; where there is none
+    the compiler chooses. A single number is on every device.
 
     Attributes:
-        blocks: How many equal blocks the rows of every split array lie in, one after the other, each on devices of its
-            own.
-        arguments: How arguments are sharded over the axes of a mesh that are left to the compiler, by path and shape.
+        blocks: How many equal blocks the rows of every split array lie in, one after the other,
+            each on devices of its own.
+        arguments: How arguments are sharded over the axes of a mesh that are left to the compiler,
+            by path and shape.
     """
 
     blocks: int = 1
     arguments: tuple[tuple[tuple[KeyPath, Shape], NamedSharding], ...] = ()
 
     def divides(self, sizes: Sequence[tuple[int, int]]) -> bool:
-        """Whether every micro-batch of these (count, size) can take as many rows from each of several blocks."""
+        """Whether every micro-batch of these (count, size) can take as many rows from each of
+        several blocks.
+        """
         return self.blocks > 1 and all(size % self.blocks == 0 for _, size in sizes)
 
-    def pinned(self, outputs: Outputs, reduced: list[Tree], total: Tally) -> tuple[list[Tree], Tally]:
-        """Accumulators and their tally where they belong, whichever micro-batch is the last one in them."""
+    def pinned(
+        self, outputs: Outputs, reduced: list[Tree], total: Tally
+    ) -> tuple[list[Tree], Tally]:
+        """Accumulators and their tally where they belong, whichever micro-batch is the last one
+        in them.
+        """
         if not self.arguments:
             return reduced, total
         tree = outputs.structure_of(range(len(outputs.folds)))
@@ -60,9 +68,12 @@ class Spread:
         return pinned, jax.tree.map(partial(self._pin, (), None), total)
 
     def _like(self, path: KeyPath, shape: Shape) -> NamedSharding | None:
-        """How the argument lies whose path is the end of this one: `w` in {"w": ...} for `w` in (loss, {"w": ...})."""
+        """How the argument lies whose path is the end of this one: `w` in {"w": ...} for `w` in
+        (loss, {"w": ...}).
+        """
         arguments = dict(self.arguments)
-        # The gradient's path in grad_fn's output begins with what is above it; the longest end that matches is first.
+        # The gradient's path in grad_fn's output begins with what is above it; the longest end that
+        # matches is first.
         ends = ((path[start:], shape) for start in range(len(path) + 1))
         return next((arguments[end] for end in ends if end in arguments), None)
 
@@ -76,7 +87,9 @@ class Spread:
 
 
 def spread_of(args: Sequence[Tree], arguments: Arguments | None = None) -> Spread:
-    """The Spread of the arguments of a call; without the `arguments` that say where the rows are, in one block."""
+    """The Spread of the arguments of a call; without the `arguments` that say where the rows
+    are, in one block.
+    """
     shardings: dict[tuple[KeyPath, Shape], NamedSharding] = {}
     for arg in args:
         if any(_left_to_the_compiler(leaf) for leaf in jax.tree.leaves(arg)):
@@ -91,25 +104,40 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
     if not isinstance(leaf, jax.Array) or _private.is_traced(leaf):
         return None
     sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+    if (
+        not isinstance(sharding, NamedSharding)
+        or not isinstance(sharding.mesh, Mesh)
+        or sharding.mesh.size == 1
+    ):
         return None
     mesh = sharding.mesh
     # Over Explicit axes types say how gradients lie, and over Manual ones arrays are whole.
-    free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto}
-    kept = [tuple(name for name in axis_names(entry) if name in free) or None for entry in sharding.spec]
+    free = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is AxisType.Auto
+    }
+    kept = [
+        tuple(name for name in axis_names(entry) if name in free) or None for entry in sharding.spec
+    ]
     return NamedSharding(mesh, partition_spec(*kept)) if free else None
 
 
 def _blocks_of(arguments: Arguments) -> int:
     """How many blocks the rows of every split array lie in.
 
-    1 if they lie together, or in different ways, or if it is the compiler that says where; and for threaded state,
-    whose order counts.
+    1 if they lie together, or in different ways, or if it is the compiler that says where; and for
+    threaded state, whose order counts.
     """
     if arguments.state:
         return 1
-    # All split arrays lie in as many blocks, or the rows of one example would be on several devices.
-    counts = {_blocks(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and isinstance(leaf, jax.Array)}
+    # All split arrays lie in as many blocks, or the rows of one example would be on several
+    # devices.
+    counts = {
+        _blocks(leaf, axis)
+        for leaf, axis in arguments
+        if isinstance(axis, int) and isinstance(leaf, jax.Array)
+    }
     return counts.pop() if len(counts) == 1 else 1
 
 
@@ -118,21 +146,31 @@ def _blocks(leaf: jax.Array, axis: int) -> int:
         return 1  # refused later, by whoever counts the rows
     if not _private.is_traced(leaf):
         return int(leaf.shape[axis] // leaf.sharding.shard_shape(leaf.shape)[axis])
-    return devices_along(jax.typeof(leaf).sharding, axis % leaf.ndim)  # over the axes that are Explicit
+    return devices_along(
+        jax.typeof(leaf).sharding, axis % leaf.ndim
+    )  # over the axes that are Explicit
 
 
 # -- micro-batches that take as many rows from each block, so that no row moves to another device
 
 
 def keeps_result(outputs: Outputs, size: int) -> bool:
-    """Whether micro-batches of this size may take other rows: what is folded is so in any order, whichever rows meet.
+    """Whether micro-batches of this size may take other rows: what is folded is so in any order,
+    whichever rows meet.
 
-    What is collected has to have one row for each of theirs; what observers collect has one for all of them.
+    What is collected has to have one row for each of theirs; what observers collect has one for all
+    of them.
     """
     if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced_folds):
         return False
-    shapes = [None if leaf_index < outputs.before else outputs.shapes[leaf_index] for leaf_index in outputs.collected]
-    return all(shape is not None and shape[axis] == size for shape, axis in zip(shapes, _axes(outputs), strict=True))
+    shapes = [
+        None if leaf_index < outputs.before else outputs.shapes[leaf_index]
+        for leaf_index in outputs.collected
+    ]
+    return all(
+        shape is not None and shape[axis] == size
+        for shape, axis in zip(shapes, _axes(outputs), strict=True)
+    )
 
 
 def _axes(outputs: Outputs) -> list[int]:
@@ -140,7 +178,9 @@ def _axes(outputs: Outputs) -> list[int]:
 
 
 def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
-    """`size` rows along an axis: as many of each block, in the order of the blocks, from its row start / blocks on."""
+    """`size` rows along an axis: as many of each block, in the order of the blocks, from its row
+    start / blocks on.
+    """
     array = jnp.asarray(array)
     axis %= array.ndim
     # [blocks, rows of each]: a slice of the second axis moves nothing between devices.
@@ -150,14 +190,21 @@ def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: in
 
 
 def in_order(
-    outputs: Outputs, blocks: int, groups: Sequence[tuple[int, int]], chunks: Sequence[Sequence[jax.Array]]
+    outputs: Outputs,
+    blocks: int,
+    groups: Sequence[tuple[int, int]],
+    chunks: Sequence[Sequence[jax.Array]],
 ) -> list[jax.Array]:
-    """What was collected from each group of micro-batches, as one array a leaf with its rows in those of the batch."""
+    """What was collected from each group of micro-batches, as one array a leaf with its rows in
+    those of the batch.
+    """
     columns = zip(_axes(outputs), zip(*chunks, strict=True), strict=True)
     return [_in_order(blocks, groups, axis % column[0].ndim, column) for axis, column in columns]
 
 
-def _in_order(blocks: int, groups: Sequence[tuple[int, int]], axis: int, column: Sequence[jax.Array]) -> jax.Array:
+def _in_order(
+    blocks: int, groups: Sequence[tuple[int, int]], axis: int, column: Sequence[jax.Array]
+) -> jax.Array:
     parts = []
     for array, (count, size) in zip(column, groups, strict=True):
         # [micro-batches, blocks, rows], and then the blocks first, as in the batch
@@ -174,7 +221,11 @@ def joined_along(stacked: jax.Array, axis: int) -> jax.Array:
 
 def _joined(array: jax.Array, axis: int) -> jax.Array:
     """The array with an axis and the next one as one, which is sharded as the next one was."""
-    sizes = (*array.shape[:axis], array.shape[axis] * array.shape[axis + 1], *array.shape[axis + 2 :])
+    sizes = (
+        *array.shape[:axis],
+        array.shape[axis] * array.shape[axis + 1],
+        *array.shape[axis + 2 :],
+    )
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
         return array.reshape(sizes)
@@ -188,7 +239,9 @@ def _apart(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Arra
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
         return _reshaped(array, axis, sizes)
-    entries = partition_spec(*sharding.spec[:axis], None, sharding.spec[axis], None, *sharding.spec[axis + 1 :])
+    entries = partition_spec(
+        *sharding.spec[:axis], None, sharding.spec[axis], None, *sharding.spec[axis + 1 :]
+    )
     whole = (*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
     return lax.reshape(array, whole, out_sharding=NamedSharding(sharding.mesh, entries))
 

@@ -1,4 +1,6 @@
-"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied. Nothing is ever written to."""
+"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied. Nothing is
+ever written to.
+"""
 
 from collections.abc import Sequence
 
@@ -10,8 +12,9 @@ from funcga._fold import LeafFold, Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from jax_backend import arrays
 
-# In JAX the caller says what is given away, by jax.jit(donate_argnums=...). A donated array is matched with the first
-# result of its shape: where results come in another order than arguments, XLA copies.
+# In JAX the caller says what is given away, by jax.jit(donate_argnums=...). A donated array is
+# matched with the first result of its shape: where results come in another order than arguments,
+# XLA copies.
 donates = False
 
 
@@ -22,14 +25,23 @@ def add(
     weight: Scalar,
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value of this weight, and whether nobody else has their memory."""
+    """The accumulators with one more value of this weight, and whether nobody else has their
+    memory.
+    """
     triples = zip(folds, accumulators, lifted(folds, leaves, weight), strict=True)
-    return [None if fold is None else fold.combine(before, addend) for fold, before, addend in triples], True
+    return [
+        None if fold is None else fold.combine(before, addend) for fold, before, addend in triples
+    ], True
 
 
-def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+def lifted(
+    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar
+) -> list[Reduced]:
     """What one value of this weight contributes to the accumulator of each leaf."""
-    return [None if fold is None else fold.lift(leaf, weight) for fold, leaf in zip(folds, leaves, strict=True)]
+    return [
+        None if fold is None else fold.lift(leaf, weight)
+        for fold, leaf in zip(folds, leaves, strict=True)
+    ]
 
 
 def finish(
@@ -38,22 +50,31 @@ def finish(
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
     finished = LeafFold.normalize if donate else LeafFold.result
     pairs = zip(folds, accumulators, strict=True)
-    return [None if fold is None else finished(fold, accumulator, tally) for fold, accumulator in pairs]
+    return [
+        None if fold is None else finished(fold, accumulator, tally) for fold, accumulator in pairs
+    ]
 
 
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
     """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
-    wide = [None if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+    wide = [
+        None if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype))
+        for leaf in leaves
+    ]
     return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in wide]
 
 
 def emptied(
     folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
 ) -> list[Reduced]:
-    """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
+    """The accumulators when nothing is folded; in the same memory if that is donated and not
+    taken.
+    """
     pairs = zip(folds, accumulators, strict=True)
     return [
-        None if fold is None else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, accumulator), accumulator)
+        None
+        if fold is None
+        else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, accumulator), accumulator)
         for fold, accumulator in pairs
     ]
 
@@ -63,6 +84,7 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 
     The compiler is free to place a constant, and would give each device all of it.
     """
-    # A choice that is never taken, which the compiler cannot see through: the result has the sharding of both.
+    # A choice that is never taken, which the compiler cannot see through: the result has the
+    # sharding of both.
     never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
     return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)

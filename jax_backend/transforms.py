@@ -1,4 +1,6 @@
-"""What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
+"""What a fold that is spread over calls needs of this framework: its branch, and how replicas
+join their windows.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,8 +27,11 @@ from jax_backend.replicas import Replicas, check_step_merges, listed, read_acros
 # -- the branch that ends a window
 
 
-def widened(params: Tree, copies: bool = False, donate: bool = False) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way back.
+def widened(
+    params: Tree, copies: bool = False, donate: bool = False
+) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way
+    back.
 
     Nothing is ever written to, so there are neither copies nor memory that is donated.
     """
@@ -44,7 +49,9 @@ def _wide(leaf: Array) -> Array:
 
 
 def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
-    """The params with the updates added; in their own memory if that is donated and the state does not have it."""
+    """The params with the updates added; in their own memory if that is donated and the state
+    does not have it.
+    """
     return apply_updates(params, updates)
 
 
@@ -56,17 +63,19 @@ def when(
     like: Tree,
     donate: bool = False,
 ) -> tuple[Tree, Tree, Scalar]:
-    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and
+    the state.
 
-    The state comes back in the dtypes that it has. `donate` is for torch: here the program that calls this function
-    says what it gives away.
+    The state comes back in the dtypes that it has. `donate` is for torch: here the program that
+    calls this function says what it gives away.
     """
 
     def run(state: Tree, operands: Tree) -> tuple[Tree, Tree]:
         updates, after = emit(state, operands)
         return updates, _in_dtypes_of(state, after)
 
-    # In a compiled program the branch is an operation; where the host sees the predicate, it is Python's `if`.
+    # In a compiled program the branch is an operation; where the host sees the predicate, it is
+    # Python's `if`.
     if _private.is_traced(predicate):
         return *_branch(predicate, run, state, operands), predicate
     if predicate:
@@ -75,13 +84,16 @@ def when(
 
 
 def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
-    """The state after an update in the dtypes of the one before. Raises FuncgaError if its structure is another."""
+    """The state after an update in the dtypes of the one before. Raises FuncgaError if its
+    structure is another.
+    """
     if trees.flatten(after)[1] != trees.flatten(before)[1]:
         missing, new = (set(leaf_paths(tree, trees, "state")) for tree in (before, after))
         raise FuncgaError(
-            f"the wrapped transform returned a state of another structure than it was given: missing "
-            f"{sorted(missing - new) or 'nothing'}, new {sorted(new - missing) or 'nothing'}. A state keeps its "
-            f"structure from init on, or it does not pass through jit."
+            "the wrapped transform returned a state of another structure than it was given: "
+            f"missing {sorted(missing - new) or 'nothing'}, new "
+            f"{sorted(new - missing) or 'nothing'}. A state keeps its structure from init on, or "
+            "it does not pass through jit."
         )
     return jax.tree.map(_in_dtype_of, before, after)
 
@@ -95,7 +107,8 @@ def _branch(
     predicate: jax.Array, run: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree
 ) -> tuple[Tree, Tree]:
     """`run(state, operands)` or zeros and the state, in a compiled program."""
-    # Only arrays can be operands of the program. Everything else, such as a flag, the function closes over.
+    # Only arrays can be operands of the program. Everything else, such as a flag, the function
+    # closes over.
     static, arguments = trees.partition(operands)
 
     def run_arrays(state: Tree, arguments: list[Array]) -> tuple[Tree, Tree]:
@@ -104,38 +117,60 @@ def _branch(
     state, (_, updates) = arrays.settled(
         lambda state: run_arrays(state, arguments)[::-1], jax.tree.map(arrays.strong, state)
     )
-    # What the function captures, such as a learning rate to be differentiated, becomes an operand as well.
+    # What the function captures, such as a learning rate to be differentiated, becomes an operand
+    # as well.
     closed, captured = jax.closure_convert(run_arrays, state, arguments)
-    # A while loop has no reverse derivative, and a cond has one: so whoever differentiates gets the cond.
+    # A while loop has no reverse derivative, and a cond has one: so whoever differentiates gets the
+    # cond.
     branch = jax.custom_jvp(partial(_looped, closed, updates))
-    branch.defjvp(lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents))
+    branch.defjvp(
+        lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents)
+    )
     return branch(predicate, state, [arguments, *captured])
 
 
-def _nothing(emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree, like: Tree) -> Tree:
-    """Updates of zeros, like those that `emit` returns; they lie where others of their shapes lie."""
+def _nothing(
+    emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree, like: Tree
+) -> Tree:
+    """Updates of zeros, like those that `emit` returns; they lie where others of their shapes
+    lie.
+    """
     # Nothing is computed for the types of the updates.
     types = jax.eval_shape(lambda state: emit(state, operands)[0], state)
     if trees.flatten(types)[1] != trees.flatten(like)[1]:
         like = types
-    return jax.tree.map(lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like)
+    return jax.tree.map(
+        lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like
+    )
 
 
 def _looped(
-    run: Callable[..., tuple[Tree, Tree]], updates: Tree, predicate: jax.Array, state: Tree, operands: list[Tree]
+    run: Callable[..., tuple[Tree, Tree]],
+    updates: Tree,
+    predicate: jax.Array,
+    state: Tree,
+    operands: list[Tree],
 ) -> tuple[Tree, Tree]:
-    """The branch as a loop of at most one turn: XLA lets its body write into what came in, where a cond would copy."""
+    """The branch as a loop of at most one turn: XLA lets its body write into what came in, where
+    a cond would copy.
+    """
 
     # The predicate is the condition of the loop, and False after one turn.
     def body(carry: tuple[jax.Array, Tree, Tree]) -> tuple[jax.Array, Tree, Tree]:
         return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
 
-    _, updates, state = lax.while_loop(lambda carry: carry[0], body, (predicate, _zeros(updates), state))
+    _, updates, state = lax.while_loop(
+        lambda carry: carry[0], body, (predicate, _zeros(updates), state)
+    )
     return updates, state
 
 
 def _branched(
-    run: Callable[..., tuple[Tree, Tree]], updates: Tree, predicate: jax.Array, state: Tree, operands: list[Tree]
+    run: Callable[..., tuple[Tree, Tree]],
+    updates: Tree,
+    predicate: jax.Array,
+    state: Tree,
+    operands: list[Tree],
 ) -> tuple[Tree, Tree]:
     """The same as a cond, which can be differentiated in reverse."""
     # Both branches of a cond have one type, so what is computed is typed as what is not.
@@ -159,31 +194,48 @@ def _typed(tree: Tree, like: Tree) -> Tree:
 
 
 def check_gradients(
-    leaves: Sequence[Array], accumulators: Sequence[Reduced], paths: Callable[[], list[str]], replicas: Replicas | None
+    leaves: Sequence[Array],
+    accumulators: Sequence[Reduced],
+    paths: Callable[[], list[str]],
+    replicas: Replicas | None,
 ) -> None:
-    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged over the replicas."""
+    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
+    over the replicas.
+    """
     # Nothing would merge them, or they are merged already.
     if replicas is None:
         check_step_merges()
         return
     for leaf_index, leaf in enumerate(leaves):
         varying = None if leaf is None else varying_axes(jax.typeof(leaf))
-        missing = () if varying is None else tuple(n for n in replicas.names if not typed_axes((n,)) <= varying)
+        missing = (
+            ()
+            if varying is None
+            else tuple(n for n in replicas.names if not typed_axes((n,)) <= varying)
+        )
         if missing:
             raise FuncgaError(
-                f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so it is merged "
-                f"already: JAX sums the gradient of what does not differ between devices. Take the gradient of the "
-                f'device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, to="varying"), '
-                f"...); or leave across= out, if it is merged as you want it."
+                f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so "
+                "it is merged already: JAX sums the gradient of what does not differ between "
+                "devices. Take the gradient of the "
+                f"device's own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, "
+                'to="varying"), '
+                "...); or leave across= out, if it is merged as you want it."
             )
 
 
 def merged(
-    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: Memory
+    outputs: Outputs,
+    accumulators: Sequence[Reduced],
+    tally: Tally,
+    replicas: Replicas,
+    memory: Memory,
 ) -> tuple[list[Reduced], Tally]:
     """What all replicas hold together."""
     folded = merge(
-        outputs, Folded([accumulators[leaf_index] for leaf_index in outputs.reduced], tally, [], []), replicas
+        outputs,
+        Folded([accumulators[leaf_index] for leaf_index in outputs.reduced], tally, [], []),
+        replicas,
     )
     # A leaf that is None has no fold, and stays.
     together = [*accumulators]
@@ -193,33 +245,43 @@ def merged(
 
 
 def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
-    """The parts of a state's window that are this replica's; without replicas all parts, from several states.
+    """The parts of a state's window that are this replica's; without replicas all parts, from
+    several states.
 
-    Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on more devices a replica
-    has several parts.
+    Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
+    more devices a replica has several parts.
     """
     first, *others = windows
     if others or not first.rejected.ndim:
         raise FuncgaError(
-            "merge was given states that are not one state of multi_steps(..., across=), which in JAX has the parts "
-            "of all devices. Give that one, as it is outside of shard_map: tx.merge([state])."
+            "merge was given states that are not one state of multi_steps(..., across=), which in "
+            "JAX has the parts of all devices. Give that one, as it is outside of shard_map: "
+            "tx.merge([state])."
         )
-    return [jax.tree.map(lambda leaf, part=part: leaf[part], first) for part in range(first.rejected.shape[0])]
+    return [
+        jax.tree.map(lambda leaf, part=part: leaf[part], first)
+        for part in range(first.rejected.shape[0])
+    ]
 
 
 def closed(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
-    """A window as a state has it where replicas fold apart; without replicas from the parts of all of them."""
+    """A window as a state has it where replicas fold apart; without replicas from the parts of
+    all of them.
+    """
     # A leading axis of the parts, which the specs of the state lay over the devices.
     names = () if replicas is None else replicas.names
-    stacked: Window = jax.tree.map(lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows)
+    stacked: Window = jax.tree.map(
+        lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows
+    )
     return stacked
 
 
 def state_specs(tx: MultiSteps) -> MultiStepsState:
-    """The PartitionSpecs of the state of `multi_steps(..., across=)`, as a tree prefix, for shard_map.
+    """The PartitionSpecs of the state of `multi_steps(..., across=)`, as a tree prefix, for
+    shard_map.
 
-    What replicas fold apart has a leading axis, which lies over the axes that `across` names; all else is the same on
-    every device.
+    What replicas fold apart has a leading axis, which lies over the axes that `across` names; all
+    else is the same on every device.
 
     Args:
         tx: What `multi_steps(..., across=)` returned.
@@ -239,8 +301,9 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
     """
     if not isinstance(tx, MultiSteps) or tx.across is None:
         raise FuncgaError(
-            "state_specs is for funcga.multi_steps(..., across=): only there a state differs between replicas. "
-            "Without across= it is the same on every device: jax.sharding.PartitionSpec()."
+            "state_specs is for funcga.multi_steps(..., across=): only there a state differs "
+            "between replicas. Without across= it is the same on every device: "
+            "jax.sharding.PartitionSpec()."
         )
     replicas = read_across(tx.across)
     spec: Callable[..., Tree] = PartitionSpec

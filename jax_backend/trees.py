@@ -1,4 +1,6 @@
-"""Trees, as JAX walks them: their arrays apart from all else, and the objects of flax.nnx among them."""
+"""Trees, as JAX walks them: their arrays apart from all else, and the objects of flax.nnx among
+them.
+"""
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,13 +17,16 @@ from funcga.errors import FuncgaError
 jax.tree_util.register_pytree_node(Mapped, lambda node: (node.values, node.kind), rebuilt)
 
 
-def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Tree], Structure]:
+def flatten(
+    tree: Tree, is_leaf: Callable[[Tree], bool] | None = None
+) -> tuple[list[Tree], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
     leaves, structure = jax.tree.flatten(tree, is_leaf)
     if not any(issubclass(kind, Mapping) or is_dataclass(kind) for kind in {*map(type, leaves)}):
         return leaves, structure
 
-    # Mappings and dataclasses that JAX does not know become nodes, and what is in them is walked as well.
+    # Mappings and dataclasses that JAX does not know become nodes, and what is in them is walked as
+    # well.
     def walked(node: Tree) -> Tree:
         return jax.tree.map(as_node, node, is_leaf=is_leaf)
 
@@ -33,12 +38,21 @@ def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[
 
 
 def check_registered(tree: Tree, name: str) -> None:
-    """Raises FuncgaError for a container among the leaves, which JAX takes neither as parameters nor as an output."""
+    """Raises FuncgaError for a container among the leaves, which JAX takes neither as parameters
+    nor as an output.
+    """
     for leaf in jax.tree.leaves(tree):
         if is_container(leaf):
             kind = type(leaf).__name__
-            line = f"dict({name})" if isinstance(leaf, Mapping) else f"jax.tree_util.register_dataclass({kind})"
-            raise FuncgaError(f"{name} holds a {kind}, of which JAX does not know that it is a tree. Write {line}.")
+            line = (
+                f"dict({name})"
+                if isinstance(leaf, Mapping)
+                else f"jax.tree_util.register_dataclass({kind})"
+            )
+            raise FuncgaError(
+                f"{name} holds a {kind}, of which JAX does not know that it is a tree. Write "
+                f"{line}."
+            )
 
 
 def unflatten(structure: Structure, leaves: Sequence[Tree]) -> Tree:
@@ -59,10 +73,11 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
 
 @dataclass(frozen=True)
 class Static:
-    """Of some arguments, all that is no array: the structure, and the other leaves with their places and types.
+    """Of some arguments, all that is no array: the structure, and the other leaves with their
+    places and types.
 
-    Two are equal if their leaves are equal and of the same type, and numbers have the same digits: 1, 1.0 and True make
-    three programs, and so do 0.0 and -0.0.
+    Two are equal if their leaves are equal and of the same type, and numbers have the same digits:
+    1, 1.0 and True make three programs, and so do 0.0 and -0.0.
     """
 
     structure: Structure
@@ -71,7 +86,11 @@ class Static:
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
         leaves = list(arrays)
-        for leaf_index, _, leaf in self.others:  # in the order of the leaves, so each goes to its own place
+        for (
+            leaf_index,
+            _,
+            leaf,
+        ) in self.others:  # in the order of the leaves, so each goes to its own place
             leaves.insert(leaf_index, leaf)
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -82,7 +101,11 @@ def partition(tree: Tree) -> tuple[Static, list[Array]]:
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):  # as usual
         return Static(structure, ()), arrays
-    others = [(index, _kind(leaf), leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)]
+    others = [
+        (index, _kind(leaf), leaf)
+        for index, leaf in enumerate(leaves)
+        if not isinstance(leaf, _ARRAYS)
+    ]
     return Static(structure, tuple(others)), arrays
 
 
@@ -94,9 +117,11 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def split(tree: Tree) -> tuple[Static, list[Array]]:
-    """The two of `partition`, for a program that is compiled for the one, and called with the other.
+    """The two of `partition`, for a program that is compiled for the one, and called with the
+    other.
 
-    Raises FuncgaError for a leaf that is neither an array nor hashable, and for a shape without numbers.
+    Raises FuncgaError for a leaf that is neither an array nor hashable, and for a shape without
+    numbers.
     """
     static, arrays = partition(tree)
     # One array in two places is allowed; one variable of nnx is not.
@@ -105,9 +130,9 @@ def split(tree: Tree) -> tuple[Static, list[Array]]:
     for _, _, leaf in static.others:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise FuncgaError(
-                f"an argument is {leaf.dtype}[{', '.join(map(str, leaf.shape))}] of type ShapeDtypeStruct, a shape "
-                f"without numbers, and the call would compute some. For the shapes and dtypes that it returns, write "
-                f"jax.eval_shape(step, params, batch)."
+                f"an argument is {leaf.dtype}[{', '.join(map(str, leaf.shape))}] of type "
+                "ShapeDtypeStruct, a shape without numbers, and the call would compute some. For "
+                "the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
             )
     if static.others:
         try:
@@ -125,39 +150,49 @@ def _unhashable(leaves: Sequence[object]) -> FuncgaError:
         except TypeError:
             kinds.add(type(leaf).__name__)
     return FuncgaError(
-        f"an argument of type {' and '.join(sorted(kinds))} is neither an array nor hashable. Outside of jit this call "
-        f"is compiled, and anything that is not an array becomes part of the program, which could not tell when it "
-        f"changes. If it holds arrays, make it a tree, such as dict(batch); if it is a setting, make it hashable, such "
-        f"as a dataclass with frozen=True; or call the step inside jax.jit."
+        f"an argument of type {' and '.join(sorted(kinds))} is neither an array nor hashable. "
+        "Outside of jit this call is compiled, and anything that is not an array becomes part of "
+        "the program, which could not tell when it changes. If it holds arrays, make it a tree, "
+        "such as dict(batch); if it is a setting, make it hashable, such as a dataclass with "
+        "frozen=True; or call the step inside jax.jit."
     )
 
 
-# -- flax.nnx: its objects hold their state in themselves, and are trees that are made anew in each trace. So variables
-# that two of them share come apart, and what grad_fn writes to an object is lost. flax is not imported here: nobody has
-# such an object before.
+# -- flax.nnx: its objects hold their state in themselves, and are trees that are made anew in each
+# trace. So variables that two of them share come apart, and what grad_fn writes to an object is
+# lost. flax is not imported here: nobody has such an object before.
 
 
 def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """(path, variable) of the variables of nnx in a tree; the path begins with the type of the module."""
+    """(path, variable) of the variables of nnx in a tree; the path begins with the type of the
+    module.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
-    for module in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.State | nnx.Variable)):
-        nodes, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    for module in jax.tree.leaves(
+        tree, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.State | nnx.Variable)
+    ):
+        nodes, _ = jax.tree_util.tree_flatten_with_path(
+            module, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
         for path, node in nodes:
             if isinstance(node, nnx.Variable):
                 yield type(module).__name__ + jax.tree_util.keystr(path), node
 
 
 def check_unshared(tree: Tree) -> None:
-    """Raises FuncgaError if two places in a tree have one variable of nnx, which would get a gradient for each."""
+    """Raises FuncgaError if two places in a tree have one variable of nnx, which would get a
+    gradient for each.
+    """
     places: dict[int, str] = {}
     for path, variable in _variables(tree):
         if id(variable) in places:
             raise FuncgaError(
-                f"`{places[id(variable)]}` and `{path}` are one variable of nnx: a step makes its arguments anew, and "
-                f"the two would come apart. Split the module before, graph, params = nnx.split(module, nnx.Param), "
-                f"and make it inside of the loss: module = nnx.merge(graph, params)."
+                f"`{places[id(variable)]}` and `{path}` are one variable of nnx: a step makes its "
+                "arguments anew, and the two would come apart. Split the module before, graph, "
+                "params = nnx.split(module, nnx.Param), and make it inside of the loss: module = "
+                "nnx.merge(graph, params)."
             )
         places[id(variable)] = path
 
@@ -168,20 +203,28 @@ def unchanged(tree: Tree) -> Iterator[None]:
     before = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
     yield
     after = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
-    kept = [path for path, leaves in before.items() if list(map(id, leaves)) == list(map(id, after.get(path, [])))]
+    kept = [
+        path
+        for path, leaves in before.items()
+        if list(map(id, leaves)) == list(map(id, after.get(path, [])))
+    ]
     changed = [path for path in {**before, **after} if path not in kept]
     if changed:
         raise FuncgaError(
-            f"grad_fn wrote to {', '.join(f'`{path}`' for path in changed[:4])}{' ...' if changed[4:] else ''}, "
-            f"which would be lost: every micro-batch would begin with the same state, and draw the same noise. "
-            f"Thread it: graph, params, state = nnx.split(module, nnx.Param, ...), in_axes=(None, funcga.CARRY, "
-            f"0), a module that is nnx.merge(graph, params, state, copy=True), and nnx.state(module, "
-            f"nnx.Not(nnx.Param)) returned where the fold is funcga.carry()."
+            "grad_fn wrote to "
+            f"{', '.join(f'`{path}`' for path in changed[:4])}{' ...' if changed[4:] else ''}, "
+            "which would be lost: every micro-batch would begin with the same state, and draw the "
+            "same noise. Thread it: graph, params, state = nnx.split(module, nnx.Param, ...), "
+            "in_axes=(None, funcga.CARRY, 0), a module that is nnx.merge(graph, params, state, "
+            "copy=True), and nnx.state(module, nnx.Not(nnx.Param)) returned where the fold is "
+            "funcga.carry()."
         )
 
 
 def check_trained(tree: Tree) -> None:
-    """Raises FuncgaError if a variable of nnx in a tree of parameters is state, such as BatchNorm's statistics."""
+    """Raises FuncgaError if a variable of nnx in a tree of parameters is state, such as
+    BatchNorm's statistics.
+    """
     for path, variable in _variables(tree):
         kinds = {base.__name__ for base in type(variable).__mro__}
         state = kinds & {"BatchStat", "RngState", "Cache", "Intermediate"}

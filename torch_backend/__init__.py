@@ -43,7 +43,9 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, dlpack, gradients, loop, coupled, replicas, sums, transforms, planner)
+BACKEND = Backend(
+    "torch", trees, arrays, dlpack, gradients, loop, coupled, replicas, sums, transforms, planner
+)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(

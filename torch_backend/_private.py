@@ -1,9 +1,10 @@
 """What is used of torch that is private: what for, and what happens without it.
 
-All versions in the table of docs/reference/versions.md have all of these names: tests/torch_backend/test_private.py
-says so in each. For those to come, each name has a fallback that gives the same numbers, and is read by `_attribute`,
-which says what stands in for it. Other files call these through the module, as in `_private.transforms()`: then a test
-can take a name away from torch and load this file again.
+All versions in the table of docs/reference/versions.md have all of these names:
+tests/torch_backend/test_private.py says so in each. For those to come, each name has a fallback
+that gives the same numbers, and is read by `_attribute`, which says what stands in for it. Other
+files call these through the module, as in `_private.transforms()`: then a test can take a name away
+from torch and load this file again.
 """
 
 import functools
@@ -31,7 +32,9 @@ TRIED = "2.13 to 2.14"
 
 
 def _attribute(owner: object, path: str, otherwise: T) -> T:
-    """What stands at a dotted path below an object of torch; `otherwise` in a version that has no such name."""
+    """What stands at a dotted path below an object of torch; `otherwise` in a version that has
+    no such name.
+    """
     try:
         return operator.attrgetter(path)(owner)  # type: ignore[no-any-return]
     except AttributeError:
@@ -48,24 +51,38 @@ def _reader(*names: str, otherwise: T) -> Callable[[torch.Tensor], T]:
     return read
 
 
-# --- Backward passes ------------------------------------------------------------------------------------------------
+# --- Backward passes ------------------------------------------------------------------------------
 
 
-# `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Without it the public function
-# runs.
-_run_anywhere: Callable[..., object] | None = _attribute(torch.autograd.graph, "_engine_run_backward", None)
-# The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs in the thread that
-# calls it. Without it the one above runs.
+# `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Without it
+# the public function runs.
+_run_anywhere: Callable[..., object] | None = _attribute(
+    torch.autograd.graph, "_engine_run_backward", None
+)
+# The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs
+# in the thread that calls it. Without it the one above runs.
 _run_on_host = _attribute(torch.autograd.Variable, "_execution_engine.run_backward", _run_anywhere)
 
 
-def run_backward(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool) -> None:
-    """`torch.autograd.backward(loss, cotangent, inputs=inputs)`; `on_host` says that no device takes part in it."""
+def run_backward(
+    loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool
+) -> None:
+    """`torch.autograd.backward(loss, cotangent, inputs=inputs)`; `on_host` says that no device
+    takes part in it.
+    """
     run = _run_on_host if on_host else _run_anywhere
     if run is None or type(loss) is not torch.Tensor:
         torch.autograd.backward(loss, cotangent, inputs=inputs or None)
     else:
-        run((loss,), (cotangent,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+        run(
+            (loss,),
+            (cotangent,),
+            False,
+            False,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 _graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", lambda: -1)
@@ -76,9 +93,12 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
-# Tensors that have shapes and no numbers, and the mode that makes them. Without them nothing can be planned.
+# Tensors that have shapes and no numbers, and the mode that makes them. Without them nothing can be
+# planned.
 FAKE: type | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensor", None)
-_FAKE_MODE: Callable[..., Any] | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensorMode", None)
+_FAKE_MODE: Callable[..., Any] | None = _attribute(
+    torch, "_subclasses.fake_tensor.FakeTensorMode", None
+)
 _NUMBERS = itertools.count(2)
 
 
@@ -88,7 +108,9 @@ def fake_mode() -> Any | None:
 
 
 def is_for_lack_of_numbers(error: BaseException) -> bool:
-    """Whether an error is that of such a mode: it was asked for a number, or runs no such operator."""
+    """Whether an error is that of such a mode: it was asked for a number, or runs no such
+    operator.
+    """
     return type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
 
 
@@ -97,26 +119,32 @@ def sends_no_fakes() -> bool:
 
     Where it does not, no module that is wrapped can be planned.
     """
-    has_kernel: Callable[..., bool] = _attribute(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
+    has_kernel: Callable[..., bool] = _attribute(
+        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False
+    )
     names = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "broadcast_"
     return all(has_kernel(f"c10d::{name}", "Meta") for name in names)
 
 
 def stand_in(weight: Any) -> Any:
-    """A number for a tensor on the host that has none: True, or one that weighs differently each time."""
+    """A number for a tensor on the host that has none: True, or one that weighs differently each
+    time.
+    """
     if weight.device.type != "cpu":
         return weight
     return True if weight.dtype == torch.bool else next(_NUMBERS)
 
 
-# How many tensors and storages hold the memory of this storage, by its `_cdata`. Without it nobody knows who else holds
-# a gradient, and each first one of a window is copied.
+# How many tensors and storages hold the memory of this storage, by its `_cdata`. Without it nobody
+# knows who else holds a gradient, and each first one of a window is copied.
 use_count: Callable[[int], int] = _attribute(torch._C, "_storage_Use_Count", lambda _: 0)
 
 # Whether autocast is on for any type of device. Without it each type is asked.
-is_any_autocast_enabled: Callable[[], bool] = _attribute(torch._C, "_is_any_autocast_enabled", lambda: True)
+is_any_autocast_enabled: Callable[[], bool] = _attribute(
+    torch._C, "_is_any_autocast_enabled", lambda: True
+)
 
-# --- Transforms -----------------------------------------------------------------------------------------------------
+# --- Transforms -----------------------------------------------------------------------------------
 
 
 def _transforms_found_out() -> int:
@@ -127,12 +155,14 @@ def _transforms_found_out() -> int:
     return 0
 
 
-# How many transforms of torch.func are running, one inside the other. Without it a tensor is asked to require a
-# gradient, which each transform refuses: then it is 2 for some.
-transforms: Callable[[], int] = _attribute(torch._C, "_functorch.get_dynamic_layer_stack_depth", _transforms_found_out)
+# How many transforms of torch.func are running, one inside the other. Without it a tensor is asked
+# to require a gradient, which each transform refuses: then it is 2 for some.
+transforms: Callable[[], int] = _attribute(
+    torch._C, "_functorch.get_dynamic_layer_stack_depth", _transforms_found_out
+)
 
-# Whether forward-mode AD says at which level it is: -1 outside of all of them. Without it a dual number is made, which
-# is refused there.
+# Whether forward-mode AD says at which level it is: -1 outside of all of them. Without it a dual
+# number is made, which is refused there.
 _TELLS_LEVEL = _attribute(forward_ad, "_current_level", None) is not None
 
 
@@ -148,10 +178,10 @@ def in_forward_mode() -> bool:
     return True
 
 
-# --- Tensors --------------------------------------------------------------------------------------------------------
+# --- Tensors --------------------------------------------------------------------------------------
 
-# A number that changes with every write to a tensor in place, which the manual names. Without it a loss that writes to
-# its parameters, or runs a backward pass of its own, goes unnoticed.
+# A number that changes with every write to a tensor in place, which the manual names. Without it a
+# loss that writes to its parameters, or runs a backward pass of its own, goes unnoticed.
 version: Callable[[torch.Tensor], int] = _reader("_version", otherwise=0)
 
 
@@ -164,12 +194,15 @@ def hooks_of(tensor: object) -> MutableMapping[int, Callable[..., Any]] | None:
 
 
 def acts_on_grad(tensor: object) -> bool:
-    """Whether a tensor has a hook of `register_post_accumulate_grad_hook`; False if torch does not tell."""
+    """Whether a tensor has a hook of `register_post_accumulate_grad_hook`; False if torch does
+    not tell.
+    """
     return bool(_attribute(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:
-    """Takes a hook away, and the empty table that it leaves in the tensor: every backward pass would still look there.
+    """Takes a hook away, and the empty table that it leaves in the tensor: every backward pass
+    would still look there.
 
     Without this a backward pass takes a few percent longer.
     """
@@ -178,25 +211,28 @@ def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:
         tensor._backward_hooks = None
 
 
-# Whether a tensor has such hooks, at a glance: None for one that never had a hook, as most are. Without these each
-# tensor is looked at.
+# Whether a tensor has such hooks, at a glance: None for one that never had a hook, as most are.
+# Without these each tensor is looked at.
 has_hooks: Callable[[torch.Tensor], object] = _reader("_backward_hooks", otherwise=True)
-has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader("_post_accumulate_grad_hooks", otherwise=True)
+has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader(
+    "_post_accumulate_grad_hooks", otherwise=True
+)
 
 
-# --- Modules --------------------------------------------------------------------------------------------------------
+# --- Modules --------------------------------------------------------------------------------------
 
-# The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in every module that was
-# saved whole. Without them no other parameters can be put into a module: then `pure_loss` runs on
-# torch.func.functional_call alone, where torch.compile traces it.
+# The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in
+# every module that was saved whole. Without them no other parameters can be put into a module: then
+# `pure_loss` runs on torch.func.functional_call alone, where torch.compile traces it.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
 
 
 def serve_functional_calls(serve: Callable[..., Any]) -> None:
     """Lets `serve` run each torch.func.functional_call while `replacements` last.
 
-    It is called as serve(torch's own, module, tensors, args, kwargs, ...). Torch looks up the function that it replaces
-    at every call. Where that has other parameters, or another name, torch's own runs, which takes longer.
+    It is called as serve(torch's own, module, tensors, args, kwargs, ...). Torch looks up the
+    function that it replaces at every call. Where that has other parameters, or another name,
+    torch's own runs, which takes longer.
     """
     plain: Callable[..., Any] | None = _attribute(nn.utils.stateless, "_functional_call", None)
     if plain is None or [*inspect.signature(plain).parameters] != [*_CALL]:
@@ -204,9 +240,14 @@ def serve_functional_calls(serve: Callable[..., Any]) -> None:
 
     @functools.wraps(plain)
     def functional_call(
-        module: Any, tensors: Any, args: Any = None, kwargs: Any = None, *, tie_weights: bool = True,
+        module: Any,
+        tensors: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        tie_weights: bool = True,
         strict: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return serve(plain, module, tensors, args, kwargs, tie_weights, strict)
 
     replacements.add(nn.utils.stateless, "_functional_call", functional_call)
@@ -216,15 +257,18 @@ _CALL = ("module", "parameters_and_buffers", "args", "kwargs", "tie_weights", "s
 
 # What all BatchNorm layers are. Without it they are those that torch itself has.
 BatchNorm: Any = _attribute(
-    nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    nn.modules.batchnorm,
+    "_BatchNorm",
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
 )
 
 
 def layer_and_input_of(error: BaseException) -> tuple[nn.Module | None, object]:
-    """The BatchNorm layer whose forward pass has raised the error, and its input; (None, None) if it is not found.
+    """The BatchNorm layer whose forward pass has raised the error, and its input; (None, None) if
+    it is not found.
 
-    They are the variables `self` and `input` of `_BatchNorm.forward`. Where they have other names the error of torch
-    stays as it is.
+    They are the variables `self` and `input` of `_BatchNorm.forward`. Where they have other names
+    the error of torch stays as it is.
     """
     for frame, _ in walk_tb(error.__traceback__):
         layer, x = (frame.f_locals.get(name) for name in ("self", "input"))
@@ -243,8 +287,8 @@ def storage_key(tensor: torch.Tensor) -> int:
         return storage.data_ptr()
 
 
-# Whether a tensor tells which one it is a view of. Without it two tensors with one storage are taken for views of the
-# same.
+# Whether a tensor tells which one it is a view of. Without it two tensors with one storage are
+# taken for views of the same.
 _TELLS_BASE = _attribute(torch.Tensor, "_base", None) is not None
 
 
@@ -256,15 +300,16 @@ def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bases[0] is bases[1]
 
 
-# --- Replicas -------------------------------------------------------------------------------------------------------
+# --- Replicas -------------------------------------------------------------------------------------
 
 
 def group_of_our_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group of gloo, on the processes of this one, which all of them have to make.
 
-    `torch.distributed.new_group` would have to be called by the processes of no other group as well, and names groups
-    by how many a process has, which may differ. Without what this is made of, the result is the given group itself:
-    then collectives of a loss must not be called in other orders on other replicas.
+    `torch.distributed.new_group` would have to be called by the processes of no other group as
+    well, and names groups by how many a process has, which may differ. Without what this is made
+    of, the result is the given group itself: then collectives of a loss must not be called in other
+    orders on other replicas.
     """
     try:
         store = dist.PrefixStore("funcga", group.get_group_store())  # type: ignore[attr-defined]
@@ -279,9 +324,11 @@ def group_of_our_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
-    """How many collectives this process has called, of one group or of all; None if torch does not tell.
+    """How many collectives this process has called, of one group or of all; None if torch does not
+    tell.
 
-    Then no loss is known to communicate, and a window in which one does needs equal weights on all replicas.
+    Then no loss is known to communicate, and a window in which one does needs equal weights on all
+    replicas.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
@@ -292,7 +339,7 @@ def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
         return None
 
 
-# --- DTensors -------------------------------------------------------------------------------------------------------
+# --- DTensors -------------------------------------------------------------------------------------
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
@@ -307,7 +354,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return shard
 
 
-# --- DistributedDataParallel ----------------------------------------------------------------------------------------
+# --- DistributedDataParallel ----------------------------------------------------------------------
 
 
 def is_in_join(ddp: nn.parallel.DistributedDataParallel) -> bool:
@@ -316,15 +363,18 @@ def is_in_join(ddp: nn.parallel.DistributedDataParallel) -> bool:
 
 
 def has_comm_hooks(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether others than DDP's own reducer communicate; if torch does not tell, True: then nobody listens to it."""
+    """Whether others than DDP's own reducer communicate; if torch does not tell, True: then
+    nobody listens to it.
+    """
     return bool(_attribute(ddp, "_comm_hooks", True))
 
 
 def is_finished(ddp: nn.parallel.DistributedDataParallel, guess: bool) -> bool:
     """Whether the last backward pass has reduced every gradient.
 
-    The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first. Without it every
-    parameter is thought to need a gradient, unless find_unused_parameters=True: the `guess`.
+    The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first.
+    Without it every parameter is thought to need a gradient, unless find_unused_parameters=True:
+    the `guess`.
     """
     rebuild: Callable[[], object] | None = _attribute(ddp.reducer, "_rebuild_buckets", None)
     if rebuild is None:
@@ -346,13 +396,14 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
     _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
-# The attribute of a DDP, and of the state of a replicate(), that says whether backward passes synchronise, as no_sync()
-# and set_requires_gradient_sync() set it, and its value where they do.
+# The attribute of a DDP, and of the state of a replicate(), that says whether backward passes
+# synchronise, as no_sync() and set_requires_gradient_sync() set it, and its value where they do.
 SYNCHRONISES_DDP, SYNCHRONISES_REPLICATE = ("require_backward_grad_sync", True), ("_no_sync", False)
 
 
 def replicate_state(module: nn.Module) -> Any:
-    """The state of a module of `torch.distributed._composable.replicate`, begun: its DDP is there, as `_ddp`.
+    """The state of a module of `torch.distributed._composable.replicate`, begun: its DDP is there,
+    as `_ddp`.
 
     Torch makes the DDP at the first forward pass. Without the state there is no replicate either.
     """
@@ -362,7 +413,7 @@ def replicate_state(module: nn.Module) -> Any:
     return state
 
 
-# --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------------------------
+# --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 
 SYNCHRONISES_FSDP1 = "_sync_gradients"
@@ -385,7 +436,9 @@ def groups_of_fsdp1(module: Any) -> list[Any]:
 
 
 def has_unsharded_sum(module: Any) -> bool:
-    """Whether a gradient is there as a backward pass in no_sync() leaves it, whole and not synchronised."""
+    """Whether a gradient is there as a backward pass in no_sync() leaves it, whole and not
+    synchronised.
+    """
     flat = flat_param_of(module)
     if flat is None or flat.grad is None or not module._handle.uses_sharded_strategy:
         return False
@@ -404,7 +457,9 @@ def whole_of_fsdp1(module: Any) -> list[torch.Tensor]:
 
 
 def says_that_a_shard_is_missing(error: AssertionError) -> bool:
-    """Whether the last backward pass did not come to a flat parameter, which is found out when all are sharded."""
+    """Whether the last backward pass did not come to a flat parameter, which is found out when
+    all are sharded.
+    """
     return "_saved_grad_shard" in str(error)
 
 
@@ -416,13 +471,15 @@ def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
             handle._training_state = type(handle._training_state).IDLE
             handle.flat_param.grad = None
             handle.flat_param.__dict__.pop("_saved_grad_shard", None)
-            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = (
+                handle._prefetched
+            ) = False
             handle._post_forward_index = None
     for root in roots:
         root._post_backward_callback_queued = False
 
 
-# --- fully_shard, FSDP2 ---------------------------------------------------------------------------------------------
+# --- fully_shard, FSDP2 ---------------------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 
 # Parameters that are communicated together.
@@ -447,13 +504,18 @@ def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
 
 def unsharded_params(group: ParamGroup) -> list[torch.Tensor]:
     """The leaves that a forward pass computes with; none before the first."""
-    params: list[torch.Tensor | None] = [_attribute(param, "_unsharded_param", None) for param in group.fsdp_params]
+    params: list[torch.Tensor | None] = [
+        _attribute(param, "_unsharded_param", None) for param in group.fsdp_params
+    ]
     return [param for param in params if param is not None]
 
 
 def process_groups_of(group: ParamGroup) -> list[Any]:
     """The process group that shards and the one that replicates, those that there are."""
-    groups = [_attribute(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
+    groups = [
+        _attribute(group.mesh_info, f"{kind}_process_group", None)
+        for kind in ("shard", "replicate")
+    ]
     return [process_group for process_group in groups if process_group is not None]
 
 
@@ -472,8 +534,8 @@ def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """What attributes a group and its parameters have in a window, as (object, name, value).
 
-    What one replica alone has used is reduced too. Those that hold what passes without synchronisation have summed
-    have None.
+    What one replica alone has used is reduced too. Those that hold what passes without
+    synchronisation have summed have None.
     """
     reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
     values = [*[(group, name, True) for name in reduced], (group, "_partial_reduce_output", None)]
@@ -484,7 +546,14 @@ def holders_of_fsdp2(module: Any) -> list[object]:
     """All objects whose attributes change in a pass, or hold tensors."""
     state, groups = module._get_fsdp_state(), param_groups(module)
     params = [param for group in groups for param in group.fsdp_params]
-    return [state, state._state_ctx, state._comm_ctx, *groups, *[group.comm_ctx for group in groups], *params]
+    return [
+        state,
+        state._state_ctx,
+        state._comm_ctx,
+        *groups,
+        *[group.comm_ctx for group in groups],
+        *params,
+    ]
 
 
 def forget_unsharded(group: ParamGroup) -> None:
@@ -498,7 +567,9 @@ def forget_unsharded(group: ParamGroup) -> None:
 def unsharded_sums(group: ParamGroup) -> list[torch.Tensor]:
     """What passes without synchronisation have summed."""
     sums = [param.unsharded_accumulated_grad for param in group.fsdp_params]
-    return [total for total in [*sums, *[p.grad for p in unsharded_params(group)]] if total is not None]
+    return [
+        total for total in [*sums, *[p.grad for p in unsharded_params(group)]] if total is not None
+    ]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
@@ -512,18 +583,22 @@ def reset_fsdp2(module: Any) -> None:
         module.reset_iter_state()
 
 
-# --- Compilers ------------------------------------------------------------------------------------------------------
+# --- Compilers ------------------------------------------------------------------------------------
 
-# What compiles the functions that are called now, also where a function that is compiled runs this one as it is.
-# Without it a module_value_and_grad inside of a compiled function runs as it is, uncompiled.
-compiling: Callable[[], object] = _attribute(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+# What compiles the functions that are called now, also where a function that is compiled runs this
+# one as it is. Without it a module_value_and_grad inside of a compiled function runs as it is,
+# uncompiled.
+compiling: Callable[[], object] = _attribute(
+    torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None
+)
 
 
 class Compiled(NamedTuple):
-    """What torch.compile has made of a `function`: `compile(other)` compiles another one with the same options.
+    """What torch.compile has made of a `function`: `compile(other)` compiles another one with the
+    same options.
 
-    `compile_whole` compiles one as a whole, that is, it refuses what it cannot trace. `replays`: whether calls are
-    captured as CUDA graphs.
+    `compile_whole` compiles one as a whole, that is, it refuses what it cannot trace. `replays`:
+    whether calls are captured as CUDA graphs.
     """
 
     function: Callable[..., Any]
@@ -535,15 +610,17 @@ class Compiled(NamedTuple):
 def compiled_of(function: object) -> Compiled | None:
     """The Compiled of a function that torch.compile has made; None for any other.
 
-    The function that it returns holds its options, in a variable of its own. Without that no function is known to be
-    compiled: then autograd adds the gradients of a compiled loss.
+    The function that it returns holds its options, in a variable of its own. Without that no
+    function is known to be compiled: then autograd adds the gradients of a compiled loss.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
     if frames is None or not isinstance(function, types.FunctionType):
         return None
     marks = vars(function)
     # A function that wraps a compiled one by functools.wraps has the marks of that one.
-    if "_torchdynamo_orig_callable" not in marks or marks.get("_torchdynamo_wrapper_id") != id(function):
+    if "_torchdynamo_orig_callable" not in marks or marks.get("_torchdynamo_wrapper_id") != id(
+        function
+    ):
         return None
     try:
         context: Any = inspect.getclosurevars(function).nonlocals["self"]
@@ -555,15 +632,26 @@ def compiled_of(function: object) -> Compiled | None:
     except (AttributeError, KeyError, TypeError):
         return None
 
-    def without_checkpoints(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
-        # A compiler that is given the backward pass too would keep what a checkpoint is to compute again.
+    def without_checkpoints(
+        graph: torch.fx.GraphModule, inputs: Sequence[object]
+    ) -> Callable[..., Any]:
+        # A compiler that is given the backward pass too would keep what a checkpoint is to compute
+        # again.
         modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
-        if any("activation_checkpoint" in str(node.target) for module in modules for node in module.graph.nodes):
+        if any(
+            "activation_checkpoint" in str(node.target)
+            for module in modules
+            for node in module.graph.nodes
+        ):
             raise NotImplementedError("a checkpoint in a graph with its backward pass")
         return backend(graph, inputs)  # type: ignore[no-any-return]
 
-    whole = torch._dynamo.optimize(backend=without_checkpoints, nopython=True, dynamic=dynamic, guard_filter_fn=guards)
-    return Compiled(marks["_torchdynamo_orig_callable"], context, whole, bool(options.get("triton.cudagraphs")))
+    whole = torch._dynamo.optimize(
+        backend=without_checkpoints, nopython=True, dynamic=dynamic, guard_filter_fn=guards
+    )
+    return Compiled(
+        marks["_torchdynamo_orig_callable"], context, whole, bool(options.get("triton.cudagraphs"))
+    )
 
 
 def refusals_to_compile() -> tuple[type[Exception], ...]:
@@ -583,13 +671,16 @@ dispatch_modes: Callable[[], int] = _attribute(torch._C, "_len_torch_dispatch_st
 def saves_by_hooks() -> bool:
     """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are in force.
 
-    If torch does not tell, they are thought not to be: then a compiled loss may be computed without them.
+    If torch does not tell, they are thought not to be: then a compiled loss may be computed without
+    them.
     """
-    top: Callable[[bool], object] = _attribute(torch._C, "_autograd._top_saved_tensors_default_hooks", lambda _: None)
+    top: Callable[[bool], object] = _attribute(
+        torch._C, "_autograd._top_saved_tensors_default_hooks", lambda _: None
+    )
     return top(True) is not None
 
 
-# --- Pipelines ------------------------------------------------------------------------------------------------------
+# --- Pipelines ------------------------------------------------------------------------------------
 
 
 def loss_of_schedule(schedule: object, otherwise: object) -> object:
@@ -601,18 +692,21 @@ def loss_of_schedule(schedule: object, otherwise: object) -> object:
 
 
 def has_weight_passes(schedule: object) -> bool:
-    """Whether a schedule computes gradients of parameters in passes of their own, as zero-bubble schedules do.
+    """Whether a schedule computes gradients of parameters in passes of their own, as zero-bubble
+    schedules do.
 
-    Its actions tell. Without them it is not known, and the reduction that is missing is found where it should have
-    been.
+    Its actions tell. Without them it is not known, and the reduction that is missing is found where
+    it should have been.
     """
     order: Mapping[int, Sequence[Any]] | None = _attribute(schedule, "pipeline_order", None)
     actions = itertools.chain.from_iterable((order or {}).values())
-    return any(_attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions)
+    return any(
+        _attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions
+    )
 
 
-# --- Trees ----------------------------------------------------------------------------------------------------------
+# --- Trees ----------------------------------------------------------------------------------------
 
-# Trees as torch.func, torch.compile and torch.export walk them, with the classes that anyone has registered. There is
-# no public module. Without it nothing runs.
+# Trees as torch.func, torch.compile and torch.export walk them, with the classes that anyone has
+# registered. There is no public module. Without it nothing runs.
 pytree = torch.utils._pytree

@@ -15,7 +15,14 @@ from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError, no_derivative
 from torch_backend import _private
-from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, summed_over_shards, without_partials
+from torch_backend.dtensor import (
+    as_dtensor,
+    is_dtensor,
+    local,
+    local_tensors,
+    summed_over_shards,
+    without_partials,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +59,9 @@ def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(like, DTensor)
-        moved: torch.Tensor = distribute_tensor(array.to(like.device), like.device_mesh, like.placements)
+        moved: torch.Tensor = distribute_tensor(
+            array.to(like.device), like.device_mesh, like.placements
+        )
     else:
         moved = array.to(like.device)
     return with_strides_of(moved, like)
@@ -102,7 +111,9 @@ def _is_number_of_host(array: torch.Tensor) -> bool:
     return array.is_cpu and not array.ndim
 
 
-def cast(array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+def cast(
+    array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None
+) -> torch.Tensor:
     """The array in another dtype, and on the device of the one beside it."""
     if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
         return array.to(dtype)
@@ -110,13 +121,16 @@ def cast(array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = 
 
 
 def exact(array: torch.Tensor, name: str) -> torch.Tensor:
-    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no bits of its own."""
+    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no
+    bits of its own.
+    """
     if array.requires_grad:
         raise no_derivative(name)
     if is_dtensor(array):
         raise FuncgaError(
-            f"{name} was given the DTensor {describe(array)}, whose gradients a mesh has added up in floats already, "
-            f"in an order of its own. Fold DTensors with funcga.mean(), funcga.per_weight() or funcga.sum()."
+            f"{name} was given the DTensor {describe(array)}, whose gradients a mesh has added up "
+            "in floats already, in an order of its own. Fold DTensors with funcga.mean(), "
+            "funcga.per_weight() or funcga.sum()."
         )
     return array
 
@@ -132,15 +146,21 @@ def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor
 
 
 def strided(array: torch.Tensor) -> torch.Tensor:
-    """The array as a dense one. The gradient of an embedding may be sparse, and a sum of several hardly is."""
+    """The array as a dense one. The gradient of an embedding may be sparse, and a sum of several
+    hardly is.
+    """
     return array if array.layout is torch.strided else array.to_dense()
 
 
-_LONG = 2**16  # elements whose squares the host adds to float32 sums with an error of less than 1e-6
+_LONG = (
+    2**16
+)  # elements whose squares the host adds to float32 sums with an error of less than 1e-6
 
 
 def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
+    """The sum of the squared absolute values of all elements of each array, [arrays], without a
+    copy of them.
+    """
     return torch.stack(measured(lambda array: squared_norm(array, dtype), arrays))
 
 
@@ -159,8 +179,12 @@ def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return root.to(dtype).square_()
 
 
-def measured(measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
+def measured(
+    measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that
+    lies in parts.
+    """
     if not any(map(is_dtensor, arrays)):
         return [measure(array).to(arrays[0].device) for array in arrays]
     whole = [without_partials(array) for array in arrays]
@@ -171,8 +195,11 @@ def measured(measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[t
 def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
     present: list[Any] = [array for array in arrays if array is not None]
-    shards = [strided(shard) for shard in (local(array).detach() for array in present) if shard.numel()]
-    # The numbers of all leaves are checked in one kernel, on one device. Nothing waits for the result here.
+    shards = [
+        strided(shard) for shard in (local(array).detach() for array in present) if shard.numel()
+    ]
+    # The numbers of all leaves are checked in one kernel, on one device. Nothing waits for the
+    # result here.
     extremes = [*_extremes(shards)]
     if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
         extremes = [extreme.to(shards[0].device, torch.float64) for extreme in extremes]
@@ -182,10 +209,15 @@ def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A few numbers, not all of them finite if any number of the leaves is not. One pass, without a mask in memory."""
-    real = [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves]
+    """A few numbers, not all of them finite if any number of the leaves is not. One pass,
+    without a mask in memory.
+    """
+    real = [
+        torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves
+    ]
     on_host = [leaf for leaf in real if leaf.is_cpu]
-    # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one kernel for all leaves.
+    # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one
+    # kernel for all leaves.
     for leaf in on_host:
         yield from torch.aminmax(leaf)
     if len(on_host) < len(real):
@@ -193,9 +225,12 @@ def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _everywhere(condition: torch.Tensor, meshes: set["DeviceMesh"]) -> torch.Tensor:
-    """Whether a condition holds on all devices of these meshes, each of which has a shard of the numbers."""
-    # All processes go through the meshes in one order, as their collectives must match. Where meshes cross, a False
-    # travels along one of them in each round, so there are as many rounds as meshes.
+    """Whether a condition holds on all devices of these meshes, each of which has a shard of the
+    numbers.
+    """
+    # All processes go through the meshes in one order, as their collectives must match. Where
+    # meshes cross, a False travels along one of them in each round, so there are as many rounds as
+    # meshes.
     meshes_in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))
     for mesh in meshes_in_order * len(meshes):
         for group in mesh.get_all_groups():
@@ -206,7 +241,9 @@ def _everywhere(condition: torch.Tensor, meshes: set["DeviceMesh"]) -> torch.Ten
 
 
 def scalar(weight: Scalar) -> Scalar:
-    """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+    """A weight as a Python number where the host can see it without waiting for a device, else
+    as it is.
+    """
     if type(weight) is not torch.Tensor and is_dtensor(weight):
         weight = weight.full_tensor()
     plain = type(weight) is torch.Tensor and weight.is_cpu
@@ -221,7 +258,9 @@ def tally(weight: Scalar, steps: int = 1) -> Tally:
         return Tally((weight,), steps)
     if not weight.is_floating_point():
         return Tally((weight.to(torch.int64),), steps)
-    return Tally((weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),), steps)
+    return Tally(
+        (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),), steps
+    )
 
 
 def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
@@ -229,12 +268,14 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     if not isinstance(weight, torch.Tensor):
         # `full` takes half the time of `tensor`, which can read any sequence.
         high = torch.full((), weight, dtype=torch.float64 if wide else torch.float32)
-        return (high,) if wide else (high, torch.full((), weight - high.item(), dtype=torch.float32))
+        return (
+            (high,) if wide else (high, torch.full((), weight - high.item(), dtype=torch.float32))
+        )
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
-    # The second addend is what rounding to float32 has lost. An integer is subtracted as one: a float of 64 bits might
-    # not hold it.
+    # The second addend is what rounding to float32 has lost. An integer is subtracted as one: a
+    # float of 64 bits might not hold it.
     if weight.is_floating_point():
         return high, (weight - high.to(weight.dtype)).to(torch.float32)
     whole = weight.to(torch.int64)
@@ -258,17 +299,20 @@ def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-# --- What is differentiated -------------------------------------------------------------------------------------------
+# --- What is differentiated -----------------------------------------------------------------------
 
 
 _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
-# How many losses are being recorded, in all threads. torch.compile can guard a global, but no context variable. If the
-# loss is another thread's, the compiled function records a graph that nobody needs, and returns the same numbers.
+# How many losses are being recorded, in all threads. torch.compile can guard a global, but no
+# context variable. If the loss is another thread's, the compiled function records a graph that
+# nobody needs, and returns the same numbers.
 _recordings = 0
 
 
 class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
-    """A context in which autograd records a loss, or runs parts of it again: steps inside of it are differentiated."""
+    """A context in which autograd records a loss, or runs parts of it again: steps inside of it
+    are differentiated.
+    """
 
     def __enter__(self) -> None:
         global _recordings
@@ -288,49 +332,71 @@ def is_recording() -> bool:
 
 def is_recorded() -> bool:
     """Whether the present computation is part of a loss that autograd records for funcga."""
-    return (_recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()) and torch.is_grad_enabled()
+    return (
+        _recordings > 0 if torch.compiler.is_compiling() else _RECORDED.get()
+    ) and torch.is_grad_enabled()
 
 
 def in_transform() -> bool:
-    """Whether what is computed now is differentiated from outside: its tensors must not be written to or detached.
+    """Whether what is computed now is differentiated from outside: its tensors must not be written
+    to or detached.
 
-    A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss this is a part of.
+    A transform of torch.func may do that, forward-mode AD, or a gradient of funcga's whose loss
+    this is a part of.
     """
-    return _private.transforms() > 0 or _private.in_forward_mode() or (_recordings > 0 and is_recorded())
+    return (
+        _private.transforms() > 0
+        or _private.in_forward_mode()
+        or (_recordings > 0 and is_recorded())
+    )
 
 
-# --- Memory ---------------------------------------------------------------------------------------------------------
+# --- Memory ---------------------------------------------------------------------------------------
 
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """The array, or a copy of it where it is one of these others, or a view of one."""
-    return array.clone() if any(_private.is_view_of_same(array, other) for other in others) else array
+    return (
+        array.clone() if any(_private.is_view_of_same(array, other) for other in others) else array
+    )
 
 
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The tensor in the strides of another one of its shape; itself if it has them, or one of the two is sparse.
+    """The tensor in the strides of another one of its shape; itself if it has them, or one of the
+    two is sparse.
 
-    A kernel that runs through the memory of several tensors at once, such as those of `fused=True`, needs equal
-    strides. Where `like` is expanded or sliced, the strides are those of its clone.
+    A kernel that runs through the memory of several tensors at once, such as those of `fused=True`,
+    needs equal strides. Where `like` is expanded or sliced, the strides are those of its clone.
     """
     # DTensors are compared, and copied, by the shards of this process.
     shard, wanted = local_tensors([tensor, like])
-    if shard.layout is not torch.strided or wanted.layout is not torch.strided or shard.shape != wanted.shape:
+    if (
+        shard.layout is not torch.strided
+        or wanted.layout is not torch.strided
+        or shard.shape != wanted.shape
+    ):
         return tensor
     if shard.stride() == wanted.stride():
         return tensor
     with torch.no_grad():
-        copied: torch.Tensor = as_dtensor(torch.empty_like(wanted, dtype=shard.dtype).copy_(shard), like)
+        copied: torch.Tensor = as_dtensor(
+            torch.empty_like(wanted, dtype=shard.dtype).copy_(shard), like
+        )
         return copied
 
 
 def all_with_strides_of(tensors: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[Any]:
     """Each tensor `with_strides_of` another one. None stays None."""
     # Usually all are contiguous, which no sparse tensor is, so that they have strides.
-    if are_plain(tensors) and are_plain(likes) and [*map(_STRIDE, tensors)] == [*map(_STRIDE, likes)]:
+    if (
+        are_plain(tensors)
+        and are_plain(likes)
+        and [*map(_STRIDE, tensors)] == [*map(_STRIDE, likes)]
+    ):
         return [*tensors]
     return [
-        None if tensor is None else with_strides_of(tensor, like) for tensor, like in zip(tensors, likes, strict=True)
+        None if tensor is None else with_strides_of(tensor, like)
+        for tensor, like in zip(tensors, likes, strict=True)
     ]
 
 
@@ -351,21 +417,26 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if is_there:
             there.append(index)
     if there:
-        torch._foreach_copy_([copied[index] for index in there], [tensors[index] for index in there])
+        torch._foreach_copy_(
+            [copied[index] for index in there], [tensors[index] for index in there]
+        )
     return copied
 
 
 def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The tensors, ready to be written to: cloned where two of them, or two elements of one, share memory.
+    """The tensors, ready to be written to: cloned where two of them, or two elements of one, share
+    memory.
 
     None stays None.
     """
     separate: list[Any] = list(tensors)
     if are_plain(separate) and _are_apart(separate):
         return separate
-    extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None)
-    # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If the extent of one is
-    # shorter than the bytes of its elements, some of these share memory.
+    extents = sorted(
+        (*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None
+    )
+    # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If
+    # the extent of one is shorter than the bytes of its elements, some of these share memory.
     ends: dict[str, int] = {}
     for device, start, end, nbytes, index in extents:
         tensor = separate[index]
@@ -377,19 +448,27 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def _are_apart(tensors: list[torch.Tensor]) -> bool:
-    """Whether contiguous tensors are seen at once to have memory of their own, all of it on one device."""
+    """Whether contiguous tensors are seen at once to have memory of their own, all of it on one
+    device.
+    """
     if len({*map(attrgetter("device"), tensors)}) > 1:
         return False
-    spans = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors), strict=True))
+    spans = sorted(
+        zip(map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors), strict=True)
+    )
     return all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(spans))
 
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
-    """The device of a tensor, the addresses of its memory from start to end, and the bytes of its elements."""
+    """The device of a tensor, the addresses of its memory from start to end, and the bytes of
+    its elements.
+    """
     shard = local_tensors([tensor])[0]
     if shard.layout is not torch.strided or not shard.numel():
         return str(shard.device), 0, 0, 0
     # The offset of the last element, in elements.
-    last = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True)
+    )
     start, width = shard.data_ptr(), shard.element_size()
     return str(shard.device), start, start + (last + 1) * width, shard.numel() * width

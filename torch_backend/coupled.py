@@ -1,8 +1,9 @@
 """The two passes of a loss that needs the whole batch, on autograd.
 
-Both are windows like any other. The first folds the summaries, without a graph. The loss of what they come to has a
-gradient with respect to the parameters that it uses itself, and one with respect to the summaries, the cotangents. The
-second folds gradients: the loss of a micro-batch is the inner product of its summary with the cotangents.
+Both are windows like any other. The first folds the summaries, without a graph. The loss of what
+they come to has a gradient with respect to the parameters that it uses itself, and one with respect
+to the summaries, the cotangents. The second folds gradients: the loss of a micro-batch is the inner
+product of its summary with the cotangents.
 """
 
 import operator
@@ -41,7 +42,8 @@ from torch_backend.wrapped.window import WrappedGradient, with_a_blank_row
 
 Args = tuple[Tree, ...]
 Kwargs = dict[str, Tree]
-# What is differentiated: of summary_fn as it is called where the parameters are recorded, and its arguments.
+# What is differentiated: of summary_fn as it is called where the parameters are recorded, and its
+# arguments.
 Loss = Callable[[Callable[..., Tree], Args, Kwargs], Tree]
 
 # The sum of gradients of weight 1. One of weight 0 adds nothing, not even a NaN.
@@ -49,13 +51,17 @@ _SUM = Fold(weighted, identity)
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
-    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
+    """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
+    args.
+    """
 
     def step(args: Args, kwargs: Kwargs) -> Tree:
         if job.program.totals is not None:
             kwargs = with_totals(job.program, backend, args, kwargs)
         parameters = _Parameters(job, backend, args)
-        if arrays.in_transform() and parameters.own is None:  # it keeps the graphs of all micro-batches anyway
+        if (
+            arrays.in_transform() and parameters.own is None
+        ):  # it keeps the graphs of all micro-batches anyway
             job.check_whole(job.program.read(args, backend), parameters.arg_indices)
             return parameters.in_one_graph(args, kwargs)
         return _in_two_passes(parameters, args, kwargs)
@@ -67,29 +73,36 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
 class _Parameters:
     """Where the parameters of a summary are.
 
-    They are arguments of summary_fn; those of a pure_loss are put into its module by the engine. Or they are a module's
-    `own`, which may have a `wrapper`.
+    They are arguments of summary_fn; those of a pure_loss are put into its module by the engine. Or
+    they are a module's `own`, which may have a `wrapper`.
     """
 
     def __init__(self, job: Coupled, backend: Backend, args: Args):
         summary_fn: Any = job.program.grad_fn
         self.job, self.backend, self.summary_fn = job, backend, summary_fn
-        self.own: ModuleGradient | None = summary_fn if isinstance(summary_fn, ModuleGradient) else None
+        self.own: ModuleGradient | None = (
+            summary_fn if isinstance(summary_fn, ModuleGradient) else None
+        )
         if self.own is not None and (self.own.has_aux or self.own.scaled):
             raise FuncgaError(
-                "module_value_and_grad was given has_aux=True or scaled=True, and in `coupled` it only says whose "
-                "parameters are differentiated. Leave them out there; has_aux=True of coupled is for loss_fn."
+                "module_value_and_grad was given has_aux=True or scaled=True, and in `coupled` it "
+                "only says whose parameters are differentiated. Leave them out there; has_aux=True "
+                "of coupled is for loss_fn."
             )
         self.owner = self.own or OwningGradient()
         self.wrapper = summary_fn.wrapper if isinstance(summary_fn, WrappedGradient) else None
         self.arg_indices = () if self.own is not None else job.arg_indices(args)
         self.params = [args[arg_index] for arg_index in self.arg_indices]
         # Buffers and statistics that come with the summary are composed by the pure_loss itself.
-        is_plain = isinstance(summary_fn, PureLoss) and not (summary_fn.buffers or summary_fn.statistics)
+        is_plain = isinstance(summary_fn, PureLoss) and not (
+            summary_fn.buffers or summary_fn.statistics
+        )
         self.pure: PureLoss | None = summary_fn if is_plain and self.arg_indices == (0,) else None
 
     def recorded(self, loss: Loss) -> Callable[..., Tree]:
-        """The loss as a function of what summary_fn takes, or of a module and that, for a gradient function."""
+        """The loss as a function of what summary_fn takes, or of a module and that, for a
+        gradient function.
+        """
         source = self.own or self.pure
         if source is None:
             of_arguments = lambda *args, **kwargs: loss(self.summary_fn, args, kwargs)
@@ -110,7 +123,9 @@ class _Parameters:
         if self.own is None:
             return replace(gradient, loss_fn=loss_fn)(*args, **kwargs)
         of_module = LossOfModule(loss_fn, 0, gradient.has_aux, with_value=True)
-        with Alone(Program(of_module, _SUM), of_module, self.backend, None, self.own.module) as window:
+        with Alone(
+            Program(of_module, _SUM), of_module, self.backend, None, self.own.module
+        ) as window:
             window.begin(args, kwargs)
             return window.value(args, kwargs)
 
@@ -119,19 +134,35 @@ class _Parameters:
         fold = accumulate(replace(self.job.program, grad_fn=summarise, totals=None), self.backend)
         summaries = fold(args, kwargs)
         leaves = trees.flatten(summaries)[0]
-        self.job.check_reached(any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves))
-        params = [args[arg_index] for arg_index in self.arg_indices] if self.own is None else [self.own.module]
+        self.job.check_reached(
+            any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        )
+        params = (
+            [args[arg_index] for arg_index in self.arg_indices]
+            if self.own is None
+            else [self.own.module]
+        )
         if self.pure is not None:  # then the module has them
-            params = [{name: operator.attrgetter(name)(self.pure.module) for name in self.params[0]}]
+            params = [
+                {name: operator.attrgetter(name)(self.pure.module) for name in self.params[0]}
+            ]
         loss, aux = self.job.loss_of(params, summaries, self.backend)
         return (loss, aux) if self.job.gradient.has_aux else loss
 
     def gradient(self, loss: Loss, has_aux: bool) -> GradFn:
-        """The gradient function of a loss, with its value; it is not asked whether it reaches the parameters."""
+        """The gradient function of a loss, with its value; it is not asked whether it reaches
+        the parameters.
+        """
         loss_fn = self.recorded(loss)
         if self.own is None:
             argnums, reached = self.arg_indices, {True}
-            return replace(self.job.gradient, loss_fn=loss_fn, argnums=argnums, has_aux=has_aux, reached=reached)
+            return replace(
+                self.job.gradient,
+                loss_fn=loss_fn,
+                argnums=argnums,
+                has_aux=has_aux,
+                reached=reached,
+            )
         of_module = replace(self.own, loss_fn=loss_fn, has_aux=has_aux)
         of_module.parts.reached.add(True)
         return of_module
@@ -141,11 +172,15 @@ class _Parameters:
 
 
 def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
-    """The loss and its gradient; of a single micro-batch in one pass, as its graph is there already."""
+    """The loss and its gradient; of a single micro-batch in one pass, as its graph is there
+    already.
+    """
     job, backend, program = parameters.job, parameters.backend, parameters.job.program
     has_state = bool(program.read(args, backend).state)
     # There is one argument more than in the first pass, which says what the loss is.
-    gradient = parameters.gradient(lambda summarise, args, kwargs: args[-1](summarise, args[:-1], kwargs), has_state)
+    gradient = parameters.gradient(
+        lambda summarise, args, kwargs: args[-1](summarise, args[:-1], kwargs), has_state
+    )
     counts: list[Scalar] = []  # the weights of the second pass
     next_count = iter(counts).__next__
     fold: FoldTree = ((_SUM, program.fold), _SUM) if has_state else _SUM
@@ -160,13 +195,23 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             arguments = program.read(args, backend)
             job.check_whole(arguments, parameters.arg_indices)
             pairs = zip(parameters.params, parameters.arg_indices, strict=True)
-            params = [window.leaves_of(*pair).tree for pair in pairs] if isinstance(window, Engine) else []
+            params = (
+                [window.leaves_of(*pair).tree for pair in pairs]
+                if isinstance(window, Engine)
+                else []
+            )
             cuts, devices = cut(first.program, arguments, first.may_be_short)
             # A weight may be 0, where NaN has to be kept out.
-            if len(cuts) == 1 and (program.across, program.weight, parameters.wrapper) == (None, None, None):
+            if len(cuts) == 1 and (program.across, program.weight, parameters.wrapper) == (
+                None,
+                None,
+                None,
+            ):
                 return parameters.in_one_graph(args, kwargs)
             microbatches = ((arguments, *each) for each in cuts)
-            summaries = folded(first.program, first, microbatches, lambda: arguments, kwargs, devices)
+            summaries = folded(
+                first.program, first, microbatches, lambda: arguments, kwargs, devices
+            )
         if not is_wrapped:
             stack.enter_context(window)  # from here on it listens to what losses send
         after = _SecondPass(parameters, first, summaries, params)
@@ -183,7 +228,10 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
         _, grads = folded(second, window, microbatches, lambda: numbered(None), kwargs, devices)
         # The loss is the same on every replica, and so is its own gradient.
         leaves, structure = trees.flatten([*grads] if parameters.own is None else [grads])
-        leaves = [grad if own is None else grad + own for grad, own in zip(leaves, after.of_params, strict=True)]
+        leaves = [
+            grad if own is None else grad + own
+            for grad, own in zip(leaves, after.of_params, strict=True)
+        ]
         put_generator_states(first.devices, generators)
         put_after()
     job.check_reached(after.is_reached or not cuts)
@@ -199,19 +247,30 @@ class _FirstPass(Calls):
     def __init__(self, parameters: _Parameters, args: Tree):
         backend, own = parameters.backend, parameters.own
         across = parameters.owner.merged_over(parameters.job.program.across)
-        summarise = parameters.summary_fn if own is None else partial(called, own.loss_fn, own.module)
+        summarise = (
+            parameters.summary_fn if own is None else partial(called, own.loss_fn, own.module)
+        )
         program = parameters.job.first(backend, grad_fn=summarise, across=across)
-        super().__init__(program, program.grad_fn, [] if across is None else reductions_of(program, backend))
+        super().__init__(
+            program, program.grad_fn, [] if across is None else reductions_of(program, backend)
+        )
         self.source, self.starts, self.weights = parameters, list[list[int]](), list[Scalar]()
-        # How often all replicas have to run a module that communicates in each forward pass; and how often it ran.
-        is_in_step = isinstance(own, WrappedGradient) and (own.wrapper.in_step or own.sync != "last")
+        # How often all replicas have to run a module that communicates in each forward pass; and
+        # how often it ran.
+        is_in_step = isinstance(own, WrappedGradient) and (
+            own.wrapper.in_step or own.sync != "last"
+        )
         self.runs, self.ran = (program.n or 0) if is_in_step else 0, 0
         tensors = [*trees.flatten(args)[0], *([] if own is None else own.parameters())]
         self.devices = devices_of(tensors)
         self.generators: list[list[torch.Tensor]] = []  # before each micro-batch
 
-    def fold(self, arguments: Arguments, args: Args, kwargs: Kwargs, weight: Scalar, last: bool) -> list[Any]:
-        """Folds the summary of one micro-batch in, and returns the state that is threaded to the next."""
+    def fold(
+        self, arguments: Arguments, args: Args, kwargs: Kwargs, weight: Scalar, last: bool
+    ) -> list[Any]:
+        """Folds the summary of one micro-batch in, and returns the state that is threaded to the
+        next.
+        """
         self.generators.append(generator_states(self.devices))
         self.weights.append(weight)
         self.ran, self.last = self.ran + 1, (args, kwargs)
@@ -225,7 +284,9 @@ class _FirstPass(Calls):
         put_back()
         self.ran = self.runs
 
-    def result_without_microbatches(self, arguments: Arguments, kwargs: Kwargs, state: list[Any]) -> Tree:
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: Kwargs, state: list[Any]
+    ) -> Tree:
         """The summaries of the other replicas, on one that has no micro-batch."""
         put_back = self.source.owner.snapshot()
         if self.runs:
@@ -241,17 +302,27 @@ class _FirstPass(Calls):
             self._pad(*self.last)
         outputs = buffers.outputs
         pairs = zip(outputs.collected, outputs.collected_folds, strict=True)
-        leaves = [(leaf_index, fold, fold.fold.reducer.monoid.axis or 0) for leaf_index, fold in pairs]
+        leaves = [
+            (leaf_index, fold, fold.fold.reducer.monoid.axis or 0) for leaf_index, fold in pairs
+        ]
         starts: Callable[[], list[list[int]]] = lambda: [
-            [*accumulate_numbers([chunk.shape[axis] for chunk in buffers.collected[leaf_index]], initial=0)]
+            [
+                *accumulate_numbers(
+                    [chunk.shape[axis] for chunk in buffers.collected[leaf_index]], initial=0
+                )
+            ]
             for leaf_index, _, axis in leaves
         ]
         self.starts = starts()
         for reduction in self.reductions:
             state = reduction.finish(state)
-            # Now there is a chunk for each replica. The rows of this one come after those of the replicas before it.
+            # Now there is a chunk for each replica. The rows of this one come after those of the
+            # replicas before it.
             offsets = [of_leaf[reduction.replicas.channel.rank] for of_leaf in starts()]
-            self.starts = [[offset + start for start in own] for offset, own in zip(offsets, self.starts, strict=True)]
+            self.starts = [
+                [offset + start for start in own]
+                for offset, own in zip(offsets, self.starts, strict=True)
+            ]
         buffers.hold_in(1.0)
         tally = buffers.tally
         collected = [
@@ -260,17 +331,22 @@ class _FirstPass(Calls):
         ]
         # Nothing of it stays here: summaries are freed before the second pass.
         self.buffers, self.reductions = None, []
-        return Summaries(self.source.job, outputs, buffers.reduced, collected, state, lambda fold: tally)
+        return Summaries(
+            self.source.job, outputs, buffers.reduced, collected, state, lambda fold: tally
+        )
 
 
 class _SecondPass:
     """The loss of the summaries, and what the second pass differentiates in its place.
 
-    `of_params`: the gradient of the parameters that loss_fn uses itself. `counts`: 0 for micro-batches that contribute
-    nothing, as their weight is 0, and 1 for all others. `is_reached`: whether a summary depends on a parameter.
+    `of_params`: the gradient of the parameters that loss_fn uses itself. `counts`: 0 for
+    micro-batches that contribute nothing, as their weight is 0, and 1 for all others. `is_reached`:
+    whether a summary depends on a parameter.
     """
 
-    def __init__(self, parameters: _Parameters, first: _FirstPass, summaries: Summaries, params: list[Any]):
+    def __init__(
+        self, parameters: _Parameters, first: _FirstPass, summaries: Summaries, params: list[Any]
+    ):
         self.parameters, self.first, self.is_reached = parameters, first, False
         self.waiting: list[torch.Tensor] = []
         job, own = parameters.job, parameters.own
@@ -282,39 +358,57 @@ class _SecondPass:
         of_variables = [grad_of.get(variable) for variable in variables]
         job.check_depends(summaries.weigh_nothing or any(grad is not None for grad in of_variables))
         self.cotangents = summaries.cotangents(of_variables)
-        self.counts = [(weight != 0) * 1 if self.cotangents.are_weighed else 1 for weight in first.weights]
+        self.counts = [
+            (weight != 0) * 1 if self.cotangents.are_weighed else 1 for weight in first.weights
+        ]
 
     def _differentiate(
         self, params: list[Any], variables: list[torch.Tensor], summaries: Summaries
     ) -> dict[torch.Tensor, torch.Tensor]:
         """Computes the loss, and returns its gradients by the leaves that it depends on."""
         own, pure, wrapper = self.parameters.own, self.parameters.pure, self.parameters.wrapper
-        visit = nullcontext() if pure is None else pure.entered(params[0], recorded=True)  # loss_fn may use its module
+        visit = (
+            nullcontext() if pure is None else pure.entered(params[0], recorded=True)
+        )  # loss_fn may use its module
         with torch.enable_grad(), recording_loss(), visit:
-            loss, aux = self.parameters.job.loss_of(params, summaries.tree(variables), self.parameters.backend)
-            leaves = [*trainable(own.module).values()] if own is not None else trees.flatten(params)[0]
+            loss, aux = self.parameters.job.loss_of(
+                params, summaries.tree(variables), self.parameters.backend
+            )
+            leaves = (
+                [*trainable(own.module).values()] if own is not None else trees.flatten(params)[0]
+            )
             shards = [] if wrapper is None else wrapper.leaves()
             inputs = [leaf for leaf in (*variables, *leaves, *shards) if leaf is not None]
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()
+            grads = (
+                torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()
+            )
         self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
-        grad_of = {leaf: grad for leaf, grad in zip(inputs, grads, strict=False) if grad is not None}
+        grad_of = {
+            leaf: grad for leaf, grad in zip(inputs, grads, strict=False) if grad is not None
+        }
         self.of_params = [grad_of.get(leaf) for leaf in leaves]
         if wrapper is not None:
             self._check_wrapped(wrapper, grad_of.keys() - {*variables})
         return grad_of
 
     def _check_wrapped(self, wrapper: Wrapper, used: set[torch.Tensor]) -> None:
-        """Raises FuncgaError if the loss itself uses parameters that are sharded, or what is gathered of them."""
+        """Raises FuncgaError if the loss itself uses parameters that are sharded, or what is
+        gathered of them.
+        """
         if wrapper.in_step and used:
             raise FuncgaError(
-                f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so that their gradients "
-                f"would not be those of the whole. Let the module return what the loss needs of them, and summary_fn "
+                f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so "
+                "that their gradients would not be those of the whole. Let the module return what "
+                "the loss needs of them, and summary_fn "
                 f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
             )
-        # It waits for the gradients of parameters that only the loss uses, unless it searches for such.
+        # It waits for the gradients of parameters that only the loss uses, unless it searches for
+        # such.
         self.waiting = [] if wrapper.searches else [*used]
 
-    def inner_product(self, number: int | None, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
+    def inner_product(
+        self, number: int | None, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs
+    ) -> Tree:
         """The inner product of the cotangents with what the micro-batch of this number contributes.
 
         None stands for a blank row. With threaded state, also what is left of the summary for that.
@@ -325,7 +419,9 @@ class _SecondPass:
             # One that counts for nothing is masked as a whole.
             weight = first.weights[number] + (1 - self.counts[number])
         if cotangents.keeps:
-            summarise = self.parameters.job.first(self.parameters.backend, grad_fn=summarise).grad_fn
+            summarise = self.parameters.job.first(
+                self.parameters.backend, grad_fn=summarise
+            ).grad_fn
         output = summarise(*args, **kwargs)
         parts = cotangents.parts(output, weight)
         leaves = trees.flatten(parts)[0]
@@ -333,10 +429,18 @@ class _SecondPass:
         self.is_reached |= not leaves or any(part.requires_grad for part in leaves)
         of_leaves = [*map(torch.zeros_like, leaves)]
         if number is not None:
-            rows = lambda position, cotangent, axis, size: cotangent.narrow(axis, first.starts[position][number], size)
+            rows = lambda position, cotangent, axis, size: cotangent.narrow(
+                axis, first.starts[position][number], size
+            )
             of_leaves = trees.flatten(cotangents.of(parts, rows))[0]
-        pairs = [*zip(leaves, of_leaves, strict=True), *[(leaf, torch.zeros_like(leaf)) for leaf in self.waiting]]
+        pairs = [
+            *zip(leaves, of_leaves, strict=True),
+            *[(leaf, torch.zeros_like(leaf)) for leaf in self.waiting],
+        ]
         # Summed in at least 32 bits.
-        terms = [(leaf * cotangent).sum(dtype=arrays.accumulator_dtype(leaf.dtype)) for leaf, cotangent in pairs]
+        terms = [
+            (leaf * cotangent).sum(dtype=arrays.accumulator_dtype(leaf.dtype))
+            for leaf, cotangent in pairs
+        ]
         loss = sum([term.to(self.loss.device) for term in terms], torch.zeros(()))
         return (loss, cotangents.threaded(output)) if cotangents.outputs.threads else loss

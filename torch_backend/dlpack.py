@@ -1,4 +1,6 @@
-"""Tensors to and from other frameworks: by DLPack or NumPy in the memory where they lie, or in new memory once."""
+"""Tensors to and from other frameworks: by DLPack or NumPy in the memory where they lie, or in
+new memory once.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -33,13 +35,16 @@ def devices() -> list[str]:
 
 
 def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
-    """The array as others import it: by DLPack, if it lies on one of their platforms, else as NumPy's."""
+    """The array as others import it: by DLPack, if it lies on one of their platforms, else as
+    NumPy's.
+    """
     _check_exportable(leaf)
     tensor, copied = leaf.detach(), None
     if leaf.is_conj() or leaf.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
         copied = (
-            "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is what it reads as"
+            "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is "
+            "what it reads as"
         )
     # JAX calls both CUDA and ROCm "gpu".
     platform = "gpu" if leaf.is_cuda else leaf.device.type
@@ -54,12 +59,18 @@ def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
 
 
 def _check_exportable(leaf: torch.Tensor) -> None:
-    """Raises ExportError for a tensor whose numbers do not lie in one piece of memory, or of a dtype of torch alone."""
+    """Raises ExportError for a tensor whose numbers do not lie in one piece of memory, or of a
+    dtype of torch alone.
+    """
     if is_dtensor(leaf):
-        raise ExportError(f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() does not")
+        raise ExportError(
+            f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() "
+            "does not"
+        )
     if leaf.layout is not torch.strided:
         raise ExportError(
-            f"a sparse tensor {arrays.describe(leaf)}, or one of other parts; x.to_dense() is in one piece"
+            f"a sparse tensor {arrays.describe(leaf)}, or one of other parts; x.to_dense() is in "
+            "one piece"
         )
     if leaf.device.type == "meta":
         raise ExportError(f"{arrays.describe(leaf)} on the meta device, where nothing has numbers")
@@ -74,18 +85,30 @@ def _name(dtype: torch.dtype) -> str:
 def _check_dtype(name: str, shape: Sequence[int]) -> None:
     if name not in _DTYPES:
         raise ExportError(
-            f"{name}[{', '.join(map(str, shape))}], of a dtype that torch does not have, or has alone. Convert it "
-            f"before, to one that all have, such as int8 or float32"
+            f"{name}[{', '.join(map(str, shape))}], of a dtype that torch does not have, or has "
+            "alone. Convert it before, to one that all have, such as int8 or float32"
         )
 
 
-# NumPy has these dtypes from ml_dtypes, and torch does not convert them. They travel as unsigned integers of equal
-# width.
+# NumPy has these dtypes from ml_dtypes, and torch does not convert them. They travel as unsigned
+# integers of equal width.
 _EXTENSIONS = {name for name in dir(torch) if name.startswith("float8_")} | {"bfloat16"}
 _DTYPES = _EXTENSIONS | {
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-    "float16", "float32", "float64", "complex64", "complex128",
-}  # fmt: skip
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
@@ -102,24 +125,35 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
         raise ExportError(
             f"{arrays.describe(tensor)}, which NumPy has with ml_dtypes only: pip install ml_dtypes"
         ) from error
-    except (RuntimeError, TypeError) as error:  # of a running torch.func transform, or of a FakeTensorMode
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:  # of a running torch.func transform, or of a FakeTensorMode
         raise ExportError(
-            f"{arrays.describe(tensor)} without memory that can be read ({str(error).splitlines()[0].rstrip('.')}). A "
-            f"tensor inside of a torch.func transform or of torch.compile has none; convert it outside"
+            f"{arrays.describe(tensor)} without memory that can be read "
+            f"({str(error).splitlines()[0].rstrip('.')}). A tensor inside of a torch.func "
+            "transform or of torch.compile has none; convert it outside"
         ) from error
 
 
 def check_importable(array: Array) -> None:
-    """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it is."""
+    """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it
+    is.
+    """
     if not isinstance(array, torch.Tensor):
         _check_dtype(array.dtype.name, array.shape)
 
 
-def import_arrays(exports: Sequence[Transfer], device: torch.device | None, copy: bool) -> list[Transfer]:
-    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
+def import_arrays(
+    exports: Sequence[Transfer], device: torch.device | None, copy: bool
+) -> list[Transfer]:
+    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in
+    new memory.
+    """
     imports = [_placed(_imported(export), device, copy) for export in exports]
     if copy:
-        # JAX may reuse the memory of its arrays as soon as this returns, so the copies must be done.
+        # JAX may reuse the memory of its arrays as soon as this returns, so the copies must be
+        # done.
         pairs = zip(imports, exports, strict=True)
         copies = [new.array for new, old in pairs if not isinstance(old.array, torch.Tensor)]
         for device in {tensor.device for tensor in copies if not tensor.is_cpu}:
@@ -136,12 +170,17 @@ def _imported(export: Transfer) -> Transfer:
         return Transfer(array.detach(), copied)
     if not isinstance(array, np.ndarray):
         return Transfer(dlpack.from_dlpack(array), copied)
-    # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of whole, positive
-    # elements.
+    # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of
+    # whole, positive elements.
     if not array.flags.writeable:
-        array, copied = array.copy(), copied or "it is read-only, which no tensor is; x.copy() is not"
+        array, copied = (
+            array.copy(),
+            copied or "it is read-only, which no tensor is; x.copy() is not",
+        )
     elif any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        copied = copied or f"torch has no strides of {list(array.strides)} bytes; x.copy() has others"
+        copied = (
+            copied or f"torch has no strides of {list(array.strides)} bytes; x.copy() has others"
+        )
         array = array.copy()
     if array.dtype.name in _EXTENSIONS:
         bits = torch.from_numpy(array.view(f"uint{8 * array.itemsize}"))
@@ -153,13 +192,16 @@ def _placed(imported: Transfer, device: torch.device | None, copy: bool) -> Tran
     tensor, copied = imported
     if device is not None and tensor.device != device:
         return Transfer(
-            tensor.to(device), f"it lies on {tensor.device}, and device= is {str(device)!r}; leave that out"
+            tensor.to(device),
+            f"it lies on {tensor.device}, and device= is {str(device)!r}; leave that out",
         )
     return Transfer(tensor.clone(), "a copy was asked for") if copy and copied is None else imported
 
 
 def extents(leaf: torch.Tensor) -> list[Extent]:
-    """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
+    """The addresses of the first byte and of that after the last, of every piece of memory of
+    the array.
+    """
     return [piece for part in _strided_parts(local(leaf)) for piece in _extent(part)]
 
 
@@ -170,7 +212,11 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    indices = [tensor.crow_indices(), tensor.col_indices()] if rows else [tensor.ccol_indices(), tensor.row_indices()]
+    indices = (
+        [tensor.crow_indices(), tensor.col_indices()]
+        if rows
+        else [tensor.ccol_indices(), tensor.row_indices()]
+    )
     return [*indices, tensor.values()]
 
 

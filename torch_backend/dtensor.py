@@ -1,7 +1,8 @@
 """DTensors: tensors that lie on the devices of a mesh are cut, added and reduced there.
 
-A gradient comes with the placement `Partial`, a sum that is not reduced yet. Partial gradients are added as they are,
-so there is one reduction for each leaf, at the end, to the placements of its parameter.
+A gradient comes with the placement `Partial`, a sum that is not reduced yet. Partial gradients are
+added as they are, so there is one reduction for each leaf, at the end, to the placements of its
+parameter.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +18,8 @@ from torch_backend import _private
 
 def is_dtensor(leaf: object) -> bool:
     """Whether this is a DTensor."""
-    # By an attribute that DTensors alone have: importing their module takes time, and most programs have none.
+    # By an attribute that DTensors alone have: importing their module takes time, and most programs
+    # have none.
     return type(leaf) is not torch.Tensor and hasattr(leaf, "device_mesh")
 
 
@@ -29,8 +31,11 @@ def local(tensor: Any) -> Any:
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The shard that this process has of each tensor, in the same memory, so that it can be written to in place."""
-    # Partial sums too are added shard by shard, without a collective. Usually no tensor is a DTensor.
+    """The shard that this process has of each tensor, in the same memory, so that it can be
+    written to in place.
+    """
+    # Partial sums too are added shard by shard, without a collective. Usually no tensor is a
+    # DTensor.
     if {*map(type, tensors)} == {torch.Tensor}:
         return [*tensors]
     return [_private.local_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors]
@@ -38,7 +43,9 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Spec:
-    """The mesh and the placements of a DTensor without Partial sums, and its global shape and strides."""
+    """The mesh and the placements of a DTensor without Partial sums, and its global shape and
+    strides.
+    """
 
     device_mesh: Any
     placements: tuple[Any, ...]
@@ -59,22 +66,32 @@ def spec_of(tensor: Any) -> Spec:
 
 
 def without_partials(tensor: Any, like: Any = None) -> Any:
-    """The tensor with all Partial sums reduced, in the placements of `like`: the one collective of a Partial."""
+    """The tensor with all Partial sums reduced, in the placements of `like`: the one collective
+    of a Partial.
+    """
     if not is_dtensor(tensor):
         return tuple(map(without_partials, tensor)) if isinstance(tensor, tuple) else tensor
     placements = spec_of(tensor if like is None else like).placements
-    return tensor if placements == tuple(tensor.placements) else tensor.redistribute(placements=placements)
+    return (
+        tensor
+        if placements == tuple(tensor.placements)
+        else tensor.redistribute(placements=placements)
+    )
 
 
 def redistributed(value: Any, accumulator: Any) -> Any:
-    """The value in the placements of its accumulator, Partial included. Usually it has them already."""
+    """The value in the placements of its accumulator, Partial included. Usually it has them
+    already.
+    """
     if not is_dtensor(value) or value.placements == accumulator.placements:
         return value
     return value.redistribute(placements=accumulator.placements)
 
 
 def as_dtensor(local_tensor: Any, like: Any) -> Any:
-    """The DTensor of this local shard, in the placements of a DTensor or Spec; of tuples, one of each."""
+    """The DTensor of this local shard, in the placements of a DTensor or Spec; of tuples, one of
+    each.
+    """
     if isinstance(like, tuple):
         return tuple(map(as_dtensor, local_tensor, like))
     if not is_dtensor(like):
@@ -82,27 +99,41 @@ def as_dtensor(local_tensor: Any, like: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(local_tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local_tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
-    """The ranks, this process among them, that have different shards of a DTensor or Spec; sorted, [] if none do."""
+    """The ranks, this process among them, that have different shards of a DTensor or Spec;
+    sorted, [] if none do.
+    """
     for mesh_dim, placement in enumerate(tensor.placements):
-        along_dim = {*ranks} & {*dist.get_process_group_ranks(tensor.device_mesh.get_group(mesh_dim))}
-        # The placement that fully_shard and tensor parallelism make together is cut too, and is no Shard. So the test
-        # is for the two placements that are not cut.
+        along_dim = {*ranks} & {
+            *dist.get_process_group_ranks(tensor.device_mesh.get_group(mesh_dim))
+        }
+        # The placement that fully_shard and tensor parallelism make together is cut too, and is no
+        # Shard. So the test is for the two placements that are not cut.
         if len(along_dim) > 1 and not (placement.is_replicate() or placement.is_partial()):
             return sorted(along_dim)
     return []
 
 
-def summed_over_shards(numbers: Sequence[torch.Tensor], tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Sums over the shards of DTensors, of what each process has computed of its own, [m]; one reduction a mesh."""
+def summed_over_shards(
+    numbers: Sequence[torch.Tensor], tensors: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Sums over the shards of DTensors, of what each process has computed of its own, [m]; one
+    reduction a mesh.
+    """
     sums = [*numbers]
     by_groups: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if is_dtensor(tensor):
-            dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            dims = [
+                dim
+                for dim, placement in enumerate(tensor.placements)
+                if not placement.is_replicate()
+            ]
             groups = tuple([tensor.device_mesh.get_group(dim) for dim in dims])
             by_groups.setdefault(groups, []).append(index)
     for groups, indices in by_groups.items():
@@ -115,7 +146,9 @@ def summed_over_shards(numbers: Sequence[torch.Tensor], tensors: Sequence[Any]) 
 
 
 def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
-    """`size` rows of each device, from its row `start` on, along an axis, as one DTensor. No row travels."""
+    """`size` rows of each device, from its row `start` on, along an axis, as one DTensor. No row
+    travels.
+    """
     from torch.distributed.tensor import DTensor
 
     rows = local(array).narrow(axis, start, size)
@@ -123,16 +156,28 @@ def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
 
 
 def devices_of_rows(arguments: Arguments) -> int:
-    """Over how many devices the rows of all split arguments are cut, in equal parts; 1 if they are cut differently."""
-    cuts = {_cut(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None}
+    """Over how many devices the rows of all split arguments are cut, in equal parts; 1 if they
+    are cut differently.
+    """
+    cuts = {
+        _cut(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None
+    }
     common_cut = cuts.pop() if len(cuts) == 1 else None
     return 1 if common_cut is None else common_cut[2]
 
 
 def _cut(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int] | None:
-    """(mesh, its dimensions along which rows are cut, number of equal parts); None for any other tensor."""
+    """(mesh, its dimensions along which rows are cut, number of equal parts); None for any other
+    tensor.
+    """
     if not is_dtensor(leaf):
         return None
-    dims = tuple([dim for dim, placement in enumerate(leaf.placements) if placement.is_shard(axis % leaf.ndim)])
+    dims = tuple(
+        [
+            dim
+            for dim, placement in enumerate(leaf.placements)
+            if placement.is_shard(axis % leaf.ndim)
+        ]
+    )
     count = torch.Size([leaf.device_mesh.size(dim) for dim in dims]).numel()
     return (leaf.device_mesh, dims, count) if dims and leaf.shape[axis] % count == 0 else None

@@ -29,7 +29,13 @@ from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.compiled_window import CompiledWindow
-from torch_backend.engine.dropping import DroppingBuffers, buffers_of, fold_or_drop, put_back, statistics_of
+from torch_backend.engine.dropping import (
+    DroppingBuffers,
+    buffers_of,
+    fold_or_drop,
+    put_back,
+    statistics_of,
+)
 from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, detached
 from torch_backend.modules import trainable
@@ -41,7 +47,9 @@ from torch_backend.wrapped.window import with_a_blank_row
 
 
 def window_of(program: Program, backend: Backend) -> Window:
-    """The window for a program: by autograd where funcga made the gradient function, otherwise by calls of grad_fn."""
+    """The window for a program: by autograd where funcga made the gradient function, otherwise
+    by calls of grad_fn.
+    """
     grad_fn = program.grad_fn
     if program.across is not None and arrays.in_transform():
         raise _differentiated_across()
@@ -74,8 +82,11 @@ def _window_on_autograd(
     program: Program, gradient: GradientFunction, backend: Backend, reductions: list[Reduction]
 ) -> Window:
     if program.dropping is not None:
-        # Autograd cannot take back what it has added, so each gradient is computed alone, and looked at first.
-        return Calls(program, partial(value_alone, gradient, backend), reductions, gradient, records=True)
+        # Autograd cannot take back what it has added, so each gradient is computed alone, and
+        # looked at first.
+        return Calls(
+            program, partial(value_alone, gradient, backend), reductions, gradient, records=True
+        )
     reduction = next(iter(reductions), None)
     # A compiled micro-step adds gradients that nobody sees.
     is_plain = reduction is None and program.observers is None
@@ -86,23 +97,29 @@ def _window_on_autograd(
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
-    """Raises FuncgaError for a loss that uses a wrapped module: it would get gradients that nobody reduces."""
+    """Raises FuncgaError for a loss that uses a wrapped module: it would get gradients that
+    nobody reduces.
+    """
     # Once a step is seen to use none, it is not looked at again.
     if _NotWrapped not in memory.kept and check_no_wrapped_module_in(grad_fn):
         memory.keep(_NotWrapped)
 
 
 class _OfCompiledLoss:
-    """Kept by a step: the gradient function of a compiled loss, where grad_fn is a compiled gradient function."""
+    """Kept by a step: the gradient function of a compiled loss, where grad_fn is a compiled
+    gradient function.
+    """
 
     def __init__(self, grad_fn: GradFn):
         self.gradient = of_compiled_loss(grad_fn)
 
 
 class _LastGradient:
-    """Kept by a step: its last gradient function, and the compiled micro-step of the loss; None if it is not compiled.
+    """Kept by a step: its last gradient function, and the compiled micro-step of the loss; None if
+    it is not compiled.
 
-    Most steps have one. That of `coupled` makes another at each call, of arguments that must not be kept alive.
+    Most steps have one. That of `coupled` makes another at each call, of arguments that must not be
+    kept alive.
     """
 
     def __init__(self) -> None:
@@ -131,18 +148,18 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
 def _differentiated_across() -> FuncgaError:
     if arrays.is_recorded():
         return FuncgaError(
-            "across= was given to a step inside of a loss that is being differentiated, and the merge over replicas "
-            "has no derivative. Leave it out there. If the step is a constant for that loss, run it under "
-            "torch.no_grad()."
+            "across= was given to a step inside of a loss that is being differentiated, and the "
+            "merge over replicas has no derivative. Leave it out there. If the step is a constant "
+            "for that loss, run it under torch.no_grad()."
         )
     return FuncgaError(
-        "across= was given inside of a torch.func transform, where replicas cannot be merged. Take the transform on "
-        "each replica, inside of grad_fn."
+        "across= was given inside of a torch.func transform, where replicas cannot be merged. Take "
+        "the transform on each replica, inside of grad_fn."
     )
 
 
-# A micro-batch: the arguments that it is cut from, its first row on each device, and how many rows it has on each; None
-# for all.
+# A micro-batch: the arguments that it is cut from, its first row on each device, and how many rows
+# it has on each; None for all.
 Microbatch = tuple[Arguments, int, int | None]
 
 
@@ -153,7 +170,10 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if program.totals is not None:
             kwargs = with_totals(program, backend, args, kwargs)
         with window_of(program, backend) as window:
-            args, kwargs = window.detached(args), detached(kwargs, window.records) if kwargs else kwargs
+            args, kwargs = (
+                window.detached(args),
+                detached(kwargs, window.records) if kwargs else kwargs,
+            )
             known = None if torch.compiler.is_compiling() else program.memory.keep(LastCut)
             arguments = None if known is None else known.arguments_like_last(program, backend, args)
             if known is not None and arguments is not None:
@@ -166,8 +186,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             microbatches = iter([(arguments, start, count) for start, count in cuts])
             views = None
             if devices == 1 and not (program.is_exact or arguments.state):
-                # Views take no memory. Between two backward passes, where nothing of this is in the caches, each would
-                # take three times as long.
+                # Views take no memory. Between two backward passes, where nothing of this is in the
+                # caches, each would take three times as long.
                 views = iter([arguments.cut(start, count, []) for start, count in cuts])
             return folded(program, window, microbatches, lambda: arguments, kwargs, devices, views)
 
@@ -177,12 +197,14 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 class LastCut:
     """Kept by a step: how it cut its last batch.
 
-    One of the same structure, shapes and dtypes is cut alike, without being read. Only a batch of plain tensors is
-    noted, none of which is threaded.
+    One of the same structure, shapes and dtypes is cut alike, without being read. Only a batch of
+    plain tensors is noted, none of which is threaded.
     """
 
     def __init__(self) -> None:
-        self.parts: list[Argument] | None = None  # without values, and with shapes and dtypes in place of leaves
+        self.parts: list[Argument] | None = (
+            None  # without values, and with shapes and dtypes in place of leaves
+        )
         self.cuts: Sequence[tuple[int, int]] = ()
 
     def note(self, arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> None:
@@ -190,11 +212,15 @@ class LastCut:
         self.cuts, self.parts = cuts, None
         if all(type(leaf) is torch.Tensor and type(axis) is int for leaf, axis in arguments):
             self.parts = [
-                part._replace(value=None, leaves=[*map(_SHAPE, part.leaves), *map(_DTYPE, part.leaves)])
+                part._replace(
+                    value=None, leaves=[*map(_SHAPE, part.leaves), *map(_DTYPE, part.leaves)]
+                )
                 for part in arguments.parts
             ]
 
-    def arguments_like_last(self, program: Program, backend: Backend, args: tuple[Tree, ...]) -> Arguments | None:
+    def arguments_like_last(
+        self, program: Program, backend: Backend, args: tuple[Tree, ...]
+    ) -> Arguments | None:
         """The arguments, if they are cut as the last ones were; None if they have to be read."""
         if self.parts is None or len(args) != len(self.parts):
             return None
@@ -217,19 +243,25 @@ _SHAPE, _DTYPE, _IS_NESTED = (operator.attrgetter(name) for name in ("shape", "d
 _PLAIN = {torch.Tensor}
 
 
-def with_totals(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> dict[str, Tree]:
+def with_totals(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> dict[str, Tree]:
     """The keyword arguments of grad_fn with the totals of the window."""
     # What is passed whole, such as the parameters, is not counted.
     split = [part.value if part.axes else None for part in program.read(args, backend).parts]
     return {**kwargs, "totals": accumulate(program.counting(backend), backend)(tuple(split), {})}
 
 
-def cut(program: Program, arguments: Arguments, may_be_short: bool) -> tuple[Sequence[tuple[int, int]], int]:
-    """((first row, rows) of every micro-batch, both on one device; how many devices they take rows of at once)."""
+def cut(
+    program: Program, arguments: Arguments, may_be_short: bool
+) -> tuple[Sequence[tuple[int, int]], int]:
+    """((first row, rows) of every micro-batch, both on one device; how many devices they take
+    rows of at once).
+    """
     _check_not_packed(arguments)
     rows = arguments.rows(may_be_empty=may_be_short)
-    # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels. From here on
-    # rows are counted on one device.
+    # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
+    # From here on rows are counted on one device.
     is_plain = all(type(leaf) is torch.Tensor for part in arguments.parts for leaf in part.leaves)
     devices = 1 if is_plain else _devices(program, arguments)
     n, size, rows = program.n, program.microbatch_size, rows // devices
@@ -239,32 +271,41 @@ def cut(program: Program, arguments: Arguments, may_be_short: bool) -> tuple[Seq
 
 
 def runs_as_it_is(program: Program) -> bool:
-    """Whether torch.compile runs this call as it is, and would compile functions of the engine's one by one.
+    """Whether torch.compile runs this call as it is, and would compile functions of the engine's
+    one by one.
 
-    So it does with every later step once it has failed to trace one: it remembers the code, not the function.
+    So it does with every later step once it has failed to trace one: it remembers the code, not the
+    function.
     """
     is_own = isinstance(program.grad_fn, GradientFunction)
     return is_own and not torch.compiler.is_compiling() and callable(_private.compiling())
 
 
 def _check_not_packed(arguments: Arguments) -> None:
-    """Raises FuncgaError for a PackedSequence that is to be cut, or whose rows are to be counted."""
+    """Raises FuncgaError for a PackedSequence that is to be cut, or whose rows are to be
+    counted.
+    """
     for part in arguments.parts:
         # The usual arguments, a tensor and a dict of tensors, have no node below the top.
-        if not part.axes or part.structure.num_nodes <= 1 + part.structure.num_leaves * (type(part.value) is dict):
+        if not part.axes or part.structure.num_nodes <= 1 + part.structure.num_leaves * (
+            type(part.value) is dict
+        ):
             continue
         nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]
         if any(isinstance(node, PackedSequence) for node in nodes):
             raise FuncgaError(
-                "an argument holds a PackedSequence, whose rows are time steps of all sequences together: they can "
-                "neither be cut nor say what it weighs. Pass the padded sequences and their lengths, and pack them in "
-                "loss_fn: pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False). Or stream "
-                "micro-batches that are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
+                "an argument holds a PackedSequence, whose rows are time steps of all sequences "
+                "together: they can neither be cut nor say what it weighs. Pass the padded "
+                "sequences and their lengths, and pack them in loss_fn: pack_padded_sequence(x, "
+                "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
+                "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
             )
 
 
 def _devices(program: Program, arguments: Arguments) -> int:
-    """How many devices micro-batches take rows of at once; 1 where it matters which rows are together."""
+    """How many devices micro-batches take rows of at once; 1 where it matters which rows are
+    together.
+    """
     devices = devices_of_rows(arguments)
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # Only sums and extremes come out the same whichever rows share a micro-batch.
@@ -274,9 +315,13 @@ def _devices(program: Program, arguments: Arguments) -> int:
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
-    """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+    """f(leading, microbatches, kwargs): the fold of the program over an iterable of
+    micro-batches.
+    """
 
-    def fold(leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]) -> Tree:
+    def fold(
+        leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
+    ) -> Tree:
         if program.totals is not None and program.device is not None:
             ((totals,),) = _moved(iter([(kwargs["totals"],)]), torch.device(program.device))
             kwargs = {**kwargs, "totals": totals}
@@ -285,7 +330,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 window.detached(leading, leading=True),
                 detached(kwargs, window.records) if kwargs else kwargs,
             )
-            count = len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
+            count = (
+                len(program.in_axes) if isinstance(program.in_axes, tuple | list) else len(leading)
+            )
             without = lambda: program.read((*leading, *[None] * (count - len(leading))), backend)
             microbatches = _read(program, window, leading, items, backend)
             return folded(program, window, microbatches, without, kwargs)
@@ -294,7 +341,11 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
 
 
 def _read(
-    program: Program, window: Window, leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], backend: Backend
+    program: Program,
+    window: Window,
+    leading: tuple[Tree, ...],
+    items: Iterator[tuple[Tree, ...]],
+    backend: Backend,
 ) -> Iterator[Microbatch]:
     if program.device is not None:
         items = _moved(items, torch.device(program.device))
@@ -309,17 +360,20 @@ def _read(
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    """A new stream of the device; None if that is the host, or has only one stream, as Apple's does."""
+    """A new stream of the device; None if that is the host, or has only one stream, as Apple's
+    does.
+    """
     if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
         return None
     return torch.Stream(device)
 
 
 def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[tuple[Tree, ...]]:
-    """The items with their tensors on the device. Each is copied while the one before it is computed with.
+    """The items with their tensors on the device. Each is copied while the one before it is
+    computed with.
 
-    Where the device has streams, a second one copies while kernels for the last item still run. From pinned memory the
-    host does not wait for the copy either.
+    Where the device has streams, a second one copies while kernels for the last item still run.
+    From pinned memory the host does not wait for the copy either.
     """
     copies = _stream(device)
 
@@ -329,7 +383,10 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
             return None
         leaves, structure = trees.flatten(item)
         with copies or nullcontext():
-            leaves = [leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            leaves = [
+                leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ]
         moved: tuple[Tree, ...] = trees.unflatten(structure, leaves)
         return moved
 
@@ -338,8 +395,8 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
         if copies is not None:
             computing = torch.accelerator.current_stream(device)
             computing.wait_stream(copies)
-            # The memory was allocated on the copying stream. The allocator must not reuse it while the computing one
-            # still reads it.
+            # The memory was allocated on the copying stream. The allocator must not reuse it while
+            # the computing one still reads it.
             for leaf in trees.flatten(item)[0]:
                 if isinstance(leaf, torch.Tensor):
                     leaf.record_stream(computing)
@@ -351,12 +408,16 @@ def _moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[
 
 
 def untraced(
-    fold: Callable[..., Any], why: str = "funcga merges over replicas here; compile the loss instead"
+    fold: Callable[..., Any],
+    why: str = "funcga merges over replicas here; compile the loss instead",
 ) -> Callable[..., Any]:
-    """The function, excluded from torch.compile: when that traces, nobody knows what the replicas do next."""
+    """The function, excluded from torch.compile: when that traces, nobody knows what the
+    replicas do next.
+    """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
-    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is compiled.
+    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
+    # compiled.
     if "torch._dynamo" not in sys.modules:
         return fold
     untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
@@ -372,7 +433,8 @@ def folded(
     devices: int = 1,
     views: Iterator[tuple[Tree, ...]] | None = None,
 ) -> Tree:
-    """The result of a window of these micro-batches; `without()` are the arguments where there is none.
+    """The result of a window of these micro-batches; `without()` are the arguments where there is
+    none.
 
     `views` are what each micro-batch is called with, where that is cut already.
     """
@@ -385,8 +447,8 @@ def folded(
     state = _initial(microbatch[0]) if microbatch[0].state else []
     while microbatch is not None:
         arguments, start, size = microbatch
-        # A window that looks ahead must know whether this is the last one before it folds. It pays with the memory of a
-        # second micro-batch.
+        # A window that looks ahead must know whether this is the last one before it folds. It pays
+        # with the memory of a second micro-batch.
         microbatch = next(microbatches, None) if window.looks_ahead else None
         args = next(views) if views is not None else arguments.cut(start, size, state, take)
         weight = program.weigh(arguments, args, None if size is None else size * devices)
@@ -404,22 +466,28 @@ def folded(
 def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, in memory of their own.
 
-    A kernel may round differently where an array begins in the middle of a cache line, and where the rows of a
-    micro-batch begin depends on what stands before them. New memory always begins at one.
+    A kernel may round differently where an array begins in the middle of a cache line, and where
+    the rows of a micro-batch begin depends on what stands before them. New memory always begins at
+    one.
     """
     return arrays.slice(array, axis, start, size).clone()
 
 
 def _initial(arguments: Arguments) -> list[Any]:
-    """The initial state in memory of its own: grad_fn may update it in place, as BatchNorm does with its buffers."""
-    return [arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state]
+    """The initial state in memory of its own: grad_fn may update it in place, as BatchNorm does
+    with its buffers.
+    """
+    return [
+        arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf for leaf in arguments.state
+    ]
 
 
 class Calls:
     """One window of any grad_fn, which is called for each micro-batch.
 
-    `reductions`: what merges it over replicas, one after the other. `gradient`: funcga's own gradient function, if
-    grad_fn is made of one. `records`: whether grad_fn itself runs on autograd, and takes its arguments as they are.
+    `reductions`: what merges it over replicas, one after the other. `gradient`: funcga's own
+    gradient function, if grad_fn is made of one. `records`: whether grad_fn itself runs on
+    autograd, and takes its arguments as they are.
     """
 
     looks_ahead = False
@@ -432,14 +500,21 @@ class Calls:
         gradient: GradientFunction | None = None,
         records: bool = False,
     ):
-        self.program, self.grad_fn, self.reductions, self.gradient = program, grad_fn, reductions, gradient
+        self.program, self.grad_fn, self.reductions, self.gradient = (
+            program,
+            grad_fn,
+            reductions,
+            gradient,
+        )
         self.records = records
         owner = grad_fn if isinstance(grad_fn, ModuleGradient) else None
         self.parameters = [] if owner is None else owner.parameters()
         # What a module writes in a forward pass, which a micro-batch that is dropped takes back.
         self.module = None if owner is None or program.dropping is None else owner.module
         self.statistics_before = statistics_of(self.module)
-        self.parameters_by_leaf: dict[int, torch.Tensor] = {}  # where gradients are to lie that are DTensors
+        self.parameters_by_leaf: dict[
+            int, torch.Tensor
+        ] = {}  # where gradients are to lie that are DTensors
         self.buffers: Buffers | None = None
         for reduction in reductions:
             reduction.buffers_of = buffers_of(program)
@@ -459,7 +534,9 @@ class Calls:
             reduction.give_up()
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
-        """The arguments without graphs: torch.func records a second graph for tensors that require grad."""
+        """The arguments without graphs: torch.func records a second graph for tensors that
+        require grad.
+        """
         if self.records:
             return args
         if self.gradient is not None and not leading:
@@ -468,7 +545,12 @@ class Calls:
         return tuple([detached(arg) for arg in args])
 
     def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
+        last: bool,
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
@@ -476,7 +558,9 @@ class Calls:
         args, kwargs = self._with_derivatives(arguments, args, kwargs, weight)
         statistics = statistics_of(self.module)
         value = self._called(arguments, args, kwargs)
-        if self.program.dropping is not None and any(listener.heard for listener in self.own_groups):
+        if self.program.dropping is not None and any(
+            listener.heard for listener in self.own_groups
+        ):
             raise _drops_what_communicates(self.program.dropping.scope)
         if self.program.observers is not None:
             value = self.program.readings(value, arguments).measured(value, weight)
@@ -499,7 +583,9 @@ class Calls:
     def _with_derivatives(
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
     ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-        """The arguments, constants if the micro-batch is left out: a NaN would have NaN as its derivative."""
+        """The arguments, constants if the micro-batch is left out: a NaN would have NaN as its
+        derivative.
+        """
         program, backend, counts = self.program, arguments.backend, None
         if torch.compiler.is_compiling() or not arrays.in_transform():
             return args, kwargs
@@ -512,7 +598,9 @@ class Calls:
             with torch.random.fork_rng():
                 called, named = trees.unflatten(structure, constants)
                 outputs, value = program.bind(self.grad_fn(*called, **named), arguments)
-            keep = torch.as_tensor(program.dropping.keeps(outputs, program.dropping.tested(outputs), value, weight))
+            keep = torch.as_tensor(
+                program.dropping.keeps(outputs, program.dropping.tested(outputs), value, weight)
+            )
             counts = keep if counts is None else keep & counts
         if counts is None:
             return args, kwargs
@@ -521,10 +609,14 @@ class Calls:
                 leaves[leaf_index] = torch.where(counts.to(leaf.device), leaf, constant)
         return trees.unflatten(structure, leaves)  # type: ignore[no-any-return]
 
-    def _called(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def _called(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         """grad_fn's output."""
         if self.records:
-            with torch.no_grad():  # so that parameters that require grad ask for no second derivative
+            with (
+                torch.no_grad()
+            ):  # so that parameters that require grad ask for no second derivative
                 return self.grad_fn(*args, **kwargs)
         if not self.assumes_whole:
             return self.grad_fn(*args, **kwargs)
@@ -535,7 +627,9 @@ class Calls:
         finally:
             calling.microbatch = outer
 
-    def _parameters_by_leaf(self, outputs: Outputs, args: tuple[Tree, ...]) -> dict[int, torch.Tensor]:
+    def _parameters_by_leaf(
+        self, outputs: Outputs, args: tuple[Tree, ...]
+    ) -> dict[int, torch.Tensor]:
         """The parameters, by the leaf indices of their gradients in the output."""
         assert self.gradient is not None
         gradient = self.gradient.gradient_in(outputs.value_of(range(len(outputs.folds))))
@@ -563,15 +657,19 @@ class Calls:
             state = reduction.finish(state)
         return buffers.result(state)
 
-    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+    ) -> Tree:
         """The result on a replica that has nothing to fold."""
         first, *others = self.reductions
         if not others:
             bind = lambda value: self.program.bind(value, arguments)[0]
             return self._merged(first.take_part(bind, arguments, self.parameters), state)
-        # All replicas of the first group may be without rows. What the others count is like the totals of a row of
-        # zeros, which are not added.
-        outputs, leaves = self.program.bind(self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments)
+        # All replicas of the first group may be without rows. What the others count is like the
+        # totals of a row of zeros, which are not added.
+        outputs, leaves = self.program.bind(
+            self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments
+        )
         buffers = Buffers(Layout(outputs))
         for reduction in self.reductions:
             reduction.begin(buffers, leaves)
@@ -580,9 +678,9 @@ class Calls:
 
 def _drops_what_communicates(scope: str | None) -> FuncgaError:
     return FuncgaError(
-        f"drop={scope!r} was given together with across=, and the loss itself calls collectives of that group, as a "
-        f"SyncBatchNorm layer does: what one replica drops is a part of what the others have computed. Leave drop out; "
-        f"or compute the loss of each replica's own rows."
+        f"drop={scope!r} was given together with across=, and the loss itself calls collectives of "
+        "that group, as a SyncBatchNorm layer does: what one replica drops is a part of what the "
+        "others have computed. Leave drop out; or compute the loss of each replica's own rows."
     )
 
 
@@ -593,7 +691,8 @@ def is_traced(tree: Any) -> bool:
 
 def finished(tree: Any) -> Any:
     """The tree when it is computed, or the error that computing it raises."""
-    # Torch allocates memory when it launches a kernel, so an allocation that fails has raised already.
+    # Torch allocates memory when it launches a kernel, so an allocation that fails has raised
+    # already.
     return tree
 
 
@@ -601,5 +700,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    signs = ("DefaultCPUAllocator: can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    signs = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

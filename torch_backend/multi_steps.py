@@ -1,4 +1,6 @@
-"""What a fold that is spread over calls needs of this framework: its branch, and how replicas join their windows."""
+"""What a fold that is spread over calls needs of this framework: its branch, and how replicas
+join their windows.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,11 +23,14 @@ from torch_backend.reduce.agreement import Progress
 from torch_backend.replicas import Replicas
 
 
-def widened(params: Tree, copies: bool = False, donate: bool = False) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way back.
+def widened(
+    params: Tree, copies: bool = False, donate: bool = False
+) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way
+    back.
 
-    `copies`: they have memory of their own. The way back is a function of such params after an update: they come in the
-    dtypes of the params, and in the memory of these if that is donated.
+    `copies`: they have memory of their own. The way back is a function of such params after an
+    update: they come in the dtypes of the params, and in the memory of these if that is donated.
     """
     tracked = arrays.in_transform()  # what is differentiated from outside stays in its graph
     leaves, structure = trees.flatten(params)
@@ -48,10 +53,11 @@ def when(
     like: Tree,
     donate: bool = False,
 ) -> tuple[Tree, Tree, Scalar]:
-    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+    """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and
+    the state.
 
-    The zeros have memory of their own, as other updates do. Where memory is donated, in order to save it, they are
-    views of a single 0.
+    The zeros have memory of their own, as other updates do. Where memory is donated, in order to
+    save it, they are views of a single 0.
     """
     if predicate:
         return *emit(state, operands), True
@@ -69,7 +75,8 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 def _view_of_zero(zeros: dict[object, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Zeros in the shape of an update, all of them one element in memory, so that nobody can write to them.
+    """Zeros in the shape of an update, all of them one element in memory, so that nobody can write
+    to them.
 
     `zeros`: the element of each dtype and device that there is so far.
     """
@@ -82,36 +89,55 @@ def _view_of_zero(zeros: dict[object, torch.Tensor], like: torch.Tensor) -> torc
 
 
 def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
-    return arrays.accumulator_dtype(like.dtype) if arrays.kind(like.dtype) in ("float", "complex") else like.dtype
+    return (
+        arrays.accumulator_dtype(like.dtype)
+        if arrays.kind(like.dtype) in ("float", "complex")
+        else like.dtype
+    )
 
 
 def check_gradients(
-    leaves: Sequence[Array], accumulators: Sequence[Reduced], paths: Callable[[], list[str]], replicas: Replicas | None
+    leaves: Sequence[Array],
+    accumulators: Sequence[Reduced],
+    paths: Callable[[], list[str]],
+    replicas: Replicas | None,
 ) -> None:
-    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged over the replicas."""
-    # Where they have been merged before cannot be seen: a tensor does not say whether other processes have it, too.
+    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
+    over the replicas.
+    """
+    # Where they have been merged before cannot be seen: a tensor does not say whether other
+    # processes have it, too.
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
         if type(accumulator) is torch.Tensor and accumulator.device != leaf.device:
             raise FuncgaError(
-                f"`{paths()[leaf_index]}`, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made for "
-                f"params on {accumulator.device}. Move it: grad.to({str(accumulator.device)!r}); or make a state where "
-                f"the params are now."
+                f"`{paths()[leaf_index]}`, {arrays.describe(leaf)}, is on {leaf.device}, and the "
+                f"state was made for params on {accumulator.device}. Move it: "
+                f"grad.to({str(accumulator.device)!r}); or make a state where the params are now."
             )
 
 
 def merged(
-    outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Replicas, memory: Memory
+    outputs: Outputs,
+    accumulators: Sequence[Reduced],
+    tally: Tally,
+    replicas: Replicas,
+    memory: Memory,
 ) -> tuple[list[Reduced], Tally]:
     """What all replicas hold together."""
     reduction = Reduction(memory.keep(Progress, memory.step), replicas)
     leaves = [*map(largest, accumulators)]
-    # The merge of a window of one call does the rest: these accumulators become its buffers. They are copied, because
-    # it works in place.
+    # The merge of a window of one call does the rest: these accumulators become its buffers. They
+    # are copied, because it works in place.
     buffers = Buffers(Layout(outputs))
-    buffers.unit, buffers.reduced = 1.0, [_copied(accumulators[leaf_index]) for leaf_index in outputs.reduced]
+    buffers.unit, buffers.reduced = (
+        1.0,
+        [_copied(accumulators[leaf_index]) for leaf_index in outputs.reduced],
+    )
     limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
     if any(isinstance(part, torch.Tensor) for part in (*limbs, steps)):
-        buffers.counted = Tally((sum(limb.to(torch.float64) for limb in tally.weight),), tally.steps)
+        buffers.counted = Tally(
+            (sum(limb.to(torch.float64) for limb in tally.weight),), tally.steps
+        )
     else:
         buffers.weight, buffers.steps = sum(limbs), steps
     reduction.begin(buffers, leaves)
@@ -123,11 +149,16 @@ def merged(
 
 
 def _copied(accumulator: Reduced) -> Reduced:
-    return tuple(part.clone() for part in accumulator) if isinstance(accumulator, tuple) else accumulator.clone()
+    return (
+        tuple(part.clone() for part in accumulator)
+        if isinstance(accumulator, tuple)
+        else accumulator.clone()
+    )
 
 
 def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
-    """The parts of a state's window that are this replica's; without replicas all parts, from several states.
+    """The parts of a state's window that are this replica's; without replicas all parts, from
+    several states.
 
     Raises FuncgaError if a part is missing, or is another replica's.
     """
@@ -139,12 +170,19 @@ def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]
         is_empty = not (int(windows[0].tally.steps) or int(windows[0].rejected))
         return [*windows[:1]] if replicas is None or replicas.rank == 0 or is_empty else []
     count = max(count for _, count in saved)
-    wanted, instead = [(rank, count) for rank in range(count)], "an update takes the state of every replica, each once"
+    wanted, instead = (
+        [(rank, count) for rank in range(count)],
+        "an update takes the state of every replica, each once",
+    )
     if replicas is not None:
-        wanted, instead = [(replicas.rank, replicas.count)], f"this is replica {replicas.rank} of {replicas.count}"
+        wanted, instead = (
+            [(replicas.rank, replicas.count)],
+            f"this is replica {replicas.rank} of {replicas.count}",
+        )
     if sorted(saved) != wanted:
         raise _incomplete(saved, instead)
-    # In the order of the replicas, on the devices of the first: each has saved its window on its own.
+    # In the order of the replicas, on the devices of the first: each has saved its window on its
+    # own.
     first, *others = [windows[saved.index(mark)] for mark in wanted]
     return [first, *(_beside(window, first) for window in others)]
 
@@ -156,29 +194,34 @@ def _check_divided(windows: Sequence[Window]) -> None:
     """Raises FuncgaError if several windows are no parts of one."""
     if any(isinstance(window.part, tuple) for window in windows):
         raise FuncgaError(
-            f"{len(windows)} states were given to merge, and multi_steps was made without across=: each is a window of "
-            f"its own. Pass across= on every replica; or save one state, tx.merge([state])."
+            f"{len(windows)} states were given to merge, and multi_steps was made without across=: "
+            "each is a window of its own. Pass across= on every replica; or save one state, "
+            "tx.merge([state])."
         )
 
 
 def _incomplete(saved: Sequence[tuple[int, int]], instead: str) -> FuncgaError:
     listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in saved)
     return FuncgaError(
-        f"the state was saved in the middle of a window, as the part of replica {listed}, and {instead}: it would "
-        f"lack what the others have folded. Merge the states of all replicas, state = tx.merge(states), and load "
-        f"that one on every replica, whatever their number. Gather them when you save: "
-        f"torch.distributed.all_gather_object(states, state)."
+        f"the state was saved in the middle of a window, as the part of replica {listed}, and "
+        f"{instead}: it would lack what the others have folded. Merge the states of all replicas, "
+        "state = tx.merge(states), and load that one on every replica, whatever their number. "
+        "Gather them when you save: torch.distributed.all_gather_object(states, state)."
     )
 
 
 def closed(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
-    """A window as a state has it where replicas fold apart; without replicas from the parts of all of them."""
+    """A window as a state has it where replicas fold apart; without replicas from the parts of
+    all of them.
+    """
     part = _WHOLE if is_empty or replicas is None else (replicas.rank, replicas.count)
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
 
 
 def _part(window: Window) -> tuple[int, int]:
-    """(rank, count) of the replica whose part it is; _WHOLE for a window of all replicas, or without any."""
+    """(rank, count) of the replica whose part it is; _WHOLE for a window of all replicas, or
+    without any.
+    """
     if isinstance(window.part, tuple):
         return _WHOLE
     rank, count = window.part.tolist()
@@ -189,4 +232,5 @@ def _beside(window: Window, first: Window) -> Window:
     """The window on the devices of the first one."""
     leaves, structure = trees.flatten(window)
     pairs = zip(leaves, trees.flatten(first)[0], strict=True)
-    return trees.unflatten(structure, [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs])  # type: ignore[no-any-return]
+    beside = [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs]
+    return trees.unflatten(structure, beside)  # type: ignore[no-any-return]

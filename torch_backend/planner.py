@@ -1,7 +1,8 @@
-"""The memory of a window, found without running it: the window is folded on tensors that have shapes and no numbers.
+"""The memory of a window, found without running it: the window is folded on tensors that have
+shapes and no numbers.
 
-The engine runs as it always does. Each storage that it makes is followed from its allocation to its end, those of the
-backward pass too, so that the peak is that of the real window to the byte.
+The engine runs as it always does. Each storage that it makes is followed from its allocation to its
+end, those of the backward pass too, so that the peak is that of the real window to the byte.
 """
 
 import bisect
@@ -36,11 +37,15 @@ from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
 _BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
-_ENOUGH = 2  # micro-batches: the third does what the second did; with a wrapper the fourth what the third, but the last
+# micro-batches: the third does what the second did; with a wrapper the fourth what the third, but
+# the last
+_ENOUGH = 2
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether the leaf only stands for an array of this framework: it has a shape and a dtype, and no numbers."""
+    """Whether the leaf only stands for an array of this framework: it has a shape and a dtype,
+    and no numbers.
+    """
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
@@ -50,7 +55,9 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes that the arrays of a tree take; memory that several of them share is counted once."""
+    """The bytes that the arrays of a tree take; memory that several of them share is counted
+    once.
+    """
     return sum(_sizes(trees.flatten(tree)[0]).values())
 
 
@@ -66,7 +73,11 @@ def free_memory(tree: Tree) -> int | None:
 def _free_on(device: torch.device) -> int:
     memory = torch.accelerator
     # What the allocator has reserved and does not use is as good as free.
-    return memory.get_memory_info(device)[0] + memory.memory_reserved(device) - memory.memory_allocated(device)
+    return (
+        memory.get_memory_info(device)[0]
+        + memory.memory_reserved(device)
+        - memory.memory_allocated(device)
+    )
 
 
 def peak(
@@ -87,14 +98,27 @@ def peak(
             wrapper.begin_plan()
         arguments = program.read(args, backend)
         batch = _sizes([leaf for leaf, _ in arguments])
-        params = _sizes(trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0])
+        params = _sizes(
+            trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0]
+        )
         args, n = _first(program, args, backend)
         follower = _Follower({**params, **batch}, wrapper.held)
-        step = window(replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step)))
+        step = window(
+            replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
+        )
         try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _planning(), mode, follower:
-                # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all was the same.
-                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            with (
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(),
+                _planning(),
+                mode,
+                follower,
+            ):
+                # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all
+                # was the same.
+                warnings.filterwarnings(
+                    "ignore", message="Accessing the data pointer of FakeTensor"
+                )
                 result = step(args, kwargs)
         except RuntimeError as error:
             if not _private.is_for_lack_of_numbers(error):
@@ -102,7 +126,8 @@ def peak(
             raise _reads_numbers(error) from error
         at_peak = follower.at_peak()
         del result
-        # A module also has parameters that the arguments stand in for. What it uses of its own counts.
+        # A module also has parameters that the arguments stand in for. What it uses of its own
+        # counts.
         of_modules = _sizes([fake for _, fake in fakes.made.values()])
         params |= {key: follower.outside.pop(key) for key in of_modules if key in follower.outside}
         for name, tensors in wrapper.held().items():  # some of it was there before
@@ -117,13 +142,15 @@ def _mode(program: Program) -> Any:
     # Those of pipelines are another class.
     if not isinstance(owner_of(program.grad_fn), ModuleGradient | None):
         raise FuncgaError(
-            "the plan of a step of a pipeline was asked for, whose stages wait for each other, and a plan runs in one "
-            "process, where nobody answers. Plan the step of one stage, as a module."
+            "the plan of a step of a pipeline was asked for, whose stages wait for each other, and "
+            "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
+            "module."
         )
     mode = _private.fake_mode()
     if mode is None:
         raise FuncgaError(
-            "this version of torch has no FakeTensorMode, and nothing can be planned without it. Let the step try "
+            "this version of torch has no FakeTensorMode, and nothing can be planned without it. "
+            "Let the step try "
             'sizes when it runs: n="auto".'
         )
     wrapper = _wrapper(program)
@@ -134,16 +161,18 @@ def _mode(program: Program) -> Any:
         is_planned = False
     if not is_planned:
         raise FuncgaError(
-            f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run without sending "
-            f"anything. Plan the step of the module that was wrapped, with across=group; or use torch "
-            f"{_private.TRIED}."
+            f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run "
+            "without sending anything. Plan the step of the module that was wrapped, with "
+            f"across=group; or use torch {_private.TRIED}."
         )
     return mode
 
 
 @contextmanager
 def _planning() -> Iterator[None]:
-    """A context in which all replicas are as this one, nothing travels between them, and nothing is compiled."""
+    """A context in which all replicas are as this one, nothing travels between them, and nothing
+    is compiled.
+    """
     token = PLANNED.set(_Echo)
     try:
         # What torch.compile sees in such a mode it would leave as it is in real steps, too.
@@ -154,7 +183,9 @@ def _planning() -> Iterator[None]:
 
 
 class _Echo(Channel):
-    """A channel on which every replica says what this one says. It is the carrier of arrays, too."""
+    """A channel on which every replica says what this one says. It is the carrier of arrays,
+    too.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group, [])
@@ -204,13 +235,18 @@ def _modules(program: Program) -> list[torch.nn.Module]:
 
 
 def _wrapper(program: Program) -> Wrapper:
-    """What wraps the module of a gradient function; one that does nothing where nothing wraps it."""
+    """What wraps the module of a gradient function; one that does nothing where nothing wraps
+    it.
+    """
     owner = owner_of(program.grad_fn)
     return owner.wrapper if isinstance(owner, WrappedGradient) else Wrapper((), "nothing")
 
 
-def _first(program: Program, args: tuple[Tree, ...], backend: Backend) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches, and of the last if that differs; and how many these are.
+def _first(
+    program: Program, args: tuple[Tree, ...], backend: Backend
+) -> tuple[tuple[Tree, ...], int | None]:
+    """The arguments of the first micro-batches, and of the last if that differs; and how many these
+    are.
 
     Those between are like the second.
     """
@@ -223,25 +259,31 @@ def _first(program: Program, args: tuple[Tree, ...], backend: Backend) -> tuple[
     if n is None or n <= enough or grows or program.totals is not None:
         return args, n
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
-    # The first micro-batches are the larger ones, so that rows for all of these are cut into the same sizes.
+    # The first micro-batches are the larger ones, so that rows for all of these are cut into the
+    # same sizes.
     sizes = [*sizes[: enough - 1], sizes[-1]] if is_wrapped else sizes[:enough]
     return arguments.cut(0, sum(sizes), []), enough
 
 
 def _reads_numbers(error: BaseException) -> FuncgaError:
     return FuncgaError(
-        f"the step asks for numbers that are computed ({' '.join(str(error).split())}), as .item(), float(tensor) and "
-        f"x[mask] do, and while planning nothing is computed. Write it with tensors alone, as torch.where does; or let "
-        f'the step try sizes when it runs: n="auto".'
+        f"the step asks for numbers that are computed ({' '.join(str(error).split())}), as "
+        ".item(), float(tensor) and x[mask] do, and while planning nothing is computed. Write it "
+        "with tensors alone, as torch.where does; or let "
+        'the step try sizes when it runs: n="auto".'
     )
 
 
 class _Fakes:
-    """Tensors that have shapes and no numbers, one for each real one. What shares memory shares it here."""
+    """Tensors that have shapes and no numbers, one for each real one. What shares memory shares
+    it here.
+    """
 
     def __init__(self, mode: Any):
         self.mode = mode
-        self.made: dict[int, tuple[Any, Any]] = {}  # each tensor and its stand-in, by the id of the tensor
+        self.made: dict[
+            int, tuple[Any, Any]
+        ] = {}  # each tensor and its stand-in, by the id of the tensor
 
     def of(self, tree: Tree) -> Any:
         """The tree with these in place of its tensors."""
@@ -257,14 +299,20 @@ class _Fakes:
             self.made[id(leaf)] = leaf, fake
             # What others have set on a parameter they look for on its stand-in.
             for name, value in vars(leaf).items() if isinstance(leaf, torch.nn.Parameter) else ():
-                attribute = [*map(self.of_leaf, value)] if type(value) in (list, tuple) else self.of_leaf(value)
+                attribute = (
+                    [*map(self.of_leaf, value)]
+                    if type(value) in (list, tuple)
+                    else self.of_leaf(value)
+                )
                 vars(fake).setdefault(name, attribute)
         return self.made[id(leaf)][1]
 
     def _new(self, leaf: Any) -> Any:
         if not is_shape(leaf):
             # A tensor that is computed is detached by `.data`, which asks nothing of its graph.
-            return self.mode.from_tensor(leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data)
+            return self.mode.from_tensor(
+                leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data
+            )
         if is_dtensor(leaf):
             fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
         else:
@@ -272,17 +320,25 @@ class _Fakes:
                 fake = torch.empty_strided(
                     leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device()
                 )
-        return torch.nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else fake
+        return (
+            torch.nn.Parameter(fake, leaf.requires_grad)
+            if isinstance(leaf, torch.nn.Parameter)
+            else fake
+        )
 
     @contextmanager
     def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
-        """A context in which the attributes of these objects, and their lists and tables, have such tensors.
+        """A context in which the attributes of these objects, and their lists and tables, have such
+        tensors.
 
         Afterwards the attributes, lists and tables are as before, whatever has become of them.
         """
         before: dict[int, tuple[Any, Any]] = {}
         for attributes in map(vars, holders):
-            for table in (attributes, *[each for each in attributes.values() if isinstance(each, dict | list)]):
+            for table in (
+                attributes,
+                *[each for each in attributes.values() if isinstance(each, dict | list)],
+            ):
                 before[id(table)] = table, table.copy()
         try:
             for table, saved in before.values():
@@ -300,7 +356,8 @@ class _Fakes:
 class _Block:
     """Memory that was allocated: when, and when it was freed.
 
-    `names` has the name of what it is, if a wrapper knows it. All blocks that a storage had in turn share it.
+    `names` has the name of what it is, if a wrapper knows it. All blocks that a storage had in turn
+    share it.
     """
 
     size: int
@@ -334,7 +391,9 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             done = own(storage, size)
-            if storage.device.type == "meta" and (id(storage) in self.live or self._is_new(storage)):
+            if storage.device.type == "meta" and (
+                id(storage) in self.live or self._is_new(storage)
+            ):
                 self._follow(storage)
             return done
 
@@ -373,7 +432,9 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed(last)
             granule, names = last.granule, last.names
         size = _rounded(storage.nbytes(), granule)
-        self.live[id(storage)] = block = _Block(size, granule, _private.in_backward(), len(self.deltas), names)
+        self.live[id(storage)] = block = _Block(
+            size, granule, _private.in_backward(), len(self.deltas), names
+        )
         self.blocks.append(block)
         self.deltas.append(size)
 
@@ -401,8 +462,18 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for block in self.blocks:
             if block.born <= when < block.died:
                 # What outlives the backward pass is the sums and the results.
-                end = self.ends[bisect.bisect_right(self.ends, block.born)] if block.born < self.ends[-1] else math.inf
-                kind = "sums" if block.died > end else "gradients" if block.in_backward else "activations"
+                end = (
+                    self.ends[bisect.bisect_right(self.ends, block.born)]
+                    if block.born < self.ends[-1]
+                    else math.inf
+                )
+                kind = (
+                    "sums"
+                    if block.died > end
+                    else "gradients"
+                    if block.in_backward
+                    else "activations"
+                )
                 bytes_of[block.names[0] if block.names else kind] += block.size
         return bytes_of
 
@@ -412,14 +483,23 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _storages(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
-    """(tensor, its storage) of every plain tensor among the leaves, and of the shards of DTensors."""
-    return [(leaf, leaf.untyped_storage()) for leaf in local_tensors(leaves) if leaf.layout is torch.strided]
+    """(tensor, its storage) of every plain tensor among the leaves, and of the shards of
+    DTensors.
+    """
+    return [
+        (leaf, leaf.untyped_storage())
+        for leaf in local_tensors(leaves)
+        if leaf.layout is torch.strided
+    ]
 
 
 def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
     """The bytes of every storage that the leaves lie in."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return {id(storage): _rounded(storage.nbytes(), _granule(leaf)) for leaf, storage in _storages(tensors)}
+    return {
+        id(storage): _rounded(storage.nbytes(), _granule(leaf))
+        for leaf, storage in _storages(tensors)
+    }
 
 
 def _granule(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """Randomness that belongs to an example, and not to the micro-batch that it happens to be in.
 
-The keys are those of SplitMix: Steele, Lea and Flood (2014), "Fast splittable pseudorandom number generators".
+The keys are those of SplitMix: Steele, Lea and Flood (2014), "Fast splittable pseudorandom number
+generators".
 """
 
 import functools
@@ -18,22 +19,25 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.modules import PureLoss
 
-# The step from one number of a stream to the next, and the two factors of the mix. They are unsigned numbers of 64
-# bits, written as the int64 of the same bits: sums and products wrap around alike.
+# The step from one number of a stream to the next, and the two factors of the mix. They are
+# unsigned numbers of 64 bits, written as the int64 of the same bits: sums and products wrap around
+# alike.
 _GAMMA, _FIRST, _SECOND = (
     number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
-    """A random key for each example, made of one key and the example's index: an argument that is split like any other.
+    """A random key for each example, made of one key and the example's index: an argument that is
+    split like any other.
 
     As the keys do not depend on n, what is drawn from them does not either.
 
     Args:
-        key: an int, or a 0-d tensor of one, such as another key: `example_keys(seed, epoch)` is that of an epoch,
-            without which an example has the same noise in each.
-        indices: integers [rows], where the examples are in the dataset, on any device; or a number, for one key.
+        key: an int, or a 0-d tensor of one, such as another key: `example_keys(seed, epoch)` is
+            that of an epoch, without which an example has the same noise in each.
+        indices: integers [rows], where the examples are in the dataset, on any device; or a number,
+            for one key.
 
     Returns:
         int64 in the shape of the indices: seeds.
@@ -51,8 +55,8 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
     _check_integers("indices", indices, "torch.arange(len(x))")
     if not isinstance(key, int) and key.shape != ():
         raise FuncgaError(
-            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell apart. Write "
-            f"torch_backend.example_keys(0, indices)."
+            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell "
+            "apart. Write torch_backend.example_keys(0, indices)."
         )
     index_of_example = _integers(indices, None)
     # The mixed key is the start of a stream of numbers. Each example gets the number at its index.
@@ -68,7 +72,10 @@ def _check_integers(name: str, value: Array, example: str) -> None:
     else:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer:
-        raise FuncgaError(f"{name} is {arrays.describe(value)}: it must be an integer, or a tensor of some: {example}.")
+        raise FuncgaError(
+            f"{name} is {arrays.describe(value)}: it must be an integer, or a tensor of some: "
+            f"{example}."
+        )
 
 
 def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
@@ -93,12 +100,15 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sampled(sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split of a batch.
+def sampled(
+    sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split
+    of a batch.
 
-    Every row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited for: for noise of a
-    whole micro-batch at once see `seeded`. (Torch's generators on the CPU take 32 bits of a seed: of a million examples
-    some hundred pairs draw the same.)
+    Every row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited
+    for: for noise of a whole micro-batch at once see `seeded`. (Torch's generators on the CPU take
+    32 bits of a seed: of a million examples some hundred pairs draw the same.)
 
     Args:
         sampler: `sampler(shape, generator=..., device=...)`, as torch.rand or torch.randn.
@@ -119,11 +129,15 @@ def sampled(sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tup
     """
     if not _are_keys(keys):
         raise FuncgaError(
-            f"keys are {arrays.describe(keys)}: there must be one for each row, int64[rows]. Make them where the batch "
-            f"is made, keys = torch_backend.example_keys(0, indices), and pass them with it."
+            f"keys are {arrays.describe(keys)}: there must be one for each row, int64[rows]. Make "
+            "them where the batch is made, keys = torch_backend.example_keys(0, indices), and pass "
+            "them with it."
         )
     generator = torch.Generator(keys.device)
-    rows = [sampler(shape, generator=generator.manual_seed(seed), device=keys.device) for seed in keys.tolist()]
+    rows = [
+        sampler(shape, generator=generator.manual_seed(seed), device=keys.device)
+        for seed in keys.tolist()
+    ]
     return torch.stack(rows) if rows else sampler((0, *shape), device=keys.device)
 
 
@@ -136,18 +150,21 @@ _SEEDING = threading.RLock()
 
 
 def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
-    """`loss(params, keys, *batch)`: `loss_fn(params, *batch)` with torch's random numbers seeded by the keys.
+    """`loss(params, keys, *batch)`: `loss_fn(params, *batch)` with torch's random numbers seeded by
+    the keys.
 
-    So what dropout and everything else in a loss draws from torch's global generators is a pure function of the keys
-    of the micro-batch: other noise in each micro-batch, the same in each run, and the generators are as before. It is
-    that of the first of its examples, so it changes with n; noise that does not is `sampled`. One thread at a time runs
-    in it, as the generators are global. It is not for torch.compile, which seeds by itself, nor for torch.func.vmap.
+    So what dropout and everything else in a loss draws from torch's global generators is a pure
+    function of the keys of the micro-batch: other noise in each micro-batch, the same in each run,
+    and the generators are as before. It is that of the first of its examples, so it changes with n;
+    noise that does not is `sampled`. One thread at a time runs in it, as the generators are global.
+    It is not for torch.compile, which seeds by itself, nor for torch.func.vmap.
 
     Args:
         loss_fn: of parameters, or of a module, for `pure_loss`.
 
     Returns:
-        A function with one argument more, after the first: int64 [rows] of `example_keys`, on the CPU, or the host
+        A function with one argument more, after the first: int64 [rows] of `example_keys`, on the
+            CPU, or the host
         waits for them.
 
     Raises:
@@ -182,22 +199,31 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
 def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
     if not _are_keys(keys) or not len(keys):
         raise FuncgaError(
-            f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for each row. Call it as "
-            f"loss(params, torch_backend.example_keys(0, indices), *batch)."
+            f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for "
+            "each row. Call it as loss(params, torch_backend.example_keys(0, indices), *batch)."
         )
-    rows = {len(leaf) for leaf in trees.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    rows = {
+        len(leaf)
+        for leaf in trees.flatten(batch)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+    }
     if rows and len(keys) not in rows:
         raise FuncgaError(
-            f"there are {len(keys)} keys, and the micro-batch has {min(rows)} rows: every micro-batch would draw the "
-            f"same. Split the keys with the batch, as accumulate does by itself: in_axes=(None, 0, 0)."
+            f"there are {len(keys)} keys, and the micro-batch has {min(rows)} rows: every "
+            "micro-batch would draw the same. Split the keys with the batch, as accumulate does by "
+            "itself: in_axes=(None, 0, 0)."
         )
     return int(keys[0])
 
 
 @contextmanager
 def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
-    """A context in which the global generators, of the host and of the devices of the arguments, begin at a seed."""
-    parameters = [p for module in args if isinstance(module, nn.Module) for p in module.parameters()]
+    """A context in which the global generators, of the host and of the devices of the arguments,
+    begin at a seed.
+    """
+    parameters = [
+        p for module in args if isinstance(module, nn.Module) for p in module.parameters()
+    ]
     devices = devices_of([*trees.flatten(args)[0], *parameters])
     before = generator_states(devices)
     generators = [torch.Generator(), *map(torch.Generator, devices)]
@@ -222,7 +248,9 @@ def generator_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """The states of the generators of the host and of these devices."""
     states = [torch.get_rng_state()]
     for device in devices:
-        with torch.accelerator.device_index(device.index):  # not all of these functions take a device
+        with torch.accelerator.device_index(
+            device.index
+        ):  # not all of these functions take a device
             states.append(torch.get_device_module(device).get_rng_state())
     return states
 

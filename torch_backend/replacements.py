@@ -1,6 +1,7 @@
 """What is replaced in torch while a window lasts, and restored when the last one ends.
 
-It is state of the process, as torch's own classes and modules are: a window in another thread sees it, too.
+It is state of the process, as torch's own classes and modules are: a window in another thread sees
+it, too.
 """
 
 import threading
@@ -8,14 +9,17 @@ from contextlib import AbstractContextManager
 
 
 class Replacements(AbstractContextManager[None]):
-    """A context in which attributes of torch are replaced. It may be entered many times, by any thread.
+    """A context in which attributes of torch are replaced. It may be entered many times, by any
+    thread.
 
     The last exit restores them. What somebody else has replaced is left alone.
     """
 
     def __init__(self) -> None:
         self.lock, self.count = threading.Lock(), 0
-        self.attributes: list[tuple[object, str, object, object]] = []  # owner, name, torch's own value, ours
+        self.attributes: list[
+            tuple[object, str, object, object]
+        ] = []  # owner, name, torch's own value, ours
 
     def add(self, owner: object, name: str, value: object) -> None:
         """Replaces one attribute more."""
@@ -37,5 +41,6 @@ class Replacements(AbstractContextManager[None]):
 
 
 _ABSENT = object()
-# What windows on autograd replace: how functional_call runs, and that nodes of graphs note their creation.
+# What windows on autograd replace: how functional_call runs, and that nodes of graphs note their
+# creation.
 replacements = Replacements()

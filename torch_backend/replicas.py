@@ -1,8 +1,8 @@
 """Replicas: what across= names, what they tell each other, and whether they hold the same.
 
-Headers, descriptions, and gradients on the CPU travel over a channel: a process group that nobody else uses, so that
-nothing is taken for a collective of the user's. It is made once for each group of the user's, with gloo, which needs no
-device: numbers on the host never wait for one.
+Headers, descriptions, and gradients on the CPU travel over a channel: a process group that nobody
+else uses, so that nothing is taken for a collective of the user's. It is made once for each group
+of the user's, with gloo, which needs no device: numbers on the host never wait for one.
 """
 
 import atexit
@@ -27,7 +27,10 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
-WRITE_LEAVES = "across=(WORLD, {'dense': WORLD, 'experts': mesh['edp']}) for a grad_fn that returns (loss, grads)"
+WRITE_LEAVES = (
+    "across=(WORLD, {'dense': WORLD, 'experts': mesh['edp']}) for a grad_fn that returns (loss, "
+    "grads)"
+)
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,20 @@ class Replicas:
 
     Args:
         group: A process group or a 1-D DeviceMesh.
-        bucket_bytes: The bytes of one all_reduce. All of them are launched after the last micro-batch's backward pass.
-        wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and rounds what each
-            replica contributes to 8 bits. By default they are sent as they are accumulated. Counts, weights and
-            scalars, such as losses, are never rounded.
-        leaves: Where leaves of grad_fn's output are merged over fewer processes than the window: a tree prefix of
-            process groups and 1-D meshes over that output, or a function of a leaf's dotted path, such as
-            `"1.experts.weight"`, that returns one. Each is part of `group`, which still counts the weights. An
-            `across=` that is such a tree itself counts them over the group that has all others, and one that is a
-            function over all processes.
+        bucket_bytes: The bytes of one all_reduce. All of them are launched after the last
+            micro-batch's backward pass.
+        wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and
+            rounds what each replica contributes to 8 bits. By default they are sent as they are
+            accumulated. Counts, weights and scalars, such as losses, are never rounded.
+        leaves: Where leaves of grad_fn's output are merged over fewer processes than the window: a
+            tree prefix of process groups and 1-D meshes over that output, or a function of a leaf's
+            dotted path, such as `"1.experts.weight"`, that returns one. Each is part of `group`,
+            which still counts the weights. An `across=` that is such a tree itself counts them over
+            the group that has all others, and one that is a function over all processes.
 
     Raises:
-        FuncgaError: If `group` is no group of which this process is a member, or does not have all that `leaves` name.
+        FuncgaError: If `group` is no group of which this process is a member, or does not have all
+            that `leaves` name.
 
     Example:
         >>> across = torch_backend.Replicas(dist.group.WORLD, wire_dtype=torch.bfloat16)
@@ -67,16 +72,20 @@ class Replicas:
             for group in _groups_in(self.leaves):
                 self.check_part(group)
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise FuncgaError(f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20.")
+            raise FuncgaError(
+                f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20."
+            )
         if self.wire_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise FuncgaError(
-                f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, torch.float64 or "
-                f"torch.bfloat16; None sends them as they are accumulated."
+                f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, "
+                "torch.float64 or torch.bfloat16; None sends them as they are accumulated."
             )
 
     @property
     def channel(self) -> "Channel":
-        """What the replicas exchange messages over. Making it is a collective, so all must first ask together."""
+        """What the replicas exchange messages over. Making it is a collective, so all must first
+        ask together.
+        """
         return channel_of(self.group)
 
     @property
@@ -85,13 +94,16 @@ class Replicas:
         return dist.get_process_group_ranks(self.group)
 
     def check_part(self, group: dist.ProcessGroup) -> None:
-        """Raises FuncgaError if a group that a leaf is merged over has a process whose weights are not counted."""
+        """Raises FuncgaError if a group that a leaf is merged over has a process whose weights
+        are not counted.
+        """
         ranks = dist.get_process_group_ranks(group)
         if not {*ranks} <= {*self.ranks}:
             raise FuncgaError(
-                f"a leaf is to be merged over the ranks {ranks}, and the window is one of the ranks {self.ranks}: what "
-                f"some of them fold would be summed, and their weights not counted. Name the group of all processes "
-                f"that fold: across=torch_backend.Replicas(group, leaves=...)."
+                f"a leaf is to be merged over the ranks {ranks}, and the window is one of the "
+                f"ranks {self.ranks}: what some of them fold would be summed, and their weights "
+                "not counted. Name the group of all processes that fold: "
+                "across=torch_backend.Replicas(group, leaves=...)."
             )
 
     @property
@@ -108,21 +120,27 @@ class Replicas:
 def _group(across: Any) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise FuncgaError(
-            "across= was given, and torch.distributed is not initialised. Start the processes with torchrun and call "
-            "torch.distributed.init_process_group() first; on one replica leave across out."
+            "across= was given, and torch.distributed is not initialised. Start the processes with "
+            "torchrun and call torch.distributed.init_process_group() first; on one replica leave "
+            "across out."
         )
     if isinstance(across, DeviceMesh):
         if across.ndim != 1:
             raise FuncgaError(
-                f"across= is a device mesh of {across.ndim} dimensions, {across.mesh_dim_names}. Name the one to merge "
-                f"over: across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."
+                f"across= is a device mesh of {across.ndim} dimensions, {across.mesh_dim_names}. "
+                "Name the one to merge over: across=mesh['dp']; or make one of several: mesh['dp', "
+                "'cp']._flatten()."
             )
         return across.get_group()
     if type(across) is int and across == dist.GroupMember.NON_GROUP_MEMBER:
-        raise FuncgaError("across= is a process group that this process is no member of: it has no part in the fold.")
+        raise FuncgaError(
+            "across= is a process group that this process is no member of: it has no part in the "
+            "fold."
+        )
     if not isinstance(across, dist.ProcessGroup):
         raise FuncgaError(
-            f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process group, {_WRITE}."
+            f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process "
+            f"group, {_WRITE}."
         )
     return across
 
@@ -137,7 +155,9 @@ def is_group(value: object) -> bool:
 
 
 def replicas_of(across: Any) -> Replicas:
-    """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
+    """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
+    none.
+    """
     if isinstance(across, Replicas) or not names_leaves(across):
         return across if isinstance(across, Replicas) else Replicas(across)
     if callable(across):
@@ -151,12 +171,17 @@ def _groups_in(leaves: Tree) -> list[dist.ProcessGroup]:
     named = trees.flatten(leaves, is_group)[0]
     for each in named:
         if not is_group(each):
-            raise FuncgaError(f"across= has {each!r} for some leaves. Name the replicas of every leaf, {WRITE_LEAVES}.")
+            raise FuncgaError(
+                f"across= has {each!r} for some leaves. Name the replicas of every leaf, "
+                f"{WRITE_LEAVES}."
+            )
     return [*map(_group, named)]
 
 
 def of_window(across: Any) -> Any:
-    """`across=` without what it says of single leaves: what the weights of a window are counted over."""
+    """`across=` without what it says of single leaves: what the weights of a window are counted
+    over.
+    """
     return replace(replicas_of(across), leaves=None) if names_leaves(across) else across
 
 
@@ -172,7 +197,11 @@ def names_leaves(across: Any) -> bool:
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
     device = next(
-        (accumulator.device for accumulator in accumulators if isinstance(accumulator, torch.Tensor)),
+        (
+            accumulator.device
+            for accumulator in accumulators
+            if isinstance(accumulator, torch.Tensor)
+        ),
         torch.device("cpu"),
     )
     total = torch.as_tensor(number, dtype=torch.float64, device=device)
@@ -180,11 +209,13 @@ def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) 
     return arrays.scalar(total)
 
 
-# ---------------------------------------------------------------------------------------------------------- the channel
+# -------------------------------------------------------------------------------------- the channel
 
 
 class Owed(Protocol):
-    """A window that an error has ended here, while other replicas may still wait for what it sends."""
+    """A window that an error has ended here, while other replicas may still wait for what it
+    sends.
+    """
 
     def settle(self) -> None:
         """Sends it, without waiting for anybody."""
@@ -199,7 +230,9 @@ class Channel:
         self.owed = owed
 
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group that arrays on this device travel over: funcga's own on the CPU, the user's elsewhere."""
+        """The group that arrays on this device travel over: funcga's own on the CPU, the user's
+        elsewhere.
+        """
         # A second communicator of NCCL would take some 100 MB of each device.
         return self.group if device.type == "cpu" else group
 
@@ -209,7 +242,9 @@ class Channel:
             self.owed.pop(0).settle()
 
     def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
-        """Begins to tell all processes these numbers, as many as they tell; returns what waits for those of each."""
+        """Begins to tell all processes these numbers, as many as they tell; returns what waits
+        for those of each.
+        """
         rows = torch.zeros(self.count, len(mine), dtype=torch.float64)
         work = self.group.allgather([[*rows]], [torch.tensor(mine, dtype=torch.float64)])
 
@@ -221,20 +256,27 @@ class Channel:
         return received
 
     def is_marked(self, mark: torch.Tensor) -> bool:
-        """Whether the mark of an error that came is not 0. Reading it from a device makes the host wait."""
+        """Whether the mark of an error that came is not 0. Reading it from a device makes the
+        host wait.
+        """
         return bool(mark != 0)
 
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
         with explained():
-            # The lengths are sent first: an all_gather takes tensors of one shape, so the data is padded to the
-            # longest.
+            # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
+            # padded to the longest.
             data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            lengths = [int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))]
+            lengths = [
+                int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))
+            ]
             padded = torch.zeros(max(lengths), dtype=torch.uint8)
             padded[: data.numel()] = data
             rows = all_gathered(self.group, padded)
-        return [pickle.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+        return [
+            pickle.loads(bytes(row[:length].tolist()))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
 
 
 def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -253,16 +295,24 @@ atexit.register(_CHANNELS.clear)
 
 
 def owed_to(group: dist.ProcessGroup) -> list[Owed]:
-    """The windows that an error has ended here, which a process group still waits for; more may be added."""
-    return _OWED.setdefault(group, []) if PLANNED.get() is None else []  # nobody waits for one that is planned
+    """The windows that an error has ended here, which a process group still waits for; more may
+    be added.
+    """
+    return (
+        _OWED.setdefault(group, []) if PLANNED.get() is None else []
+    )  # nobody waits for one that is planned
 
 
 # Makes the channel of a group while a step is planned, when nothing is sent.
-PLANNED: ContextVar[Callable[[dist.ProcessGroup], Channel] | None] = ContextVar("PLANNED", default=None)
+PLANNED: ContextVar[Callable[[dist.ProcessGroup], Channel] | None] = ContextVar(
+    "PLANNED", default=None
+)
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
-    """The channel of a process group. When it is first asked for, every process of the group has to ask."""
+    """The channel of a process group. When it is first asked for, every process of the group has
+    to ask.
+    """
     planned = PLANNED.get()
     if planned is not None:
         return planned(group)
@@ -274,8 +324,8 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
 
 
 COULD_NOT_MERGE = (
-    "funcga: the replicas could not be merged. One of them has died, has raised an error of its own, or did not call "
-    "the step within the group's timeout; see what the other processes say."
+    "funcga: the replicas could not be merged. One of them has died, has raised an error of its "
+    "own, or did not call the step within the group's timeout; see what the other processes say."
 )
 
 
@@ -290,7 +340,9 @@ def explained() -> Iterator[None]:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from torch's collectives, as far as its type and text tell, and is not explained yet."""
+    """Whether an error comes from torch's collectives, as far as its type and text tell, and is
+    not explained yet.
+    """
     unexplained = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
     return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))
 
@@ -317,34 +369,44 @@ class Listener:
         return self._called() == self.before is not None
 
 
-# ----------------------------------------------------------------------------------------------------- what is the same
+# --------------------------------------------------------------------------------- what is the same
 
 
 def check_replicas(params: Tree, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
-    # Messages that an earlier window still owes come first, or replicas would read them as this one's.
+    # Messages that an earlier window still owes come first, or replicas would read them as this
+    # one's.
     replicas.channel.settle()
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
-    # Of an array a hash travels, however large it is; it is compared among the ranks that have the leaf.
+    # Of an array a hash travels, however large it is; it is compared among the ranks that have the
+    # leaf.
     mine = {
         path: (arrays.describe(leaf), _digest(leaf, replicas), ranks)
         if arrays.is_array(leaf)
         else (repr(leaf), b"", ranks)
-        for (path, leaf), ranks in zip(leaves.items(), _ranks_of_leaves(params, replicas), strict=True)
+        for (path, leaf), ranks in zip(
+            leaves.items(), _ranks_of_leaves(params, replicas), strict=True
+        )
     }
     said = replicas.channel.gathered(mine)
-    check_alike([{path: kind for path, (kind, *_) in each.items()} for each in said], "have different parameters")
+    check_alike(
+        [{path: kind for path, (kind, *_) in each.items()} for each in said],
+        "have different parameters",
+    )
     for (first, *_), texts in _differing(dict(zip(replicas.ranks, said, strict=True))).items():
         more = f"; and {len(texts) - 4} more" if texts[4:] else ""
         raise FuncgaError(
-            f"the replicas start from different parameters: not as on rank {first} {'are' if texts[1:] else 'is'} "
-            f"{'; '.join(texts[:4])}{more}. Send them around once before training: "
-            f"for p in params.values(): torch.distributed.broadcast(p, src={first}, group=group)."
+            f"the replicas start from different parameters: not as on rank {first} "
+            f"{'are' if texts[1:] else 'is'} {'; '.join(texts[:4])}{more}. Send them around once "
+            "before training: for p in params.values(): torch.distributed.broadcast(p, "
+            f"src={first}, group=group)."
         )
 
 
-def _differing(said: dict[int, dict[str, tuple[str, bytes, tuple[int, ...]]]]) -> dict[tuple[int, ...], list[str]]:
+def _differing(
+    said: dict[int, dict[str, tuple[str, bytes, tuple[int, ...]]]],
+) -> dict[tuple[int, ...], list[str]]:
     """What differs, by the ranks that have the leaf. All replicas see all of it, and all raise."""
     differing: dict[tuple[int, ...], list[str]] = {}
     for path in next(iter(said.values())):
@@ -361,7 +423,12 @@ def _ranks_of_leaves(params: Tree, replicas: Replicas) -> list[tuple[int, ...]]:
     """The ranks of those replicas that each leaf is to be the same on."""
     groups = [replicas.group for _ in trees.flatten(params)[0]]
     if replicas.leaves is not None:
-        groups = [*map(_group, named_by_leaf(replicas.leaves, params, is_group, trees, "params", WRITE_LEAVES))]
+        groups = [
+            *map(
+                _group,
+                named_by_leaf(replicas.leaves, params, is_group, trees, "params", WRITE_LEAVES),
+            )
+        ]
     for group in groups:
         replicas.check_part(group)
     return [tuple(dist.get_process_group_ranks(group)) for group in groups]
@@ -373,7 +440,9 @@ _CHUNK = 2**24
 
 @torch.no_grad()
 def _digest(leaf: torch.Tensor, replicas: Replicas) -> bytes:
-    """A hash of the bits of an array, 16 bytes; of none, if each of these replicas should have another shard of it."""
+    """A hash of the bits of an array, 16 bytes; of none, if each of these replicas should have
+    another shard of it.
+    """
     if is_dtensor(leaf) and ranks_with_other_shards(leaf, replicas.ranks):
         return b""
     shard = local(leaf)
@@ -388,34 +457,44 @@ def _digest(leaf: torch.Tensor, replicas: Replicas) -> bytes:
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
     """The elements of an array as uint8[nbytes], in its own memory if that is contiguous."""
     whole = array.detach().resolve_conj().resolve_neg().contiguous()
-    # Torch calls an array of one element, or of none, contiguous whatever its strides. A view of bytes needs stride 1.
+    # Torch calls an array of one element, or of none, contiguous whatever its strides. A view of
+    # bytes needs stride 1.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
     """Raises FuncgaError if two replicas describe the same path differently.
 
-    Each replica has a description for every path, or None if it has nothing to say. `problem` goes into the error, such
-    as "fold different structures".
+    Each replica has a description for every path, or None if it has nothing to say. `problem` goes
+    into the error, such as "fold different structures".
     """
-    said = [(rank, description) for rank, description in enumerate(descriptions) if description is not None]
+    said = [
+        (rank, description)
+        for rank, description in enumerate(descriptions)
+        if description is not None
+    ]
     for rank, theirs in said[1:]:
         differences = _differences(*said[0], rank, theirs)
         if differences:
             more = f"; and {len(differences) - 4} more" if differences[4:] else ""
             raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf by leaf: build the "
-                f"model, the batch and the fold alike on every rank."
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf "
+                "by leaf: build the model, the batch and the fold alike on every rank."
             )
 
 
-def _differences(first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]) -> list[str]:
-    """How a rank differs from the first one: in the paths, in what is at them, or in their order."""
+def _differences(
+    first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]
+) -> list[str]:
+    """How a rank differs from the first one: in the paths, in what is at them, or in their
+    order.
+    """
     paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
     if not paths and [*expected] != [*theirs]:
         return [f"rank {rank} has the leaves of rank {first} in another order"]
     here, there = f"on rank {first}", f"on rank {rank}"
     return [
-        f"`{path}` is {expected.get(path, 'missing')} {here} and {theirs.get(path, 'missing')} {there}"
+        f"`{path}` is {expected.get(path, 'missing')} {here} and {theirs.get(path, 'missing')} "
+        f"{there}"
         for path in paths
     ]

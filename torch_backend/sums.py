@@ -1,4 +1,6 @@
-"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied, in place where memory is donated."""
+"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied, in place
+where memory is donated.
+"""
 
 import math
 import operator
@@ -23,17 +25,23 @@ def add(
     weight: Scalar,
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value of this weight, and whether nobody else has their memory."""
+    """The accumulators with one more value of this weight, and whether nobody else has their
+    memory.
+    """
     pure, added = arrays.in_transform(), [*accumulators]
-    # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection leaf by leaf.
+    # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection
+    # leaf by leaf.
     factors: dict[str | None, float] = (
         {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
     )
-    # Sums are added in one kernel for all leaves of a kind; every other fold is combined leaf by leaf.
+    # Sums are added in one kernel for all leaves of a kind; every other fold is combined leaf by
+    # leaf.
     groups: dict[str | None, list[int]] = {kind: [] for kind in factors}
     is_combined = False
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        for leaf_index, (fold, accumulator, leaf) in enumerate(zip(folds, accumulators, leaves, strict=True)):
+        for leaf_index, (fold, accumulator, leaf) in enumerate(
+            zip(folds, accumulators, leaves, strict=True)
+        ):
             if fold is None:
                 continue
             if _is_addend(accumulator, leaf) and fold.adds in factors and not pure:
@@ -43,14 +51,19 @@ def add(
                 added[leaf_index] = _combined(fold, accumulator, leaf, weight, pure, donate)
         for kind, group in groups.items():
             _add_group(added, group, leaves, factors[kind], donate)
-    # Without donation two things may still be the caller's memory: what a monoid has returned of its arguments, and a
-    # sum that nothing was added to.
+    # Without donation two things may still be the caller's memory: what a monoid has returned of
+    # its arguments, and a sum that nothing was added to.
     owned = not is_combined and all(factors[kind] for kind, group in groups.items() if group)
     return added, donate or owned
 
 
 def _combined(
-    fold: LeafFold, accumulator: Reduced, leaf: torch.Tensor, weight: Scalar, pure: bool, donate: bool
+    fold: LeafFold,
+    accumulator: Reduced,
+    leaf: torch.Tensor,
+    weight: Scalar,
+    pure: bool,
+    donate: bool,
 ) -> Reduced:
     """The accumulator with one more value; in its memory if that is donated and the fold can."""
     if pure:
@@ -62,7 +75,11 @@ def _combined(
 
 
 def _add_group(
-    accumulators: list[Reduced], group: list[int], leaves: Sequence[Array], factor: float, donate: bool
+    accumulators: list[Reduced],
+    group: list[int],
+    leaves: Sequence[Array],
+    factor: float,
+    donate: bool,
 ) -> None:
     """Puts the sums in the place of the accumulators of some leaves."""
     sums = [accumulators[leaf_index] for leaf_index in group]
@@ -71,7 +88,9 @@ def _add_group(
         accumulators[leaf_index] = accumulator
 
 
-def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+def lifted(
+    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar
+) -> list[Reduced]:
     """What one value of this weight contributes to the accumulator of each leaf."""
     pure = arrays.in_transform()
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
@@ -82,10 +101,13 @@ def lifted(folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Sc
 
 
 def _is_addend(accumulator: Reduced, leaf: torch.Tensor) -> bool:
-    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or layout."""
+    """Whether a leaf can be added to this accumulator by torch itself, without another dtype or
+    layout.
+    """
     if type(accumulator) is type(leaf) is torch.Tensor and leaf.layout is torch.strided:
         return (
-            accumulator.dtype is leaf.dtype or torch.promote_types(accumulator.dtype, leaf.dtype) is accumulator.dtype
+            accumulator.dtype is leaf.dtype
+            or torch.promote_types(accumulator.dtype, leaf.dtype) is accumulator.dtype
         )
     return False
 
@@ -109,7 +131,8 @@ def finish(
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
     pure = arrays.in_transform()
     total = tally.weight[0]
-    # Where the host knows the total weight, all means are divided in one kernel. The others are normalised one by one.
+    # Where the host knows the total weight, all means are divided in one kernel. The others are
+    # normalised one by one.
     is_total_on_host = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
     finished: list[Reduced] = [None] * len(accumulators)
     quotients = []
@@ -118,11 +141,19 @@ def finish(
             if fold is None:
                 continue
             is_mean = is_total_on_host and fold.fold.normalizer.divides_by == "weight"
-            if is_mean and type(accumulator) is torch.Tensor and accumulator.dtype is fold.result_dtype:
+            if (
+                is_mean
+                and type(accumulator) is torch.Tensor
+                and accumulator.dtype is fold.result_dtype
+            ):
                 quotients.append(leaf_index)
             else:
                 finished[leaf_index] = fold.result(accumulator, tally)
-        divided = _divided([accumulators[leaf_index] for leaf_index in quotients], total, donate) if quotients else []
+        divided = (
+            _divided([accumulators[leaf_index] for leaf_index in quotients], total, donate)
+            if quotients
+            else []
+        )
     for leaf_index, quotient in zip(quotients, divided, strict=True):
         finished[leaf_index] = quotient
     return finished
@@ -149,9 +180,14 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     if not total:
         torch._foreach_zero_(sums)
         return
-    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is faster.
+    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
+    # faster.
     dtype = sums[0].dtype
-    alike = not torch.compiler.is_compiling() and all(map(_IS_CPU, sums)) and {*map(_DTYPE, sums)} == {dtype}
+    alike = (
+        not torch.compiler.is_compiling()
+        and all(map(_IS_CPU, sums))
+        and {*map(_DTYPE, sums)} == {dtype}
+    )
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
     elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:
@@ -174,7 +210,10 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
     pure = arrays.in_transform()
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        wide = [leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype)) for leaf in leaves]
+        wide = [
+            leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype))
+            for leaf in leaves
+        ]
         # In place an element that two leaves share would be multiplied twice.
         if donate and not pure:
             wide = without_overlap(wide)
@@ -189,7 +228,9 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
 def emptied(
     folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
 ) -> list[Reduced]:
-    """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
+    """The accumulators when nothing is folded; in the same memory if that is donated and not
+    taken.
+    """
     pure = arrays.in_transform()
     kept = {*storages(taken)} if donate and not pure else set()
     empty: list[Reduced] = [None] * len(accumulators)
@@ -198,8 +239,15 @@ def emptied(
         for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
-            is_sum = fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
-            if donate and not pure and is_sum and (not kept or kept.isdisjoint(storages(accumulator))):
+            is_sum = (
+                fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
+            )
+            if (
+                donate
+                and not pure
+                and is_sum
+                and (not kept or kept.isdisjoint(storages(accumulator)))
+            ):
                 zeroed.append(accumulator)
                 empty[leaf_index] = accumulator
             else:

@@ -13,7 +13,9 @@ from funcga._trees.mappings import Mapped, container_children, is_container, reb
 from funcga._types import Structure, Tree
 from torch_backend._private import pytree
 
-pytree.register_pytree_node(Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values))
+pytree.register_pytree_node(
+    Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values)
+)
 _LEAF = pytree.tree_structure(0)
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
@@ -24,12 +26,19 @@ def _dict_of_leaves(*keys: object) -> Structure:
     return pytree.tree_structure(dict.fromkeys(keys, 0))
 
 
-def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+def flatten(
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Structure]:
     """The leaves, in the framework's order, and the structure that puts them back."""
-    # Two shortcuts, much faster than pytree: a single tensor, and a dict of tensors, as parameters usually are.
+    # Two shortcuts, much faster than pytree: a single tensor, and a dict of tensors, as parameters
+    # usually are.
     if type(tree) is torch.Tensor:
         return [tree], _LEAF
-    if type(tree) is dict and _TENSORS.issuperset(map(type, tree.values())) and not torch.compiler.is_compiling():
+    if (
+        type(tree) is dict
+        and _TENSORS.issuperset(map(type, tree.values()))
+        and not torch.compiler.is_compiling()
+    ):
         return [*tree.values()], _dict_of_leaves(*tree)
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
     if torch.compiler.is_compiling() or not any(
@@ -37,8 +46,8 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     ):
         return leaves, structure
 
-    # Torch takes unregistered mappings and dataclasses for leaves. They become nodes that it knows, also inside of one
-    # another.
+    # Torch takes unregistered mappings and dataclasses for leaves. They become nodes that it knows,
+    # also inside of one another.
     def with_nodes(node: Tree) -> Tree:
         return pytree.tree_map(as_node, node, is_leaf=is_leaf)
 
@@ -53,12 +62,18 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     """The tree of this structure with these leaves."""
     if structure is _LEAF:
         return leaves[0]
-    # The same shortcuts: a dict of leaves, and a tuple of what has a shortcut, such as a loss with its gradients.
+    # The same shortcuts: a dict of leaves, and a tuple of what has a shortcut, such as a loss with
+    # its gradients.
     if structure.type is dict and structure.num_nodes == structure.num_leaves + 1:
         return dict(zip(structure.context, leaves, strict=True))
     if structure.type is tuple and len(leaves) == structure.num_leaves:
         remaining = iter(leaves)
-        return tuple([unflatten(child, [*islice(remaining, child.num_leaves)]) for child in structure.children()])
+        return tuple(
+            [
+                unflatten(child, [*islice(remaining, child.num_leaves)])
+                for child in structure.children()
+            ]
+        )
     return pytree.tree_unflatten(leaves, structure)
 
 
@@ -83,7 +98,10 @@ def _children_of_node(tree: Tree) -> list[tuple[str, Tree]] | None:
     try:
         subtrees = pytree.tree_flatten_with_path(tree, is_leaf=is_below)[0]
     except ValueError:  # a registered node without keys
-        return [(f"[{index}]", child) for index, child in enumerate(pytree.tree_flatten(tree, is_leaf=is_below)[0])]
+        return [
+            (f"[{index}]", child)
+            for index, child in enumerate(pytree.tree_flatten(tree, is_leaf=is_below)[0])
+        ]
     is_leaf = [path for path, _ in subtrees] == [()]
     if is_leaf:
         return container_children(tree)

@@ -1,7 +1,8 @@
 """What a framework must supply.
 
-The mathematics of a fold is in this package and is written against an array namespace, `xp`: `torch` or `jax.numpy`.
-A backend supplies only what a framework truly owns: its trees, the facts about its arrays, its loop and its gradients.
+The mathematics of a fold is in this package and is written against an array namespace, `xp`:
+`torch` or `jax.numpy`. A backend supplies only what a framework truly owns: its trees, the facts
+about its arrays, its loop and its gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
-# These types belong to rooms that import this one, so naming them would be a cycle. Here they only pass through.
+# These types belong to rooms that import this one, so naming them would be a cycle. Here they only
+# pass through.
 Program = Any
 Coupled = Any
 GradientFunction = Any
@@ -21,14 +23,19 @@ Window = Any
 Memory = Any
 
 
-# A module implements each of these protocols: `torch_backend.arrays` is an Arrays, `jax_backend.arrays` another one.
-# So a reader finds the two answers to one question under one name.
+# A module implements each of these protocols: `torch_backend.arrays` is an Arrays,
+# `jax_backend.arrays` another one. So a reader finds the two answers to one question under one
+# name.
 
 
 class Trees(Protocol):
-    """A framework's own idea of a tree: which containers it walks, in which order, and what it does with None."""
+    """A framework's own idea of a tree: which containers it walks, in which order, and what it
+    does with None.
+    """
 
-    def flatten(self, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    def flatten(
+        self, tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+    ) -> tuple[list[Any], Any]:
         """The leaves, in the framework's order, and the structure that puts them back."""
         ...
 
@@ -88,7 +95,9 @@ class Arrays(Protocol):
         ...
 
     def exact(self, array: Array, name: str) -> Array:
-        """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no bits of its own."""
+        """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has
+        no bits of its own.
+        """
         ...
 
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
@@ -96,25 +105,34 @@ class Arrays(Protocol):
         ...
 
     def squared_norms(self, arrays: Sequence[Array], dtype: Dtype) -> Array:
-        """The sum of the squared absolute values of all elements of each array, [arrays], without a copy of them."""
+        """The sum of the squared absolute values of all elements of each array, [arrays],
+        without a copy of them.
+        """
         ...
 
     def measured(self, measure: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-        """`measure(array)`, a sum over the elements, of each array; the sum over all of one that lies in parts."""
+        """`measure(array)`, a sum over the elements, of each array; the sum over all of one that
+        lies in parts.
+        """
         ...
 
     def finite(self, arrays: Sequence[Array]) -> Array:
         """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
         ...
 
-    # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does not wait for.
+    # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does
+    # not wait for.
 
     def scalar(self, weight: Any) -> Any:
-        """A weight as a Python number where the host can see it without waiting for a device, else as it is."""
+        """A weight as a Python number where the host can see it without waiting for a device,
+        else as it is.
+        """
         ...
 
     def tally(self, weight: Scalar, steps: int = 1) -> Tally:
-        """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
+        """The Tally of micro-batches that weigh this much together, in the widest type that
+        counts.
+        """
         ...
 
     def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
@@ -141,7 +159,9 @@ class Arrays(Protocol):
 
 
 class Transfer(NamedTuple):
-    """An array on its way to another framework, and why it was copied: None where it is in its owner's memory."""
+    """An array on its way to another framework, and why it was copied: None where it is in its
+    owner's memory.
+    """
 
     array: Array
     copied: str | None = None
@@ -155,7 +175,9 @@ class DLPack(Protocol):
     """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
 
     def platforms(self) -> set[str]:
-        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
+        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so
+        on.
+        """
         ...
 
     def device(self, name: object) -> Any:
@@ -167,19 +189,27 @@ class DLPack(Protocol):
         ...
 
     def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
-        """The array as others import it: by DLPack, if it lies on one of their platforms, else as NumPy's."""
+        """The array as others import it: by DLPack, if it lies on one of their platforms, else
+        as NumPy's.
+        """
         ...
 
     def check_importable(self, array: Array) -> None:
-        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it is."""
+        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as
+        it is.
+        """
         ...
 
     def import_arrays(self, exports: Sequence[Transfer], device: Any, copy: bool) -> list[Transfer]:
-        """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in new memory."""
+        """Exported arrays as this framework's, in the same memory where it can be; if `copy`,
+        all in new memory.
+        """
         ...
 
     def extents(self, leaf: Array) -> list[tuple[int, int]]:
-        """The addresses of the first byte and of that after the last, of every piece of memory of the array."""
+        """The addresses of the first byte and of that after the last, of every piece of memory
+        of the array.
+        """
         ...
 
 
@@ -189,14 +219,20 @@ class Gradients(Protocol):
     # How a loss that depends on its parameters is written, for errors.
     as_function_of_params: str
 
-    def value_and_grad(self, loss_fn: Callable[..., tuple[Array, Tree]], arg_indices: tuple[int, ...]) -> GradFn:
-        """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has a tree an index."""
+    def value_and_grad(
+        self, loss_fn: Callable[..., tuple[Array, Tree]], arg_indices: tuple[int, ...]
+    ) -> GradFn:
+        """A function that returns ((value, aux), grads) of one that returns (value, aux); grads
+        has a tree an index.
+        """
         ...
 
     def depends(self, loss: Array) -> bool | None:
-        """Whether a loss depends on what the innermost transform, one of these, differentiates it by.
+        """Whether a loss depends on what the innermost transform, one of these, differentiates it
+        by.
 
-        None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch that is masked whole.
+        None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch
+        that is masked whole.
         """
         ...
 
@@ -213,7 +249,9 @@ class Loop(Protocol):
         ...
 
     def stream(self, program: Program, backend: "Backend") -> Callable[..., Any]:
-        """f(leading, microbatches, kwargs): the fold of the program over an iterable of micro-batches."""
+        """f(leading, microbatches, kwargs): the fold of the program over an iterable of
+        micro-batches.
+        """
         ...
 
     def alone(self, grad_fn: GradientFunction, backend: "Backend") -> GradFn:
@@ -234,10 +272,14 @@ class Loop(Protocol):
 
 
 class Passes(Protocol):
-    """A framework's way to go through the micro-batches twice, for a loss that needs the whole batch."""
+    """A framework's way to go through the micro-batches twice, for a loss that needs the whole
+    batch.
+    """
 
     def coupled(self, job: Coupled, backend: "Backend") -> Callable[..., Any]:
-        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from args."""
+        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
+        args.
+        """
         ...
 
 
@@ -245,7 +287,9 @@ class Replicas(Protocol):
     """A framework's replicas: what `across=` names, and whether they hold the same."""
 
     def replicas_of(self, across: Any) -> Any:
-        """The replicas that `across=` names, as the loop takes them; FuncgaError for what names none."""
+        """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
+        none.
+        """
         ...
 
     def names_leaves(self, across: Any) -> bool:
@@ -253,7 +297,9 @@ class Replicas(Protocol):
         ...
 
     def of_window(self, across: Any) -> Any:
-        """`across=` without what it says of single leaves: what the weights of a window are counted over."""
+        """`across=` without what it says of single leaves: what the weights of a window are
+        counted over.
+        """
         ...
 
     def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
@@ -261,7 +307,9 @@ class Replicas(Protocol):
         ...
 
     def check_replicas(self, params: Tree, across: Any) -> None:
-        """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
+        """Raises FuncgaError, which names the leaf, if an array is not the same on every
+        replica.
+        """
         ...
 
 
@@ -282,15 +330,23 @@ class Sums(Protocol):
         weight: Scalar,
         donate: bool,
     ) -> tuple[list[Reduced], bool]:
-        """The accumulators with one more value of this weight, and whether nobody else has their memory."""
+        """The accumulators with one more value of this weight, and whether nobody else has their
+        memory.
+        """
         ...
 
-    def lifted(self, folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar) -> list[Reduced]:
+    def lifted(
+        self, folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar
+    ) -> list[Reduced]:
         """What one value of this weight contributes to the accumulator of each leaf."""
         ...
 
     def finish(
-        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+        self,
+        folds: Sequence[LeafFold | None],
+        accumulators: Sequence[Reduced],
+        tally: Tally,
+        donate: bool,
     ) -> list[Reduced]:
         """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
         ...
@@ -300,25 +356,39 @@ class Sums(Protocol):
         ...
 
     def emptied(
-        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+        self,
+        folds: Sequence[LeafFold | None],
+        accumulators: Sequence[Reduced],
+        donate: bool,
+        taken: Tree,
     ) -> list[Reduced]:
-        """The accumulators when nothing is folded; in the same memory if that is donated and not taken."""
+        """The accumulators when nothing is folded; in the same memory if that is donated and not
+        taken.
+        """
         ...
 
 
 class Transforms(Protocol):
-    """What a fold that is spread over calls needs of a framework: its branch, and how replicas join their windows."""
+    """What a fold that is spread over calls needs of a framework: its branch, and how replicas
+    join their windows.
+    """
 
-    def widened(self, params: Tree, copies: bool = False, donate: bool = False) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the way back.
+    def widened(
+        self, params: Tree, copies: bool = False, donate: bool = False
+    ) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """The params as a wrapped transform sees them, in no graph and in at least 32 bits, and the
+        way back.
 
-        `copies`: they have memory of their own. The way back is a function of such params after an update: they come in
-        the dtypes of the params, and in the memory of these if that is donated.
+        `copies`: they have memory of their own. The way back is a function of such params after an
+        update: they come in the dtypes of the params, and in the memory of these if that is
+        donated.
         """
         ...
 
     def added(self, params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
-        """The params with the updates added; in their own memory if that is donated and the state does not have it."""
+        """The params with the updates added; in their own memory if that is donated and the
+        state does not have it.
+        """
         ...
 
     def when(
@@ -330,33 +400,48 @@ class Transforms(Protocol):
         like: Tree,
         donate: bool = False,
     ) -> tuple[Tree, Tree, Scalar]:
-        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros and the state.
+        """`emit(state, operands)`, which is (updates, state), if the predicate holds; else zeros
+        and the state.
 
         And whether it held. `donate`: the zeros need no memory, and then are not to be written to.
         """
         ...
 
     def check_gradients(
-        self, leaves: Sequence[Array], accumulators: Sequence[Reduced], paths: Callable[[], list[str]], replicas: Any
+        self,
+        leaves: Sequence[Array],
+        accumulators: Sequence[Reduced],
+        paths: Callable[[], list[str]],
+        replicas: Any,
     ) -> None:
-        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged over the replicas."""
+        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
+        over the replicas.
+        """
         ...
 
     # Over replicas, which fold apart until an update.
 
     def opened(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
-        """The parts of a state's window that are this replica's; without replicas all parts, from several states.
+        """The parts of a state's window that are this replica's; without replicas all parts, from
+        several states.
 
         Raises FuncgaError if a part is missing, or is another replica's.
         """
         ...
 
     def closed(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
-        """A window as a state has it where replicas fold apart; without replicas from the parts of all of them."""
+        """A window as a state has it where replicas fold apart; without replicas from the parts
+        of all of them.
+        """
         ...
 
     def merged(
-        self, outputs: Outputs, accumulators: Sequence[Reduced], tally: Tally, replicas: Any, memory: Memory
+        self,
+        outputs: Outputs,
+        accumulators: Sequence[Reduced],
+        tally: Tally,
+        replicas: Any,
+        memory: Memory,
     ) -> tuple[list[Reduced], Tally]:
         """What all replicas hold together."""
         ...
@@ -366,7 +451,9 @@ class Planner(Protocol):
     """How much memory a window takes, found without running it."""
 
     def is_shape(self, leaf: Any) -> bool:
-        """Whether the leaf only stands for an array of this framework: it has a shape and a dtype, and no numbers."""
+        """Whether the leaf only stands for an array of this framework: it has a shape and a
+        dtype, and no numbers.
+        """
         ...
 
     def rows(self, program: Program, args: tuple[Tree, ...], backend: "Backend") -> int:
@@ -374,7 +461,9 @@ class Planner(Protocol):
         ...
 
     def nbytes(self, tree: Tree) -> int:
-        """The bytes that the arrays of a tree take; memory that several of them share is counted once."""
+        """The bytes that the arrays of a tree take; memory that several of them share is counted
+        once.
+        """
         ...
 
     def free_memory(self, tree: Tree) -> int | None:
@@ -389,7 +478,9 @@ class Planner(Protocol):
         kwargs: dict[str, Tree],
         backend: "Backend",
     ) -> dict[str, int]:
-        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it is."""
+        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it
+        is.
+        """
         ...
 
 
@@ -397,11 +488,15 @@ class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
 
     def owns(self, tx: Any) -> bool:
-        """Whether a transform is one of the library's, which takes this framework's arrays alone."""
+        """Whether a transform is one of the library's, which takes this framework's arrays
+        alone.
+        """
         ...
 
     def imported(self, tx: Any) -> Any:
-        """A transform as the library's own combinators would call it, with extra arguments that it may ignore."""
+        """A transform as the library's own combinators would call it, with extra arguments that
+        it may ignore.
+        """
         ...
 
     def exported(self, tx: Any) -> Any:

@@ -13,7 +13,8 @@ from funcga.errors import FuncgaError, streamable
 def load(framework: str) -> Backend:
     """The backend of a framework.
 
-    Raises FuncgaError if the framework is not installed, or if another module stands under the backend's name.
+    Raises FuncgaError if the framework is not installed, or if another module stands under the
+    backend's name.
     """
     if framework not in _LOADED:
         _LOADED[framework] = _imported(framework)
@@ -31,14 +32,16 @@ def _imported(framework: str) -> Backend:
         if (error.name or "").split(".")[0] not in (framework, name):
             raise
         raise FuncgaError(
-            f"{error.name} is not installed, and this call needs it. Install it: pip install 'funcga[{framework}]'"
+            f"{error.name} is not installed, and this call needs it. Install it: pip install "
+            f"'funcga[{framework}]'"
         ) from error
     backend = getattr(module, "BACKEND", None)
     if not isinstance(backend, Backend):
         file = getattr(module, "__file__", None) or "a module without a file"
         raise FuncgaError(
-            f"`import {name}` finds {file}, which is not funcga's: it hides the backend. Rename that file (or "
-            f"take its folder off sys.path), or reinstall: pip install 'funcga[{framework}]'"
+            f"`import {name}` finds {file}, which is not funcga's: it hides the backend. Rename "
+            "that file (or take its folder off sys.path), or reinstall: pip install "
+            f"'funcga[{framework}]'"
         )
     return backend
 
@@ -46,35 +49,42 @@ def _imported(framework: str) -> Backend:
 def load_imported() -> list[Backend]:
     """The backends of the frameworks that are imported.
 
-    What makes a step calls this, so that no import is left for the first call, which torch.compile may be tracing.
+    What makes a step calls this, so that no import is left for the first call, which torch.compile
+    may be tracing.
     """
     return [_LOADED[framework] for framework in _imported_frameworks()]
 
 
 def _imported_frameworks() -> tuple[str, ...]:
     """The frameworks that are imported, whose backends are loaded now."""
-    frameworks = tuple([framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None])
+    frameworks = tuple(
+        [framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None]
+    )
     for framework in frameworks:
         if framework not in _LOADED:
             load(framework)
     return frameworks
 
 
-# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not trace.
+# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not
+# trace.
 _imported_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Backend:
-    """The backend that owns the array leaves of some trees, asked only of frameworks already imported.
+    """The backend that owns the array leaves of some trees, asked only of frameworks already
+    imported.
 
-    NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none and it is imported.
-    Raises FuncgaError, which calls the trees by their `names()`, if two frameworks own leaves, or none does.
+    NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none
+    and it is imported. Raises FuncgaError, which calls the trees by their `names()`, if two
+    frameworks own leaves, or none does.
     """
     loaded = [_LOADED[framework] for framework in _imported_frameworks()]
     # Of one framework nothing can be mixed with another's, so the first array tells.
     if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
         return loaded[0]
-    # First what only one framework can have made; then what it takes as it is, as JAX does NumPy's arrays.
+    # First what only one framework can have made; then what it takes as it is, as JAX does NumPy's
+    # arrays.
     for takes_as_it_is in (False, True):
         for backend in loaded:
             leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
@@ -83,7 +93,11 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
             is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
             if any(map(is_own, of_each_type)):
                 # By the name of the type, as torch.compile cannot look into another framework.
-                if any(_framework(leaf) not in (None, backend.name) for leaf in of_each_type if not is_own(leaf)):
+                if any(
+                    _framework(leaf) not in (None, backend.name)
+                    for leaf in of_each_type
+                    if not is_own(leaf)
+                ):
                     raise _mixed(trees, names(), loaded)
                 return backend
     raise _without_arrays(trees, names(), [backend.name for backend in loaded])
@@ -93,7 +107,9 @@ def _framework(leaf: object) -> str | None:
     # of an int in its graph torch.compile knows no more
     if isinstance(leaf, int | float) or not hasattr(leaf, "shape"):
         return None
-    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(type(leaf).__module__.split(".")[0])
+    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(
+        type(leaf).__module__.split(".")[0]
+    )
 
 
 def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[str]) -> FuncgaError:
@@ -102,19 +118,28 @@ def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[st
         f"no array was found in {where}"
         + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
         + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. "
-        + (streamable(trees) or "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`.")
+        + (
+            streamable(trees)
+            or "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
+        )
     )
 
 
 def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
-    owned: dict[str, tuple[str, str]] = {}  # the first array of each framework: its path and its argument
+    owned: dict[
+        str, tuple[str, str]
+    ] = {}  # the first array of each framework: its path and its argument
     for backend in loaded:
         for name, tree in zip(names, trees, strict=True):
-            for path, leaf in zip(leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True):
+            for path, leaf in zip(
+                leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True
+            ):
                 if backend.arrays.owns(leaf):
                     owned.setdefault(backend.name, (path, name))
     articles = {"torch": "a torch tensor", "jax": "a JAX array"}
-    what = " and ".join(f"`{path}` is {articles[framework]}" for framework, (path, _) in owned.items())
+    what = " and ".join(
+        f"`{path}` is {articles[framework]}" for framework, (path, _) in owned.items()
+    )
     return FuncgaError(
         f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
         f"`funcga.to_{loaded[0].name}({owned[loaded[-1].name][1]})`."

@@ -1,4 +1,6 @@
-"""Trees by path: the names of their leaves, leaves in another order, and prefixes, one value for a whole subtree."""
+"""Trees by path: the names of their leaves, leaves in another order, and prefixes, one value for
+a whole subtree.
+"""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -13,7 +15,9 @@ Children = Callable[[Tree], list[tuple[str, Tree]] | None]
 
 
 class PrefixValue(NamedTuple):
-    """A prefix's value at one leaf of the tree that it covers, and the path at which the prefix says so."""
+    """A prefix's value at one leaf of the tree that it covers, and the path at which the prefix
+    says so.
+    """
 
     value: Any
     root: str
@@ -32,11 +36,15 @@ def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
     children = trees.children(tree)
     if children is None:
         return [path]
-    return [leaf_path for key, child in children for leaf_path in leaf_paths(child, trees, path + key)]
+    return [
+        leaf_path for key, child in children for leaf_path in leaf_paths(child, trees, path + key)
+    ]
 
 
 def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tuple[str, Array]]:
-    """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that is also None's."""
+    """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that
+    is also None's.
+    """
     below = children(tree)
     if below is None:
         return [(path, tree)]
@@ -61,18 +69,24 @@ def _dotted(key: str) -> str:
 def paths_apart(expected: Sequence[str], paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """The expected paths that are missing, and the paths that are new, each in its order."""
     expected_set, path_set = {*expected}, {*paths}
-    return [path for path in expected if path not in path_set], [path for path in paths if path not in expected_set]
+    return [path for path in expected if path not in path_set], [
+        path for path in paths if path not in expected_set
+    ]
 
 
 class PathError(Exception):
-    """A tree has leaves at other paths than were expected; its text says which, and the caller what that means."""
+    """A tree has leaves at other paths than were expected; its text says which, and the caller
+    what that means.
+    """
 
     def __init__(self, missing: list[str], new: list[str]):
         super().__init__(missing, new)
         self.missing, self.new = missing, new
 
     def __str__(self) -> str:
-        missing, new = (listed([f"`{path}`" for path in paths]) for paths in (self.missing, self.new))
+        missing, new = (
+            listed([f"`{path}`" for path in paths]) for paths in (self.missing, self.new)
+        )
         return f"missing {missing}, new {new}"
 
 
@@ -94,11 +108,17 @@ def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = 
 
 
 def broadcast(
-    prefix: Tree, tree: Tree, leaves: int, is_value: Callable[[Any], bool], trees: Trees, path: str = ""
+    prefix: Tree,
+    tree: Tree,
+    leaves: int,
+    is_value: Callable[[Any], bool],
+    trees: Trees,
+    path: str = "",
 ) -> list[PrefixValue]:
     """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
+    they don't match.
     """
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
@@ -112,23 +132,29 @@ def broadcast(
         branches = _without_absent(branches, tree, {key for key, _ in children})
     if len(branches) != len(children):
         raise PrefixError(path, prefix, tree)
-    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is matched by key.
+    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
+    # matched by key.
     if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
-        matched = dict(zip((key for key, _ in children), (branch for _, branch in branches), strict=True))
+        matched = dict(
+            zip((key for key, _ in children), (branch for _, branch in branches), strict=True)
+        )
     else:
         matched = dict(branches)
     values = []
     for key, child in children:
         if key not in matched:
             raise PrefixError(path, prefix, tree)
-        values += broadcast(matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key)
+        values += broadcast(
+            matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key
+        )
     return values
 
 
 def named_by_leaf(
     named: Tree, tree: Tree, is_name: Callable[[Any], bool], trees: Trees, path: str, write: str
 ) -> list[Any]:
-    """What `across=`, a prefix or a function of a leaf's dotted path, names for every leaf of a tree at this path.
+    """What `across=`, a prefix or a function of a leaf's dotted path, names for every leaf of a
+    tree at this path.
 
     `write` is how it can be written. Raises FuncgaError for a leaf that nothing is named for.
     """
@@ -141,15 +167,19 @@ def named_by_leaf(
         try:
             names = [each for each, _ in broadcast(named, tree, len(leaves), is_name, trees, path)]
         except PrefixError as error:
-            asked, there = outline(error.prefix, trees, repr), outline(error.tree, trees, lambda leaf: "...")
+            asked, there = (
+                outline(error.prefix, trees, repr),
+                outline(error.tree, trees, lambda leaf: "..."),
+            )
             raise FuncgaError(
-                f"across= does not fit: at {error.path} it has {asked}, and there is {there}. Name the replicas of "
-                f"every leaf, {write}."
+                f"across= does not fit: at {error.path} it has {asked}, and there is {there}. Name "
+                f"the replicas of every leaf, {write}."
             ) from error
     for leaf_path, each in zip(paths, names, strict=True):
         if not is_name(each):
             raise FuncgaError(
-                f"across= names no replicas for `{leaf_path}`: it is {each!r} there. Name those of every leaf, {write}."
+                f"across= names no replicas for `{leaf_path}`: it is {each!r} there. Name those of "
+                f"every leaf, {write}."
             )
     return names
 
@@ -157,14 +187,18 @@ def named_by_leaf(
 def _children_like(
     other: Tree, tree: Tree, children: list[tuple[str, Tree]] | None, trees: Trees
 ) -> list[tuple[str, Tree]] | None:
-    """The children of another tree, also of a dataclass of the tree's type that has no arrays, and so is no node."""
+    """The children of another tree, also of a dataclass of the tree's type that has no arrays,
+    and so is no node.
+    """
     branches = trees.children(other)
     if branches is None and children is not None and type(other) is type(tree):
         return [(key, getattr(other, key[1:])) for key, _ in children]
     return branches
 
 
-def _without_absent(branches: list[tuple[str, Any]], tree: Tree, keys: set[str]) -> list[tuple[str, Any]]:
+def _without_absent(
+    branches: list[tuple[str, Any]], tree: Tree, keys: set[str]
+) -> list[tuple[str, Any]]:
     """The branches without those for fields of the tree that are None."""
     return [
         (key, branch)
@@ -174,7 +208,9 @@ def _without_absent(branches: list[tuple[str, Any]], tree: Tree, keys: set[str])
 
 
 def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
-    """A short picture of a tree for an error message: its keys, and its leaves in a few characters."""
+    """A short picture of a tree for an error message: its keys, and its leaves in a few
+    characters.
+    """
     children = trees.children(tree)
     if children is None:
         return leaf(tree)
@@ -190,7 +226,8 @@ def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2
 def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
     """What a tree has at each leaf of another one, in the order of that one's leaves.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where they don't match.
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
+    they don't match.
     """
     children = trees.children(like)
     if children is None:
@@ -198,4 +235,8 @@ def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]
     branches = dict(_children_like(tree, like, children, trees) or ())
     if branches.keys() != {key for key, _ in children}:
         raise PrefixError(path, like, tree)
-    return [below for key, child in children for below in subtrees(branches[key], child, trees, path + key)]
+    return [
+        below
+        for key, child in children
+        for below in subtrees(branches[key], child, trees, path + key)
+    ]

@@ -1,4 +1,6 @@
-"""What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices, checked."""
+"""What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices,
+checked.
+"""
 
 import functools
 import inspect
@@ -32,7 +34,9 @@ class KnownGradient:
 
 
 class OwningGradient(KnownGradient):
-    """A gradient function that brings parameters of its own: all of its arguments are split, unless in_axes says."""
+    """A gradient function that brings parameters of its own: all of its arguments are split,
+    unless in_axes says.
+    """
 
     @property
     def kind(self) -> str:
@@ -56,7 +60,9 @@ class OwningGradient(KnownGradient):
         return across
 
     def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError if totals do not reach as far as a step of grad_fn does, which calls this function."""
+        """Raises FuncgaError if totals do not reach as far as a step of grad_fn does, which
+        calls this function.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,26 +83,34 @@ class Program:
     observers: Observers | None = None
     dropping: DroppingStep | None = None
     is_exact: bool = False  # whether some sums are exact, and the bits of every micro-batch count
-    on_each: Callable[..., Tree] | None = None  # of a plan: what runs a function on every device of a mesh
+    on_each: Callable[..., Tree] | None = (
+        None  # of a plan: what runs a function on every device of a mesh
+    )
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
-        return backend_of([*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs])
+        return backend_of(
+            [*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs]
+        )
 
     def replicas(self, backend: Backend) -> Any:
-        """What `across=` names, as the backend takes it; None without it. FuncgaError for what names none."""
+        """What `across=` names, as the backend takes it; None without it. FuncgaError for what
+        names none.
+        """
         replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
         self.check_leaves_of(replicas)
         return replicas
 
     def check_leaves_of(self, replicas: Any) -> None:
-        """Raises FuncgaError if leaves have replicas of their own, and single micro-batches are to be looked at."""
+        """Raises FuncgaError if leaves have replicas of their own, and single micro-batches are
+        to be looked at.
+        """
         if self.observers is not None or self.dropping is not None:
             what = "observe=" if self.observers is not None else "drop="
             check_one_for_all(
                 replicas,
-                f"{what} was given: the gradient of such a leaf has what the micro-batches of several replicas add to "
-                f"it, and cannot be told apart",
+                f"{what} was given: the gradient of such a leaf has what the micro-batches of "
+                "several replicas add to it, and cannot be told apart",
                 f"Leave {what} out, and look at the gradient that the step returns.",
             )
 
@@ -112,19 +126,26 @@ class Program:
         """
         if self.weight is None:
             return arguments.rows(streamed=True) if rows is None else rows
-        return check_weight(weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays)
+        return check_weight(
+            weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays
+        )
 
     def weighs_all(self, backend: Backend) -> bool:
         """Whether a micro-batch of weight 0 adds nothing to any leaf."""
         folds = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
-        return all(fold.reducer.linear or fold.reducer.lift is reducers.moments.lift for fold in folds)
+        return all(
+            fold.reducer.linear or fold.reducer.lift is reducers.moments.lift for fold in folds
+        )
 
     def counting(self, backend: Backend) -> "Program":
         """The program whose result grad_fn gets as `totals`: the same at every call."""
         return self.memory.keep(_Counting, self, backend).program
 
-    def check_call(self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False) -> None:
-        """Raises FuncgaError if `error` says that grad_fn does not take so many arguments, or these keywords.
+    def check_call(
+        self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False
+    ) -> None:
+        """Raises FuncgaError if `error` says that grad_fn does not take so many arguments, or these
+        keywords.
 
         An error from inside of grad_fn is the user's own, and passes.
         """
@@ -133,16 +154,21 @@ class Program:
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
         names = inspect.signature(self.grad_fn).parameters
-        called = f"grad_fn takes ({', '.join(names)}), and was called with {count} positional arguments: {error}."
+        called = (
+            f"grad_fn takes ({', '.join(names)}), and was called with {count} positional "
+            f"arguments: {error}."
+        )
         if streamed:
             raise FuncgaError(
-                f"{called} A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has one "
-                f"field for each parameter after the first; to pass it as one argument, yield (item,). A single batch "
-                f"is split by funcga.accumulate(grad_fn, n)(params, *batch)."
+                f"{called} A micro-batch that is a tuple or list is spread, grad_fn(params, "
+                "*item), so it has one field for each parameter after the first; to pass it as one "
+                "argument, yield (item,). A single batch is split by funcga.accumulate(grad_fn, "
+                "n)(params, *batch)."
             ) from error
         raise FuncgaError(
-            f"{called} Pass one argument for each parameter: step(params, *batch) for a batch in a tuple. A list of "
-            f"micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
+            f"{called} Pass one argument for each parameter: step(params, *batch) for a batch in a "
+            "tuple. A list of micro-batches is folded by funcga.stream(grad_fn)(params, "
+            "microbatches)."
         ) from error
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
@@ -152,28 +178,42 @@ class Program:
         if self.observers is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
-            bind_outputs(self.fold, value[1], backend, carried=carried)  # its errors tell what grad_fn returned
-            outputs, leaves = bind_outputs((self.observers.folds, self.fold), value, backend, carried=carried)
+            bind_outputs(
+                self.fold, value[1], backend, carried=carried
+            )  # its errors tell what grad_fn returned
+            outputs, leaves = bind_outputs(
+                (self.observers.folds, self.fold), value, backend, carried=carried
+            )
             outputs = replace(outputs, before=len(self.observers.folds))
         if outputs.threads:
             _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
         return outputs, leaves
 
     def readings(self, value: Tree, arguments: Arguments) -> Readings:
-        """What observers are told of outputs like this value; `arguments` are what grad_fn was called with."""
+        """What observers are told of outputs like this value; `arguments` are what grad_fn was
+        called with.
+        """
         assert self.observers is not None
         return self.memory.keep(_Readings).of(self.observers, self, value, arguments)
 
-    def observed(self, result: Tree, kwargs: dict[str, Tree], arguments: Arguments | None = None) -> Tree:
+    def observed(
+        self, result: Tree, kwargs: dict[str, Tree], arguments: Arguments | None = None
+    ) -> Tree:
         """(the value, the observation): a finished window's result, where there are observers.
 
         `arguments` are those of the call where no micro-batch has shown the structure of the value.
         """
         folded, value = result
-        readings = self.memory.keep(_Readings).readings if arguments is None else self.readings(value, arguments)
+        readings = (
+            self.memory.keep(_Readings).readings
+            if arguments is None
+            else self.readings(value, arguments)
+        )
         assert readings is not None
         is_scaled = getattr(readings.observers.grad_fn, "scaled", False)
-        return value, readings.observation(folded, value, kwargs["loss_scale"] if is_scaled else 1.0)
+        return value, readings.observation(
+            folded, value, kwargs["loss_scale"] if is_scaled else 1.0
+        )
 
 
 class _Readings:
@@ -183,14 +223,16 @@ class _Readings:
         self.key: object = None
         self.readings: Readings | None = None
 
-    def of(self, observers: Observers, program: Program, value: Tree, arguments: Arguments) -> Readings:
+    def of(
+        self, observers: Observers, program: Program, value: Tree, arguments: Arguments
+    ) -> Readings:
         """The Readings of outputs like this value."""
         backend = arguments.backend
         leaves, structure = backend.trees.flatten(value)
         key = structure, [getattr(leaf, "dtype", None) for leaf in leaves]
         if self.readings is None or self.key != key:
-            # A gradient function of funcga's says which part the gradient is. That of another one looks like the
-            # params.
+            # A gradient function of funcga's says which part the gradient is. That of another one
+            # looks like the params.
             numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
             grad_fn = observers.grad_fn  # the loop may have made another one of it
             gradient = (
@@ -206,12 +248,16 @@ class _Readings:
 
 
 class _Counting:
-    """The program that sums totals over a window, as its step splits, streams and merges; kept in the step's memory."""
+    """The program that sums totals over a window, as its step splits, streams and merges; kept
+    in the step's memory.
+    """
 
     def __init__(self, program: Program, backend: Backend):
         totals = program.totals
         assert totals is not None
-        in_axes = whole_state(program.default_in_axes if program.in_axes is None else program.in_axes, backend)
+        in_axes = whole_state(
+            program.default_in_axes if program.in_axes is None else program.in_axes, backend
+        )
         owner = owner_of(program.grad_fn)
         if owner is not None:
             owner.check_counted(program.grad_fn)
@@ -223,7 +269,9 @@ class _Counting:
             weight=None if program.n or program.microbatch_size else lambda *_: 1,
             in_axes=in_axes,
             device=None,
-            across=backend.replicas.of_window(program.across if owner is None else owner.merged_over(program.across)),
+            across=backend.replicas.of_window(
+                program.across if owner is None else owner.merged_over(program.across)
+            ),
             memory=Memory(totals.step),
             totals=None,
             observers=None,
@@ -236,10 +284,11 @@ def _check_no_model(grad_fn: GradFn) -> None:
     bases = {(base.__module__.split(".")[0], base.__name__) for base in type(grad_fn).__mro__}
     if ("flax", "Module") in bases or (("torch", "Module") in bases and [*grad_fn.parameters()]):  # type: ignore[attr-defined]
         raise FuncgaError(
-            f"grad_fn is a model, {type(grad_fn).__name__}, which returns outputs, and what is accumulated is a "
-            f"gradient. Write accumulate(torch_backend.module_value_and_grad(model, loss_fn), n) for a module of "
-            f"torch; in JAX accumulate(funcga.value_and_grad(loss_fn), n), with a loss_fn of the parameters. To fold "
-            f"the outputs of a model, say in_axes=0."
+            f"grad_fn is a model, {type(grad_fn).__name__}, which returns outputs, and what is "
+            "accumulated is a gradient. Write "
+            "accumulate(torch_backend.module_value_and_grad(model, loss_fn), n) for a module of "
+            "torch; in JAX accumulate(funcga.value_and_grad(loss_fn), n), with a loss_fn of the "
+            "parameters. To fold the outputs of a model, say in_axes=0."
         )
 
 
@@ -261,7 +310,8 @@ def read_program(
 ) -> Program:
     """The Program of these choices; one that `searches` looks for its n.
 
-    Raises FuncgaError for a grad_fn or a weight that cannot be called, and for what is not supported.
+    Raises FuncgaError for a grad_fn or a weight that cannot be called, and for what is not
+    supported.
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if in_axes is None and not isinstance(grad_fn, KnownGradient):
@@ -290,30 +340,55 @@ def read_program(
     step = None if across is None else step_of(grad_fn)
     default_in_axes = _default_in_axes(grad_fn)
     observers = None if observe is None else Observers(observe, grad_fn)
-    counted = None if totals is None else Totals(totals, None if across is None else step_of(totals))
+    counted = (
+        None if totals is None else Totals(totals, None if across is None else step_of(totals))
+    )
     return Program(
-        grad_fn, fold, weight, in_axes, n, microbatch_size, device, across, Memory(step), default_in_axes, counted,
-        observers, dropping, fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
-    )  # fmt: skip
+        grad_fn,
+        fold,
+        weight,
+        in_axes,
+        n,
+        microbatch_size,
+        device,
+        across,
+        Memory(step),
+        default_in_axes,
+        counted,
+        observers,
+        dropping,
+        fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
+    )
 
 
 def _is_exact(folds: Tree) -> bool:
     """Whether a fold in a tree of folds looks at bits, as reproducible() does."""
     if isinstance(folds, Fold):
         return folds.reducer.of_bits
-    children = folds.values() if isinstance(folds, Mapping) else folds if isinstance(folds, tuple | list) else ()
+    children = (
+        folds.values()
+        if isinstance(folds, Mapping)
+        else folds
+        if isinstance(folds, tuple | list)
+        else ()
+    )
     return any(_is_exact(child) for child in children)
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:
-    """The gradient function with parameters of its own that grad_fn is, or is seen to wrap; None for any other."""
+    """The gradient function with parameters of its own that grad_fn is, or is seen to wrap; None
+    for any other.
+    """
     return next((layer for layer in _layers(grad_fn) if isinstance(layer, OwningGradient)), None)
 
 
 def _default_in_axes(grad_fn: GradFn) -> Tree:
-    """What in_axes is where nobody says it; None passes the first argument whole, and splits the others."""
+    """What in_axes is where nobody says it; None passes the first argument whole, and splits the
+    others.
+    """
     for layer in _layers(grad_fn):
-        # A gradient function with parameters of its own gets none to be passed whole: all arguments are split.
+        # A gradient function with parameters of its own gets none to be passed whole: all arguments
+        # are split.
         if isinstance(layer, OwningGradient):
             return 0
         step = step_program(layer)
@@ -323,7 +398,9 @@ def _default_in_axes(grad_fn: GradFn) -> Tree:
 
 
 def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
-    """grad_fn, and the functions inside that it passes its arguments on to, as far as can be seen from outside."""
+    """grad_fn, and the functions inside that it passes its arguments on to, as far as can be
+    seen from outside.
+    """
     layer: object = grad_fn
     while callable(layer):
         yield layer
@@ -333,37 +410,47 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
         elif isinstance(layer, functools.partial):
             layer = None if layer.args else layer.func
         else:
-            # Of the object itself, as functools.wraps sets it: a gradient function has a property of this name.
+            # Of the object itself, as functools.wraps sets it: a gradient function has a property
+            # of this name.
             layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
 
 
 def step_program(step: object) -> Program | None:
     """The program of a step that `accumulate` has made."""
-    program = getattr(step, "program", None)  # of jax.jit(step), too, which takes over what the step has
+    program = getattr(
+        step, "program", None
+    )  # of jax.jit(step), too, which takes over what the step has
     return program if isinstance(program, Program) else None
 
 
 def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:
-    """What a weight function makes of the arguments that are split. Raises FuncgaError if it does not take so many."""
+    """What a weight function makes of the arguments that are split. Raises FuncgaError if it
+    does not take so many.
+    """
     try:
         return weight(*split)
     except TypeError as error:
         if not refuses_arguments(weight, len(split), (), error):
             raise
         raise FuncgaError(
-            f"weight is called with each argument that is split, here {len(split)}, and does not take so many "
-            f"({error}). Write it with one parameter for each: weight=lambda x, y: ..., for micro-batches (x, y)."
+            f"weight is called with each argument that is split, here {len(split)}, and does not "
+            f"take so many ({error}). Write it with one parameter for each: weight=lambda x, y: "
+            "..., for micro-batches (x, y)."
         ) from error
 
 
 def _check_state(returned: list[Any], arguments: Arguments) -> None:
-    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state, which the next micro-batch gets."""
+    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state, which the next
+    micro-batch gets.
+    """
     describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
-    for (_, path), before, after in zip(arguments.carried(), arguments.state, returned, strict=True):
+    for (_, path), before, after in zip(
+        arguments.carried(), arguments.state, returned, strict=True
+    ):
         after_type = (getattr(after, "shape", None), getattr(after, "dtype", None))
         if is_array(before) and (before.shape, before.dtype) != after_type:
             raise FuncgaError(
-                f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it as "
-                f"{describe(after)}. Every micro-batch gets what the one before returned: return the shape and dtype "
-                f"that came in."
+                f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it "
+                f"as {describe(after)}. Every micro-batch gets what the one before returned: "
+                "return the shape and dtype that came in."
             )

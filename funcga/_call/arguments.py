@@ -1,4 +1,6 @@
-"""The arguments of one call: which are split, passed whole or threaded, and how many rows there are."""
+"""The arguments of one call: which are split, passed whole or threaded, and how many rows there
+are.
+"""
 
 import inspect
 import operator
@@ -32,9 +34,12 @@ class Carry:
 
 
 CARRY = Carry()
-"""In `in_axes`: state that is threaded from one micro-batch to the next; grad_fn returns it where fold is carry()."""
+"""In `in_axes`: state that is threaded from one micro-batch to the next; grad_fn returns it
+where fold is carry().
+"""
 
-# What becomes of one leaf: an int splits it along that axis, None passes it whole, CARRY threads it.
+# What becomes of one leaf: an int splits it along that axis, None passes it whole, CARRY threads
+# it.
 Axis = int | None | Carry
 
 
@@ -60,12 +65,18 @@ class Arguments:
 
     def __iter__(self) -> Iterator[tuple[Any, Axis]]:
         """(leaf, axis) of every leaf of the arguments that are not passed whole."""
-        return ((leaf, axis) for part in self.parts for leaf, axis in zip(part.leaves, part.axes, strict=True))
+        return (
+            (leaf, axis)
+            for part in self.parts
+            for leaf, axis in zip(part.leaves, part.axes, strict=True)
+        )
 
     def rows(self, may_be_empty: bool = False, streamed: bool = False) -> int:
-        """The number of rows that the split leaves have in common; `streamed`: as the weight of a micro-batch.
+        """The number of rows that the split leaves have in common; `streamed`: as the weight of a
+        micro-batch.
 
-        Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf has no such axis.
+        Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf
+        has no such axis.
         """
         # Keyed by the index of the leaf, so that an error can name it.
         sizes = {
@@ -78,34 +89,43 @@ class Arguments:
                 raise _weightless(self, "it has no array")
             if not self.parts:
                 raise FuncgaError(
-                    "the call has keyword arguments alone, so there are no rows to make micro-batches of. Keyword "
-                    "arguments are passed whole: pass what is to be split by position. Write step(x, y), or "
-                    "step(batch) in place of step(**batch)."
+                    "the call has keyword arguments alone, so there are no rows to make "
+                    "micro-batches of. Keyword arguments are passed whole: pass what is to be "
+                    "split by position. Write step(x, y), or step(batch) in place of step(**batch)."
                 )
             raise FuncgaError(
-                "no argument is split, so there are no rows to make micro-batches of. By default the first argument "
-                "is passed whole and every other one is split on axis 0; say otherwise with in_axes, as in vmap: "
-                "in_axes=0 splits all of them. Keyword arguments are passed whole: pass what is to be split by "
-                "position, step(params, batch) in place of step(params, **batch)."
+                "no argument is split, so there are no rows to make micro-batches of. By default "
+                "the first argument is passed whole and every other one is split on axis 0; say "
+                "otherwise with in_axes, as in vmap: in_axes=0 splits all of them. Keyword "
+                "arguments are passed whole: pass what is to be split by position, step(params, "
+                "batch) in place of step(params, **batch)."
             )
         first, rows = next(iter(sizes.items()))
         even = all(size == rows for size in sizes.values())
-        # A list of examples comes first: it explains more than that its arrays are of different lengths.
+        # A list of examples comes first: it explains more than that its arrays are of different
+        # lengths.
         if self.assumed:
             _check_lists(self, rows, even)
         if not even:
             raise _uneven(self, sizes, streamed)
         if rows == 0 and not may_be_empty:
-            raise FuncgaError(f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold.")
+            raise FuncgaError(
+                f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold."
+            )
         return rows
 
     def cut(
-        self, start: Any, size: int | None, state: list[Any], narrow: Callable[..., Array] | None = None
+        self,
+        start: Any,
+        size: int | None,
+        state: list[Any],
+        narrow: Callable[..., Array] | None = None,
     ) -> tuple[Any, ...]:
-        """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of all rows.
+        """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of
+        all rows.
 
-        state: what stands for the leaves that are CARRY. narrow: `narrow(array, axis, start, size)` takes the rows;
-        by default those that follow `start`.
+        state: what stands for the leaves that are CARRY. narrow: `narrow(array, axis, start, size)`
+        takes the rows; by default those that follow `start`.
         """
         # The leaves that are CARRY take what is in the state, in order.
         threaded = iter(state)
@@ -115,14 +135,17 @@ class Arguments:
             if not part.axes:
                 args.append(part.value)
                 continue
-            # Trying is cheap, and a look at every leaf is not: so an error is explained after the fact.
+            # Trying is cheap, and a look at every leaf is not: so an error is explained after the
+            # fact.
             try:
                 pieces = [
-                    next(threaded) if axis is CARRY
-                    else narrow(leaf, axis, start, size) if isinstance(axis, int) and not (leaf is None or size is None)
+                    next(threaded)
+                    if axis is CARRY
+                    else narrow(leaf, axis, start, size)
+                    if isinstance(axis, int) and not (leaf is None or size is None)
                     else leaf
                     for leaf, axis in zip(part.leaves, part.axes, strict=True)
-                ]  # fmt: skip
+                ]
             except TypeError:
                 _check_cut(self, narrow, start, size)
                 raise
@@ -130,25 +153,36 @@ class Arguments:
         return tuple(args)
 
     def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
-        """Those of a micro-batch's arguments that are split: what the function given as `option` is called with."""
-        # In JAX None has no leaf. It is split all the same, as in torch, so that weight gets as many arguments.
+        """Those of a micro-batch's arguments that are split: what the function given as `option`
+        is called with.
+        """
+        # In JAX None has no leaf. It is split all the same, as in torch, so that weight gets as
+        # many arguments.
         split = [
-            any(isinstance(axis, int) for axis in part.axes) if part.axes else isinstance(part.in_axes, int)
+            any(isinstance(axis, int) for axis in part.axes)
+            if part.axes
+            else isinstance(part.in_axes, int)
             for part in self.parts
         ]
         if not any(split):
             raise FuncgaError(
-                f"{option} is called with the arguments that are split, and in_axes splits none. Give an argument an "
-                f"axis: in_axes=(None, 0)."
+                f"{option} is called with the arguments that are split, and in_axes splits none. "
+                "Give an argument an axis: in_axes=(None, 0)."
             )
         return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
 
     def paths(self) -> list[tuple[str, str]]:
-        """(root, path) of the leaves, in the order of iteration: where in_axes speaks of a leaf, and where it is."""
+        """(root, path) of the leaves, in the order of iteration: where in_axes speaks of a leaf,
+        and where it is.
+        """
         trees, paths = self.backend.trees, []
-        for name, part in zip(argument_names(self.grad_fn, len(self.parts)), self.parts, strict=True):
+        for name, part in zip(
+            argument_names(self.grad_fn, len(self.parts)), self.parts, strict=True
+        ):
             if part.axes:
-                axis_values = broadcast(part.in_axes, part.value, len(part.leaves), _is_axis, trees, name)
+                axis_values = broadcast(
+                    part.in_axes, part.value, len(part.leaves), _is_axis, trees, name
+                )
                 roots = [root for _, root in axis_values]
                 paths += list(zip(roots, leaf_paths(part.value, trees, name), strict=True))
         return paths
@@ -167,14 +201,18 @@ class Arguments:
 def read_arguments(
     args: tuple[Any, ...], in_axes: Tree, grad_fn: GradFn, backend: Backend, assumed: bool = False
 ) -> Arguments:
-    """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on axis 0.
+    """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on
+    axis 0.
 
-    assumed: whether in_axes was left to its default. Then a list of examples is refused when rows are counted.
-    Raises FuncgaError if in_axes is no tree prefix of the arguments.
+    assumed: whether in_axes was left to its default. Then a list of examples is refused when rows
+    are counted. Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
     count, parts, state = len(args), [], []
-    # in_axes has one entry for each argument, as in vmap; each entry is a prefix, with one axis for each leaf below it.
-    entries = (None, *[0] * (count - 1))[:count] if in_axes is None else _per_argument(in_axes, count)
+    # in_axes has one entry for each argument, as in vmap; each entry is a prefix, with one axis for
+    # each leaf below it.
+    entries = (
+        (None, *[0] * (count - 1))[:count] if in_axes is None else _per_argument(in_axes, count)
+    )
     for arg_index, (arg, axis) in enumerate(zip(args, entries, strict=True)):
         # An argument that is passed whole may be any object, so it is not even flattened.
         if axis is None:
@@ -188,9 +226,18 @@ def read_arguments(
             try:
                 axis_values = broadcast(axis, arg, len(leaves), _is_axis, backend.trees)
             except PrefixError as error:
-                raise _no_prefix(error, argument_names(grad_fn, count)[arg_index], backend) from error
-            axes = [value if value is None or value is CARRY else operator.index(value) for value, _ in axis_values]
-            state += [leaf for leaf, axis_of_leaf in zip(leaves, axes, strict=True) if axis_of_leaf is CARRY]
+                raise _no_prefix(
+                    error, argument_names(grad_fn, count)[arg_index], backend
+                ) from error
+            axes = [
+                value if value is None or value is CARRY else operator.index(value)
+                for value, _ in axis_values
+            ]
+            state += [
+                leaf
+                for leaf, axis_of_leaf in zip(leaves, axes, strict=True)
+                if axis_of_leaf is CARRY
+            ]
         parts.append(Argument(arg, leaves, axes, structure, axis))
     return Arguments(tuple(parts), grad_fn, backend, assumed, state)
 
@@ -200,27 +247,33 @@ def _per_argument(in_axes: Tree, count: int) -> tuple[Any, ...]:
         return (in_axes,) * count
     if not isinstance(in_axes, tuple | list):
         raise FuncgaError(
-            f"in_axes is {in_axes!r}. Give an axis for all arguments, or a tuple with one entry for each of the "
-            f"{count}: an axis, None (whole), funcga.CARRY, or a tree of these."
+            f"in_axes is {in_axes!r}. Give an axis for all arguments, or a tuple with one entry "
+            f"for each of the {count}: an axis, None (whole), funcga.CARRY, or a tree of these."
         )
     if len(in_axes) != count:
         raise FuncgaError(
-            f"in_axes has {len(in_axes)} entries and the call has {count} positional arguments. Give one entry each, "
-            f"such as in_axes={(None,) + (0,) * (count - 1)}; pass keyword arguments by keyword, they are never split."
+            f"in_axes has {len(in_axes)} entries and the call has {count} positional arguments. "
+            f"Give one entry each, such as in_axes={(None,) + (0,) * (count - 1)}; pass keyword "
+            "arguments by keyword, they are never split."
         )
     return tuple(in_axes)
 
 
 def _is_axis(value: object) -> bool:
-    return value is None or value is CARRY or (hasattr(value, "__index__") and not isinstance(value, bool))
+    return (
+        value is None
+        or value is CARRY
+        or (hasattr(value, "__index__") and not isinstance(value, bool))
+    )
 
 
 def _no_prefix(error: PrefixError, name: str, backend: Backend) -> FuncgaError:
     trees = backend.trees
     return FuncgaError(
-        f"in_axes is no prefix of the arguments: for `{name}{error.path}` it has {outline(error.prefix, trees, repr)}, "
-        f"and the argument is {outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) or "
-        f"funcga.CARRY for all that stands below, or a container with the same keys."
+        f"in_axes is no prefix of the arguments: for `{name}{error.path}` it has "
+        f"{outline(error.prefix, trees, repr)}, and the argument is "
+        f"{outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) or "
+        "funcga.CARRY for all that stands below, or a container with the same keys."
     )
 
 
@@ -233,19 +286,23 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
         if streamed and not has_shape:
             raise _weightless(arguments, f"`{path}` is {backend.arrays.describe(leaf)}")
         convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
-        make = f"Convert it, `{convert}`," if has_shape else "Make it a tree of arrays, such as a dict or a dataclass,"
+        make = (
+            f"Convert it, `{convert}`,"
+            if has_shape
+            else "Make it a tree of arrays, such as a dict or a dataclass,"
+        )
         remedy = streamable([leaf]) or f"{make} or pass it whole: in_axes with None in its place."
         raise FuncgaError(
-            f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: only {backend.name} "
-            f"arrays can be split. {remedy}"
+            f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: "
+            f"only {backend.name} arrays can be split. {remedy}"
         )
     try:
         shape = leaf.shape
     except RuntimeError as error:
         raise FuncgaError(
-            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a tensor without a shape, so its rows "
-            f"cannot be counted. Give it dense and padded; or stream micro-batches, with layout=torch.jagged or with "
-            f"weight=."
+            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a tensor without "
+            "a shape, so its rows cannot be counted. Give it dense and padded; or stream "
+            "micro-batches, with layout=torch.jagged or with weight=."
         ) from error
     rank = len(shape)
     if not shape:
@@ -255,11 +312,13 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
         scalar = f"{described}, a scalar: it has no axis {axis} to split."
         if backend.arrays.kind(leaf.dtype) == "other":  # a random key of JAX
             raise FuncgaError(f"{scalar} {_KEYS}")
-        raise FuncgaError(f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument.")
+        raise FuncgaError(
+            f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument."
+        )
     if not -rank <= axis < rank:
         raise FuncgaError(
-            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}: axis {axis} is out of range. in_axes "
-            f"for it lies between {-rank} and {rank - 1}."
+            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}: axis {axis} is "
+            f"out of range. in_axes for it lies between {-rank} and {rank - 1}."
         )
     # It may be a symbol, where a program is exported or compiled for any number of rows.
     rows: int = shape[axis]
@@ -267,8 +326,8 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
 
 
 _KEYS = (
-    "Give each row a key of its own, jax.random.split(key, rows), or thread one key with funcga.CARRY: passed whole, "
-    "it would draw the same noise in every micro-batch."
+    "Give each row a key of its own, jax.random.split(key, rows), or thread one key with "
+    "funcga.CARRY: passed whole, it would draw the same noise in every micro-batch."
 )
 
 
@@ -276,47 +335,63 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
     """Raises FuncgaError for a list whose arrays are examples, not rows of examples."""
     backend = arguments.backend
     # The usual arguments, bare arrays, are no lists.
-    if all(len(part.leaves) == 1 and part.leaves[0] is part.value for part in arguments.parts if part.axes):
+    if all(
+        len(part.leaves) == 1 and part.leaves[0] is part.value
+        for part in arguments.parts
+        if part.axes
+    ):
         return
     names = argument_names(arguments.grad_fn, len(arguments.parts))
-    split = {name: part.value for name, part in zip(names, arguments.parts, strict=True) if part.axes}
+    split = {
+        name: part.value for name, part in zip(names, arguments.parts, strict=True) if part.axes
+    }
     examples: Examples | None = find_examples(split, rows, even, backend)
     if examples is None:
         return
     entry = backend.trees.flatten(examples.entries[0])[0][0]
     axes = tuple(0 if part.axes else None for part in arguments.parts)
     raise FuncgaError(
-        f"`{examples.path}` is a list of {len(examples.entries)}, the first {backend.arrays.describe(entry)}: axis 0 "
-        f"of each would be taken for the rows, and these look like examples. If they are, stack them, or stream "
-        f"micro-batches of them with weight=lambda {', '.join(split)}: len({examples.path}). If axis 0 is the rows, "
-        f"say so: in_axes={axes}."
+        f"`{examples.path}` is a list of {len(examples.entries)}, the first "
+        f"{backend.arrays.describe(entry)}: axis 0 of each would be taken for the rows, and these "
+        "look like examples. If they are, stack them, or stream micro-batches of them with "
+        f"weight=lambda {', '.join(split)}: len({examples.path}). If axis 0 is the rows, say so: "
+        f"in_axes={axes}."
     )
 
 
 def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
     """The error for a micro-batch of a stream whose rows, and so its weight, cannot be counted."""
     names = argument_names(arguments.grad_fn, len(arguments.parts))
-    split = [name for name, part in zip(names, arguments.parts, strict=True) if part.in_axes is not None]
+    split = [
+        name for name, part in zip(names, arguments.parts, strict=True) if part.in_axes is not None
+    ]
     is_array = arguments.backend.arrays.is_array
     leaves = zip(arguments.paths(), arguments, strict=True)
-    paths = [path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape]  # whose rows it could be
+    paths = [
+        path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape
+    ]  # whose rows it could be
     takes = ", ".join(split) if split and all(map(str.isidentifier, split)) else "*item"
     counted = (
-        f"len({paths[0]}), or 1 where all weigh alike" if paths and takes != "*item" else "1 where all weigh alike"
+        f"len({paths[0]}), or 1 where all weigh alike"
+        if paths and takes != "*item"
+        else "1 where all weigh alike"
     )
     return FuncgaError(
-        f"the rows of a micro-batch are its weight unless weight= says it, and they cannot be counted: {reason}. "
-        f"Write stream(grad_fn, weight=lambda {takes}: ...) with what it weighs, {counted}."
+        "the rows of a micro-batch are its weight unless weight= says it, and they cannot be "
+        f"counted: {reason}. Write stream(grad_fn, weight=lambda {takes}: ...) with what it "
+        f"weighs, {counted}."
     )
 
 
 def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> FuncgaError:
     """The error for leaves with these numbers of rows, by the index of the leaf."""
     describe, leaves = arguments.backend.arrays.describe, list(arguments)
-    # One leaf stands for each number of rows: reversed, so that the first leaf of a size is the one that stays.
+    # One leaf stands for each number of rows: reversed, so that the first leaf of a size is the one
+    # that stays.
     first = {size: leaf_index for leaf_index, size in reversed(sizes.items())}
     listed = "; ".join(
-        f"`{arguments.path(leaf_index)}` has {size} (axis {leaves[leaf_index][1]} of {describe(leaves[leaf_index][0])})"
+        f"`{arguments.path(leaf_index)}` has {size} (axis {leaves[leaf_index][1]} of "
+        f"{describe(leaves[leaf_index][0])})"
         for size, leaf_index in sorted(first.items(), key=lambda pair: pair[1])
     )
     if streamed:
@@ -325,16 +400,18 @@ def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> Func
         leaf = leaves[leaf_index][0]
         if str(leaf.dtype) == "uint32" and leaf.ndim <= 2 and leaf.shape[-1] == 2:
             return FuncgaError(
-                f"the split arguments have different numbers of rows: {listed}. `{arguments.path(leaf_index)}` looks "
-                f"like random keys of JAX. {_KEYS}"
+                f"the split arguments have different numbers of rows: {listed}. "
+                f"`{arguments.path(leaf_index)}` looks like random keys of JAX. {_KEYS}"
             )
     return FuncgaError(
-        f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of them alike. Pass "
-        f"what has no rows whole: in_axes with None in its place."
+        f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of "
+        "them alike. Pass what has no rows whole: in_axes with None in its place."
     )
 
 
-def _check_cut(arguments: Arguments, narrow: Callable[..., Array], start: Any, size: int | None) -> None:
+def _check_cut(
+    arguments: Arguments, narrow: Callable[..., Array], start: Any, size: int | None
+) -> None:
     """Raises FuncgaError for the first leaf that has rows and cannot be cut."""
     for leaf_index, (leaf, axis) in enumerate(arguments):
         if leaf is None or not isinstance(axis, int):
@@ -343,9 +420,10 @@ def _check_cut(arguments: Arguments, narrow: Callable[..., Array], start: Any, s
             narrow(leaf, axis, start, size)
         except TypeError as error:
             raise FuncgaError(
-                f"`{arguments.path(leaf_index)}` is {error}, {arguments.backend.arrays.describe(leaf)}, of which rows "
-                f"cannot be cut. Give it dense and padded; or cut it yourself, and stream the micro-batches: "
-                f"funcga.stream(grad_fn)(params, microbatches)."
+                f"`{arguments.path(leaf_index)}` is {error}, "
+                f"{arguments.backend.arrays.describe(leaf)}, of which rows cannot be cut. Give it "
+                "dense and padded; or cut it yourself, and stream the micro-batches: "
+                "funcga.stream(grad_fn)(params, microbatches)."
             ) from error
 
 
@@ -367,15 +445,15 @@ def argument_names(function: Callable[..., object], count: int) -> list[str]:
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:
     """(count, size) of the micro-batches in order: at most two sizes.
 
-    `n` micro-batches, or one for each row if these are fewer, differ by at most one row; those of `microbatch_size`
-    rows leave a smaller last one.
+    `n` micro-batches, or one for each row if these are fewer, differ by at most one row; those of
+    `microbatch_size` rows leave a smaller last one.
     """
     if microbatch_size is not None:
         sizes = [(rows // microbatch_size, microbatch_size), (1, rows % microbatch_size)]
     elif n is not None:
         n = min(n, rows)
-        # Not divmod, which torch.compile lacks for symbolic sizes. The first ones are longer by a row, as in
-        # numpy.array_split.
+        # Not divmod, which torch.compile lacks for symbolic sizes. The first ones are longer by a
+        # row, as in numpy.array_split.
         size, longer = rows // n, rows % n
         sizes = [(longer, size + 1), (n - longer, size)]
     # Where the rows divide there is one size alone.

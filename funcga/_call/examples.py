@@ -1,8 +1,9 @@
-"""Lists of examples among the arguments: there axis 0 of an array is not the rows, but channels, say, or tokens.
+"""Lists of examples among the arguments: there axis 0 of an array is not the rows, but channels,
+say, or tokens.
 
-A collate function for images of several sizes makes {"images": [float32[3, 480, 640], ...]}, and a DataLoader makes
-lists of its own, [inputs, labels], whose arrays do have rows. The two differ in where the list stands, and in whether
-another array has as many rows.
+A collate function for images of several sizes makes {"images": [float32[3, 480, 640], ...]}, and a
+DataLoader makes lists of its own, [inputs, labels], whose arrays do have rows. The two differ in
+where the list stands, and in whether another array has as many rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,33 +21,48 @@ class Examples(NamedTuple):
     named: bool  # whether it stands below a key, where no DataLoader puts the parts of a batch
 
 
-def find_examples(args: Mapping[str, Tree], rows: int, even: bool, backend: Backend) -> Examples | None:
+def find_examples(
+    args: Mapping[str, Tree], rows: int, even: bool, backend: Backend
+) -> Examples | None:
     """The first list whose arrays look like examples.
 
-    args: the arguments that are split, by name. rows: how many all arrays have along axis 0; if they are not `even`,
-    then the first of them, and the lists are why.
+    args: the arguments that are split, by name. rows: how many all arrays have along axis 0; if
+    they are not `even`, then the first of them, and the lists are why.
     """
     if not any(_has_list(arg, backend.trees) for arg in args.values()):
         return None
-    lists = [candidate for name, arg in args.items() for candidate in _lists(arg, backend, name, False)]
-    # Where the numbers of rows differ, lists are why. But of two arrays, inputs and labels, one may just be short.
+    lists = [
+        candidate for name, arg in args.items() for candidate in _lists(arg, backend, name, False)
+    ]
+    # Where the numbers of rows differ, lists are why. But of two arrays, inputs and labels, one may
+    # just be short.
     if not even:
-        return next((candidate for candidate in lists if candidate.named or len(candidate.entries) > 2), None)
+        return next(
+            (candidate for candidate in lists if candidate.named or len(candidate.entries) > 2),
+            None,
+        )
     # Another array has as many rows, so axis 0 is the rows in the lists too.
     if _has_others(args, lists, backend):
         return None
-    return next((candidate for candidate in lists if candidate.named or _is_long(candidate, rows, backend)), None)
+    return next(
+        (candidate for candidate in lists if candidate.named or _is_long(candidate, rows, backend)),
+        None,
+    )
 
 
 def _has_list(tree: Tree, trees: Trees) -> bool:
-    """Whether there is a list in it. Quick for arrays and the usual containers: it is asked of every micro-batch."""
+    """Whether there is a list in it. Quick for arrays and the usual containers: it is asked of
+    every micro-batch.
+    """
     if tree is None or hasattr(tree, "shape"):
         return False
     if isinstance(tree, dict):
         return any(_has_list(child, trees) for child in tree.values())
     if type(tree) is tuple:
         return any(_has_list(child, trees) for child in tree)
-    return type(tree) is list or any(_has_list(child, trees) for _, child in trees.children(tree) or ())
+    return type(tree) is list or any(
+        _has_list(child, trees) for _, child in trees.children(tree) or ()
+    )
 
 
 def _lists(tree: Tree, backend: Backend, path: str, named: bool) -> Iterator[Examples]:
@@ -58,7 +74,9 @@ def _lists(tree: Tree, backend: Backend, path: str, named: bool) -> Iterator[Exa
 
 
 def _are_alike(entries: list[Any], backend: Backend) -> bool:
-    """Whether these are several trees of one structure, and of arrays of the same dtypes and numbers of axes."""
+    """Whether these are several trees of one structure, and of arrays of the same dtypes and
+    numbers of axes.
+    """
     if len(entries) < 2:
         return False
     kinds = []
@@ -72,7 +90,9 @@ def _are_alike(entries: list[Any], backend: Backend) -> bool:
 
 def _has_others(args: Mapping[str, Tree], lists: list[Examples], backend: Backend) -> bool:
     """Whether there is an array outside of the lists."""
-    inside = {id(leaf) for candidate in lists for leaf in backend.trees.flatten(candidate.entries)[0]}
+    inside = {
+        id(leaf) for candidate in lists for leaf in backend.trees.flatten(candidate.entries)[0]
+    }
     leaves = [leaf for arg in args.values() for leaf in backend.trees.flatten(arg)[0]]
     return any(leaf is not None and id(leaf) not in inside for leaf in leaves)
 

@@ -1,7 +1,8 @@
-"""`totals=`: what is counted of a whole window, on all replicas, before its first micro-batch is evaluated.
+"""`totals=`: what is counted of a whole window, on all replicas, before its first micro-batch is
+evaluated.
 
-Counting is a fold like any other: in place of grad_fn it has a function that counts one micro-batch, under sum(). So it
-splits, merges and streams as the step itself does.
+Counting is a fold like any other: in place of grad_fn it has a function that counts one
+micro-batch, under sum(). So it splits, merges and streams as the step itself does.
 """
 
 import inspect
@@ -25,7 +26,9 @@ _LIKE = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(b
 
 
 class Totals(NamedTuple):
-    """What counts a micro-batch, and which step this is on all replicas, if it is merged over any."""
+    """What counts a micro-batch, and which step this is on all replicas, if it is merged over
+    any.
+    """
 
     function: TotalsFn
     step: Step | None
@@ -54,20 +57,31 @@ class Count:
             if not refuses_arguments(self.totals, len(split), (), error):
                 raise
             raise FuncgaError(
-                f"totals is called with each argument that is split, here {len(split)}, and does not take so many "
-                f"({error}). Write it with one parameter for each: totals=lambda x, y: ..., for micro-batches (x, y)."
+                f"totals is called with each argument that is split, here {len(split)}, and does "
+                f"not take so many ({error}). Write it with one parameter for each: totals=lambda "
+                "x, y: ..., for micro-batches (x, y)."
             ) from error
         leaves, structure = self.backend.trees.flatten(value)
         if not leaves:
-            raise FuncgaError(f"totals returned {value!r}, without a number. Return a dict of them: totals={_LIKE}.")
-        # Numbers join the arrays on their device, so that all totals travel together. On the host nothing waits for it.
+            raise FuncgaError(
+                f"totals returned {value!r}, without a number. Return a dict of them: "
+                f"totals={_LIKE}."
+            )
+        # Numbers join the arrays on their device, so that all totals travel together. On the host
+        # nothing waits for it.
         like = next((leaf for leaf in leaves if self.backend.arrays.is_array(leaf)), None)
         return self.backend.trees.unflatten(
-            structure, [self._counted(leaf, like, value, leaf_index) for leaf_index, leaf in enumerate(leaves)]
+            structure,
+            [
+                self._counted(leaf, like, value, leaf_index)
+                for leaf_index, leaf in enumerate(leaves)
+            ],
         )
 
     def _counted(self, leaf: Any, like: Array, value: Tree, leaf_index: int) -> Array:
-        """A total as a 0-d array, in a type in which sums of it are exact; a number on the device of `like`."""
+        """A total as a 0-d array, in a type in which sums of it are exact; a number on the
+        device of `like`.
+        """
         arrays = self.backend.arrays
         try:
             total = arrays.as_array(leaf)
@@ -75,11 +89,17 @@ class Count:
             raise self._no_total(leaf, value, leaf_index, "Return numbers and 0-d arrays") from None
         kind = arrays.kind(total.dtype)
         if total.shape != ():
-            raise self._no_total(leaf, value, leaf_index, "A total is one number of the micro-batch: write .sum()")
+            raise self._no_total(
+                leaf, value, leaf_index, "A total is one number of the micro-batch: write .sum()"
+            )
         if kind not in ("bool", "int", "float"):
             raise self._no_total(leaf, value, leaf_index, "Return real numbers")
         # Integers of a few bits would overflow, and sums of 16-bit floats end at 256 or 2,048.
-        wide = arrays.as_array(0).dtype if kind in ("bool", "int") else arrays.accumulator_dtype(total.dtype)
+        wide = (
+            arrays.as_array(0).dtype
+            if kind in ("bool", "int")
+            else arrays.accumulator_dtype(total.dtype)
+        )
         if like is None or arrays.is_array(leaf):
             return arrays.cast(total, wide)
         return arrays.xp.full_like(like, leaf, dtype=wide)
@@ -87,8 +107,8 @@ class Count:
     def _no_total(self, leaf: Any, value: Tree, leaf_index: int, instead: str) -> FuncgaError:
         path = leaf_paths(value, self.backend.trees, "totals")[leaf_index]
         return FuncgaError(
-            f"`{path}` of a micro-batch is {self.backend.arrays.describe(leaf)}, which cannot be added up to a total. "
-            f"{instead}: totals={_LIKE}."
+            f"`{path}` of a micro-batch is {self.backend.arrays.describe(leaf)}, which cannot be "
+            f"added up to a total. {instead}: totals={_LIKE}."
         )
 
 
@@ -99,7 +119,9 @@ OVERFLOWN = -(2**31)
 
 
 def exact_sum(arrays: Arrays) -> Fold:
-    """The fold of totals: a sum, which says so where it does not fit in the framework's integers."""
+    """The fold of totals: a sum, which says so where it does not fit in the framework's
+    integers.
+    """
     return sum() if arrays.as_array(0).dtype.itemsize == 8 else _SUM32
 
 
@@ -126,7 +148,8 @@ def _joined(xp: Namespace, reduced: Reduced, tally: Tally) -> Array:
 
 
 _SUM32 = Fold(
-    Reducer(_limbs, Monoid(monoids.sum.identity, _add, collective="sum"), unweighted=True), Normalizer(_joined)
+    Reducer(_limbs, Monoid(monoids.sum.identity, _add, collective="sum"), unweighted=True),
+    Normalizer(_joined),
 )
 
 
@@ -149,20 +172,22 @@ def check_totals(totals: object, grad_fn: GradFn) -> None:
 
 
 def check_taken(error: TypeError) -> None:
-    """Raises FuncgaError if the error says that a function takes no totals, or that it asks for them in vain."""
+    """Raises FuncgaError if the error says that a function takes no totals, or that it asks for
+    them in vain.
+    """
     if "unexpected keyword argument 'totals'" in str(error):
         raise _no_parameter(f"a call raised `{error}`") from error
     if "required keyword-only argument: 'totals'" in str(error):
         raise FuncgaError(
-            f"loss_fn asks for `totals`, and the step does not count any: {error}. Give the step totals= as well, such "
-            f"as accumulate(grad_fn, n, fold=funcga.sum(), totals={_LIKE})."
+            f"loss_fn asks for `totals`, and the step does not count any: {error}. Give the step "
+            f"totals= as well, such as accumulate(grad_fn, n, fold=funcga.sum(), totals={_LIKE})."
         ) from error
 
 
 def _no_parameter(found: str) -> FuncgaError:
     return FuncgaError(
-        f"totals= was given, and {found}: it has no parameter `totals` for what is counted. Add it: "
-        f"def loss_fn(params, batch, *, totals)."
+        f"totals= was given, and {found}: it has no parameter `totals` for what is counted. Add "
+        "it: def loss_fn(params, batch, *, totals)."
     )
 
 
@@ -170,6 +195,6 @@ def check_no_totals(kwargs: dict[str, Tree]) -> None:
     """Raises FuncgaError if a call brings totals of its own."""
     if "totals" in kwargs:
         raise FuncgaError(
-            "the call has a keyword argument `totals`, and so has grad_fn from the totals= of the step. Pass the "
-            "call's under another name, or leave totals= out."
+            "the call has a keyword argument `totals`, and so has grad_fn from the totals= of the "
+            "step. Pass the call's under another name, or leave totals= out."
         )

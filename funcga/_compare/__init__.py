@@ -1,4 +1,6 @@
-"""`compare`: how far two trees are apart, leaf by leaf, and whether that is what rounding explains."""
+"""`compare`: how far two trees are apart, leaf by leaf, and whether that is what rounding
+explains.
+"""
 
 import math
 from collections.abc import Iterable
@@ -26,27 +28,30 @@ def compare(
     """How far left is from right, leaf by leaf: how far it may be, and where it differs most.
 
     The leaves of the two trees are matched by dotted path. A leaf is close if, in every element,
-    `|left - right| <= atol + limit * max|right|`. The limit comes from the coarser of the two dtypes and from
-    `reduction`, as `4 * eps * sqrt(reduction)`: what rounding alone explains, and 0.5 at most. Integers and booleans
-    are equal or not. Infinities of one sign in the same place are equal, NaN is never close. Where there is no leaf to
-    compare, nothing is close.
+    `|left - right| <= atol + limit * max|right|`. The limit comes from the coarser of the two
+    dtypes and from `reduction`, as `4 * eps * sqrt(reduction)`: what rounding alone explains, and
+    0.5 at most. Integers and booleans are equal or not. Infinities of one sign in the same place
+    are equal, NaN is never close. Where there is no leaf to compare, nothing is close.
 
     Args:
-        left: A tree of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat dicts such as state
-            dicts, flax variables, nnx states, equinox modules, or a single array. None and functions are no leaves; a
-            Python number is a 0-d array of 64 bits; other leaves, and arrays of texts or dates, are compared by `==`.
+        left: A tree of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat
+            dicts such as state dicts, flax variables, nnx states, equinox modules, or a single
+            array. None and functions are no leaves; a Python number is a 0-d array of 64 bits;
+            other leaves, and arrays of texts or dates, are compared by `==`.
         right: A tree of the same kind, which the differences are relative to.
         rtol: A limit for all leaves, instead of that of their dtypes.
-        atol: What the absolute difference may be besides. A gradient that would be 0 but for rounding, such as that of
-            a bias before a normalisation, is close to no other relatively.
+        atol: What the absolute difference may be besides. A gradient that would be 0 but for
+            rounding, such as that of a bias before a normalisation, is close to no other
+            relatively.
         reduction: The number of terms in the longest sum that the values come from. Default: 256.
         rules: Rename and transpose the leaves of left, see `funcga.rules`.
         names: What the report calls the two trees.
         check_dtype: Whether leaves of two dtypes are not close; with False only values count.
 
     Returns:
-        A Report. `report.ok`, `report.assert_close()` and `print(report)` say whether they are close; `report.rows`,
-        `.worst`, `.as_dict()` and `.plot("report.png")` how far they are apart.
+        A Report. `report.ok`, `report.assert_close()` and `print(report)` say whether they are
+        close; `report.rows`, `.worst`, `.as_dict()` and `.plot("report.png")` how far they are
+        apart.
 
     Raises:
         FuncgaError: A tree holds what cannot be compared, or an argument is out of its range.
@@ -69,9 +74,11 @@ def compare(
         if error.name != "numpy":
             raise
         raise FuncgaError(
-            "numpy is not installed, and compare computes with it. Install it: pip install 'funcga[parity]'"
+            "numpy is not installed, and compare computes with it. Install it: pip install "
+            "'funcga[parity]'"
         ) from error
-    # The rules say which left leaf is compared with which path on the right, whether there is one or not.
+    # The rules say which left leaf is compared with which path on the right, whether there is one
+    # or not.
     lefts, rights = by_path(left, names[0]), by_path(right, names[1])
     terms = TERMS if reduction is None else reduction
     matched = {pair.right: pair for pair in pairs(lefts, rights, rules)}
@@ -105,21 +112,27 @@ def _check(rtol: object, atol: object, reduction: object, names: object) -> None
     is_count = isinstance(reduction, int) and not isinstance(reduction, bool) and reduction >= 1
     if reduction is not None and not is_count:
         raise FuncgaError(
-            f"reduction={reduction!r} is not a number of terms in a sum, which is an integer of 1 or more. Write "
-            f"reduction=len(rows), or leave it out."
+            f"reduction={reduction!r} is not a number of terms in a sum, which is an integer of 1 "
+            "or more. Write reduction=len(rows), or leave it out."
         )
     if rtol is not None and reduction is not None:
         raise FuncgaError(
-            f"rtol={rtol!r} and reduction={reduction!r} are two limits: reduction= is there to find one. "
-            f"Give one of them."
+            f"rtol={rtol!r} and reduction={reduction!r} are two limits: reduction= is there to "
+            "find one. Give one of them."
         )
-    if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
-        raise FuncgaError(f"names={names!r} are not the names of two trees. Write names=('torch', 'jax').")
+    if (
+        not isinstance(names, tuple | list)
+        or len(names) != 2
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise FuncgaError(
+            f"names={names!r} are not the names of two trees. Write names=('torch', 'jax')."
+        )
 
 
 def _check_tolerance(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise FuncgaError(
-            f"{name}={value!r} is not a tolerance, which is a finite number of 0 or more. Write {name}=1e-6, "
-            f"or leave it out."
+            f"{name}={value!r} is not a tolerance, which is a finite number of 0 or more. Write "
+            f"{name}=1e-6, or leave it out."
         )

@@ -1,4 +1,6 @@
-"""The report of a comparison: a row for each leaf, the verdict, and its forms: text, table, JSON and picture."""
+"""The report of a comparison: a row for each leaf, the verdict, and its forms: text, table, JSON
+and picture.
+"""
 
 import math
 import re
@@ -21,7 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Report:
-    """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left tree has last.
+    """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left
+    tree has last.
 
     `str(report)` is the table in plain text, with the verdict; rich prints it in colour.
 
@@ -33,7 +36,8 @@ class Report:
         atol: What the absolute difference may be besides.
 
     Example:
-        >>> report = funcga.compare({"w": torch.ones(3), "b": torch.zeros(1)}, {"w": jnp.ones(3), "b": jnp.ones(1)})
+        >>> left = {"w": torch.ones(3), "b": torch.zeros(1)}
+        >>> report = funcga.compare(left, {"w": jnp.ones(3), "b": jnp.ones(1)})
         >>> report.ok, report.worst.path
         (False, 'b')
     """
@@ -46,7 +50,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether both trees have the same leaves, one at least, and each of them is equal or within its limit."""
+        """Whether both trees have the same leaves, one at least, and each of them is equal or
+        within its limit.
+        """
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     @property
@@ -69,14 +75,21 @@ class Report:
     @property
     def verdict(self) -> str:
         """One sentence: how many leaves are not close, of how many, and which is the worst."""
-        worst, total, of = self.worst, len(self.rows), f"leaves of {self.names[0]} and {self.names[1]}"
+        worst, total, of = (
+            self.worst,
+            len(self.rows),
+            f"leaves of {self.names[0]} and {self.names[1]}",
+        )
         # Nothing compared is nothing shown to be close.
         if worst is None:
             return (
-                f"Nothing was compared: {self.names[0]} and {self.names[1]} have no leaves, or only what the rules "
-                f"leave out."
+                f"Nothing was compared: {self.names[0]} and {self.names[1]} have no leaves, or "
+                "only what the rules leave out."
             )
-        close, where = sum(row.ok for row in self.rows), f"`{worst.path}`" if worst.path else "the array"
+        close, where = (
+            sum(row.ok for row in self.rows),
+            f"`{worst.path}`" if worst.path else "the array",
+        )
         summary = _summary(worst, self.names)
         if close == total:
             return f"{total} of {total} {of} are close; the worst, {where}, {summary}."
@@ -90,7 +103,9 @@ class Report:
             return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
         # A dict is a set that keeps the order of the leaves.
         dtypes = dict.fromkeys(row.dtype for row in self.rows if row.dtype)
-        reasons = "; ".join(tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes)
+        reasons = "; ".join(
+            tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes
+        )
         return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
 
     def assert_close(self) -> None:
@@ -98,28 +113,39 @@ class Report:
         if not self.rows:
             raise AssertionError(self.verdict)
         if not self.ok:
-            worst = [row for row in sorted(self.rows, key=lambda row: row.badness, reverse=True) if not row.ok]
+            worst = [
+                row
+                for row in sorted(self.rows, key=lambda row: row.badness, reverse=True)
+                if not row.ok
+            ]
             more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
             shown = _text(worst[:_SHOWN], self.names)
             raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
 
     def _advice(self) -> str:
-        """What to do if every leaf that is not close is itself as small as rounding of the largest one is."""
-        # Rounding is relative to what was added up, which cancels: the largest leaf stands for that.
+        """What to do if every leaf that is not close is itself as small as rounding of the
+        largest one is.
+        """
+        # Rounding is relative to what was added up, which cancels: the largest leaf stands for
+        # that.
         beyond = [row for row in self.rows if not row.ok]
         largest = max(row.largest for row in self.rows)
         rounding = [4 * tolerances.epsilon(row.dtype or "") * largest for row in beyond]
-        if not all(row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)):
+        if not all(
+            row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)
+        ):
             return ""
         # A little more, so that it suffices when it is rounded to two digits.
         atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"
         return (
-            f"\nWhat is not close is 0 except for rounding, beside the largest leaf, {largest:.1e}, as the gradient of "
-            f"a bias before a normalisation is. If it has to be 0, give atol={atol}."
+            "\nWhat is not close is 0 except for rounding, beside the largest leaf, "
+            f"{largest:.1e}, as the gradient of a bias before a normalisation is. If it has to be "
+            f"0, give atol={atol}."
         )
 
     def table(self) -> "Table":
-        """The report as a table of rich; rows that are not close are red, and say why in their last column.
+        """The report as a table of rich; rows that are not close are red, and say why in their last
+        column.
 
         Raises:
             FuncgaError: rich is not installed.
@@ -130,11 +156,17 @@ class Report:
             from rich.text import Text
         except ModuleNotFoundError as error:
             raise FuncgaError(
-                "rich is not installed, and report.table needs it. Install it: pip install 'funcga[parity]', or print "
-                "the report as text: print(str(report))."
+                "rich is not installed, and report.table needs it. Install it: pip install "
+                "'funcga[parity]', or print the report as text: print(str(report))."
             ) from error
         caption = Text(f"{self.verdict}\n{self.tolerance}")
-        table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = Table(
+            caption=caption,
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+        )
         for heading in _headings(self.names):
             table.add_column(heading, no_wrap=heading not in ("leaf", ""), overflow="fold")
         for row in self.rows:
@@ -148,7 +180,9 @@ class Report:
         return f"{_text(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"
 
     def as_dict(self) -> dict[str, object]:
-        """The report as JSON can hold it: figures that are not finite are None, complex ones are pairs."""
+        """The report as JSON can hold it: figures that are not finite are None, complex ones are
+        pairs.
+        """
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -157,7 +191,10 @@ class Report:
             "reduction": self.reduction,
             "rtol": self.rtol,
             "atol": self.atol,
-            "rows": [{**{name: _json(value) for name, value in vars(row).items()}, "ok": row.ok} for row in self.rows],
+            "rows": [
+                {**{name: _json(value) for name, value in vars(row).items()}, "ok": row.ok}
+                for row in self.rows
+            ],
         }
 
     def plot(self, file: str | PathLike[str]) -> None:
@@ -172,22 +209,30 @@ class Report:
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
             raise FuncgaError(
-                f"{error.name} is not installed, and report.plot draws with it. Install it: pip install "
-                f"'funcga[parity]'"
+                f"{error.name} is not installed, and report.plot draws with it. Install it: pip "
+                "install 'funcga[parity]'"
             ) from error
         figure = Figure(figsize=(9, 1.8 + 0.24 * len(self.rows)), layout="constrained")
         _draw(figure.add_subplot(), self.rows)
         (axes,) = figure.axes
         axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
-        axes.set_xlabel(f"largest |{self.names[0]} - {self.names[1]}| / largest |{self.names[1]}| of the leaf")
+        axes.set_xlabel(
+            f"largest |{self.names[0]} - {self.names[1]}| / largest |{self.names[1]}| of the leaf"
+        )
         axes.set_ylabel("leaf")
-        if str(file).rpartition(".")[2].lower() not in FigureCanvasAgg(figure).get_supported_filetypes():
-            raise FuncgaError(f"report.plot cannot write {str(file)!r}: name a .png, .svg or .pdf file.")
+        if (
+            str(file).rpartition(".")[2].lower()
+            not in FigureCanvasAgg(figure).get_supported_filetypes()
+        ):
+            raise FuncgaError(
+                f"report.plot cannot write {str(file)!r}: name a .png, .svg or .pdf file."
+            )
         try:
             figure.savefig(file, dpi=120)
         except OSError as error:
             raise FuncgaError(
-                f"report.plot cannot write {str(file)!r}: {error.strerror}. Name a file in a folder that exists."
+                f"report.plot cannot write {str(file)!r}: {error.strerror}. Name a file in a "
+                "folder that exists."
             ) from error
 
 
@@ -209,12 +254,25 @@ def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
 
 
 def _headings(names: tuple[str, str]) -> list[str]:
-    return ["leaf", "shape", "dtype", "abs", "rel", "limit", "ulps", "cosine", f"where: {names[0]}, {names[1]}", ""]
+    return [
+        "leaf",
+        "shape",
+        "dtype",
+        "abs",
+        "rel",
+        "limit",
+        "ulps",
+        "cosine",
+        f"where: {names[0]}, {names[1]}",
+        "",
+    ]
 
 
 def _cells(row: Row) -> list[str]:
     return [
-        (row.path or "(the array)") if row.path == row.left_path else f"{row.path} ({row.left_path})",
+        (row.path or "(the array)")
+        if row.path == row.left_path
+        else f"{row.path} ({row.left_path})",
         _pair(row.shapes, _shape),
         _pair(row.dtypes, str),
         figure(row.absolute),
@@ -222,7 +280,9 @@ def _cells(row: Row) -> list[str]:
         figure(row.allowed),
         "" if row.ulps is None else f"{row.ulps:.3g}",
         "" if row.cosine is None else f"{row.cosine:.6g}",
-        "" if row.index is None or row.values is None else f"{_shape(row.index)}: {_values(row.values)}",
+        ""
+        if row.index is None or row.values is None
+        else f"{_shape(row.index)}: {_values(row.values)}",
         row.status if row.ok else f"! {row.status}{_counts(row)}",
     ]
 
@@ -270,11 +330,21 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
 
 # The picture: marks that can be told apart without their colours.
 _FINE = {"equal": "|", "within": "o"}
-_BAD = {"beyond": "X", "nan": "*", "inf": "P", "shape": "s", "dtype": "D", "missing": "<", "extra": ">"}
+_BAD = {
+    "beyond": "X",
+    "nan": "*",
+    "inf": "P",
+    "shape": "s",
+    "dtype": "D",
+    "missing": "<",
+    "extra": ">",
+}
 
 
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the right one."""
+    """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the
+    right one.
+    """
     # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
     low, high = _range(rows)
     axes.set_xscale("log")
@@ -289,10 +359,23 @@ def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
         if marked:
             shown = [max(size, low) if math.isfinite(size) else high for _, size in marked]
             color = "tab:blue" if status in _FINE else "tab:red"
-            axes.plot(shown, [line for line, _ in marked], mark, label=f"{status} ({len(marked)})", color=color)
+            axes.plot(
+                shown,
+                [line for line, _ in marked],
+                mark,
+                label=f"{status} ({len(marked)})",
+                color=color,
+            )
     limits = [(row.allowed, line) for line, row in enumerate(rows) if 0 < row.allowed < math.inf]
     if limits:
-        axes.plot(*zip(*limits, strict=True), marker=4, markersize=9, color="k", linestyle="none", label="limit")
+        axes.plot(
+            *zip(*limits, strict=True),
+            marker=4,
+            markersize=9,
+            color="k",
+            linestyle="none",
+            label="limit",
+        )
     if rows:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
 

@@ -1,4 +1,6 @@
-"""A row of a report: how far one leaf of two trees is apart, how far it may be, and whether it is close."""
+"""A row of a report: how far one leaf of two trees is apart, how far it may be, and whether it
+is close.
+"""
 
 import math
 from collections.abc import Iterator
@@ -17,18 +19,17 @@ Shape = tuple[int, ...]
 class Row:
     """One leaf of two trees: how far the left is from the right, how far it may be, and its status.
 
-    path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule renamed it.
-    shapes, dtypes: of the left, after a rule permuted its axes, and the right; None where a leaf is missing.
-    absolute: the largest `|left - right|`. relative: that over the largest `|right|` of the leaf.
-    limit: of the relative difference, and atol, what the absolute one may be besides: a leaf is close if
-    `absolute <= atol + limit * largest`.
-    ulps: the largest distance in units in the last place, of floats of one dtype.
-    cosine: of the angle between the leaves as vectors, in float64; None if one is zero.
-    index, values: where it differs most, and (left, right) there; None where nothing does.
-    nans, infs: how many there are on the left and on the right.
-    status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if infinities do not match; 'shape',
-    'dtype' if they differ; 'missing' on the left; 'extra' on the left.
-    largest: the largest `|right|` that is finite.
+    path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule
+    renamed it. shapes, dtypes: of the left, after a rule permuted its axes, and the right; None
+    where a leaf is missing. absolute: the largest `|left - right|`. relative: that over the largest
+    `|right|` of the leaf. limit: of the relative difference, and atol, what the absolute one may be
+    besides: a leaf is close if `absolute <= atol + limit * largest`. ulps: the largest distance in
+    units in the last place, of floats of one dtype. cosine: of the angle between the leaves as
+    vectors, in float64; None if one is zero. index, values: where it differs most, and (left,
+    right) there; None where nothing does. nans, infs: how many there are on the left and on the
+    right. status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if
+    infinities do not match; 'shape', 'dtype' if they differ; 'missing' on the left; 'extra' on the
+    left. largest: the largest `|right|` that is finite.
     """
 
     path: str
@@ -55,13 +56,17 @@ class Row:
 
     @property
     def dtype(self) -> str | None:
-        """The coarser of the two dtypes, which the limit is made for; None where a leaf is missing."""
+        """The coarser of the two dtypes, which the limit is made for; None where a leaf is
+        missing.
+        """
         left, right = self.dtypes
         return left and right and tolerances.coarser(left, right)
 
     @property
     def allowed(self) -> float:
-        """What `relative` may be: the limit, and atol over `largest`; infinite if that is 0, and atol not."""
+        """What `relative` may be: the limit, and atol over `largest`; infinite if that is 0, and
+        atol not.
+        """
         if not self.atol:
             return self.limit
         return self.limit + self.atol / self.largest if self.largest else math.inf
@@ -87,17 +92,21 @@ def row_of(
     reduction: int = tolerances.TERMS,
     check_dtype: bool = True,
 ) -> Row:
-    """The Row of two NumPy arrays or numbers, or of other leaves, which are compared by `==`; None: it is missing.
+    """The Row of two NumPy arrays or numbers, or of other leaves, which are compared by `==`; None:
+    it is missing.
 
-    limit: of the relative difference; by default that of the coarser dtype and of sums of `reduction` terms. Raises
-    FuncgaError for arrays without numbers or text in them: masked, structured, or of Python objects.
+    limit: of the relative difference; by default that of the coarser dtype and of sums of
+    `reduction` terms. Raises FuncgaError for arrays without numbers or text in them: masked,
+    structured, or of Python objects.
     """
     left, right = _as_array(left, path), _as_array(right, path)
     shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
     if limit is None:
         limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
     # Says nothing yet but what is compared; each way of comparing fills in what it learns.
-    row = Row(path, path if left_path is None else left_path, shapes, dtypes, limit=limit, atol=atol)
+    row = Row(
+        path, path if left_path is None else left_path, shapes, dtypes, limit=limit, atol=atol
+    )
     if left is None or right is None:
         return replace(row, status="missing" if left is None else "extra")
     if not isinstance(left, np.ndarray) or not isinstance(right, np.ndarray):
@@ -127,12 +136,21 @@ def _as_array(leaf: Array, path: str) -> Array:
 def _unfit(leaf: Array, array: Array) -> str:
     """Why an array cannot be compared, and what to pass instead; nothing if it can."""
     if isinstance(leaf, np.ma.MaskedArray):
-        return "masked, and what is under a mask has no value. Pass x.filled(0), or the elements alone: x.compressed()"
+        return (
+            "masked, and what is under a mask has no value. Pass x.filled(0), or the elements "
+            "alone: x.compressed()"
+        )
     if array.dtype.names:
-        return f"structured, with several values in each element. Pass its fields: x[{array.dtype.names[0]!r}]"
+        return (
+            "structured, with several values in each element. Pass its fields: "
+            f"x[{array.dtype.names[0]!r}]"
+        )
     # Texts, bytes, dates and times are equal or not.
     if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in "USTMm"):
-        return "whose elements are not numbers. Pass numbers, x.astype('float64'), or a list, whose items are leaves"
+        return (
+            "whose elements are not numbers. Pass numbers, x.astype('float64'), or a list, whose "
+            "items are leaves"
+        )
     return ""
 
 
@@ -145,7 +163,13 @@ def _shape(leaf: Array) -> Shape | None:
 
 
 def _dtype(leaf: Array) -> str | None:
-    return None if leaf is None else leaf.dtype.name if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    return (
+        None
+        if leaf is None
+        else leaf.dtype.name
+        if isinstance(leaf, np.ndarray)
+        else type(leaf).__name__
+    )
 
 
 def _of_objects(row: Row, left: Array, right: Array) -> Row:
@@ -158,7 +182,9 @@ def _of_objects(row: Row, left: Array, right: Array) -> Row:
 
 def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     """The Row of arrays one of which holds no numbers, which are equal or not."""
-    if left.dtype.kind != right.dtype.kind or (check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"):
+    if left.dtype.kind != right.dtype.kind or (
+        check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"
+    ):
         return replace(row, status="dtype")
     apart = np.atleast_1d(left != right)
     if not apart.any():
@@ -173,16 +199,19 @@ def _index(position: int, shape: Shape) -> Shape:
 
 
 CHUNK = 2**20
-"""The elements that are looked at at once: what is computed takes that much memory, however large the arrays."""
+"""The elements that are looked at at once: what is computed takes that much memory, however
+large the arrays.
+"""
 
 
 def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
-    """The Row of two arrays of one shape, in float64 or complex128, to which longdoubles are rounded.
+    """The Row of two arrays of one shape, in float64 or complex128, to which longdoubles are
+    rounded.
 
     Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
     """
-    # One pass over the elements in chunks, so that float64 copies never take more than a chunk's memory. Units in the
-    # last place are counted only between floats of one dtype.
+    # One pass over the elements in chunks, so that float64 copies never take more than a chunk's
+    # memory. Units in the last place are counted only between floats of one dtype.
     has_ulps = left.dtype == right.dtype and _bits(left.dtype) is not None
     worst, position, ulps = 0.0, None, 0.0
     scales, nans, infs = np.zeros(2), np.zeros(2, int), np.zeros(2, int)
@@ -204,7 +233,11 @@ def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     compared = replace(
         row,
         absolute=worst,
-        relative=worst / largest if largest else math.inf if worst > 0 else worst,  # of zeros: infinite, 0 or NaN
+        relative=worst / largest
+        if largest
+        else math.inf
+        if worst > 0
+        else worst,  # of zeros: infinite, 0 or NaN
         ulps=ulps if has_ulps else None,
         cosine=_cosine(left, right, scales),
         index=index,
@@ -242,14 +275,14 @@ def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
     """
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(x - y)
-    # In this order: infinities of one sign are equal, though their difference is NaN; other infinities are infinitely
-    # far apart; and where a NaN is, the difference is NaN.
+    # In this order: infinities of one sign are equal, though their difference is NaN; other
+    # infinities are infinitely far apart; and where a NaN is, the difference is NaN.
     matched = x == y
     apart[matched] = 0.0
     apart[~matched & (np.isinf(x) | np.isinf(y))] = math.inf
     apart[np.isnan(x) | np.isnan(y)] = math.nan
-    # From 2**53 on a float64 does not hold every integer. There Python's own integers decide: between two of them
-    # always, beside a float where both have become the same number.
+    # From 2**53 on a float64 does not hold every integer. There Python's own integers decide:
+    # between two of them always, beside a float where both have become the same number.
     whole = [array.dtype.kind in "biu" for array in (left, right)]
     if any(whole):
         inexact = np.maximum(np.abs(x), np.abs(y)) >= 2.0**53
@@ -261,7 +294,9 @@ def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
 
 
 def _ulps(left: Array, right: Array) -> Array:
-    """How many floats are between two, of every element, as uint64: the differences of their places in the order."""
+    """How many floats are between two, of every element, as uint64: the differences of their
+    places in the order.
+    """
     a, b = _ordered(left), _ordered(right)
     # What wraps around in the conversion wraps back in the subtraction.
     x, y = a.astype(np.uint64), b.astype(np.uint64)
@@ -270,14 +305,16 @@ def _ulps(left: Array, right: Array) -> Array:
 
 def _ordered(array: Array) -> Array:
     """Integers in the order of the floats, one for each; 0 and -0 are both 0."""
-    # Read as integers, the bits of positive floats are in the order of the floats, and those of negative ones run
-    # backwards.
+    # Read as integers, the bits of positive floats are in the order of the floats, and those of
+    # negative ones run backwards.
     bits = array.view(_bits(array.dtype))
     return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits)
 
 
 def _bits(dtype: Dtype) -> str | None:
-    """The integers to look at the bits of a floating dtype with; None for what has no sign bit on top."""
+    """The integers to look at the bits of a floating dtype with; None for what has no sign bit
+    on top.
+    """
     # e8m0 has an exponent alone, without a sign.
     name = dtype.name
     has_sign = name in ("float16", "bfloat16", "float32", "float64") or (
@@ -305,7 +342,9 @@ def _number(element: Array) -> Array:
     """An element as Python's own bool, int, float or complex."""
     if element.dtype.kind in "biu":
         return element.item()
-    return complex(element) if element.dtype.kind == "c" else float(element)  # item() of a longdouble is itself
+    return (
+        complex(element) if element.dtype.kind == "c" else float(element)
+    )  # item() of a longdouble is itself
 
 
 def _status(row: Row, check_dtype: bool) -> str:

@@ -1,4 +1,6 @@
-"""What a window holds: for each leaf a fold that is bound to its dtypes, and a tally of how much has been folded."""
+"""What a window holds: for each leaf a fold that is bound to its dtypes, and a tally of how much
+has been folded.
+"""
 
 import numbers
 import sys
@@ -23,8 +25,9 @@ class Tally(NamedTuple):
     """The total weight and the number of micro-batches.
 
     Attributes:
-        weight: A tuple of scalars whose sum is the total: one where the framework has 64-bit scalars, else a float32
-            and the float32 remainder, which together are exact to 48 bits. A normalizer gets one scalar, their sum.
+        weight: A tuple of scalars whose sum is the total: one where the framework has 64-bit
+            scalars, else a float32 and the float32 remainder, which together are exact to 48 bits.
+            A normalizer gets one scalar, their sum.
         steps: How many micro-batches have been folded.
 
     Example:
@@ -47,7 +50,8 @@ class Tally(NamedTuple):
             )
         if len(a) == 1:
             return Tally((a[0] + b[0],), steps)
-        # The sum of the high parts loses some low bits. They join the low parts, and a second sum carries them over.
+        # The sum of the high parts loses some low bits. They join the low parts, and a second sum
+        # carries them over.
         high, error = two_sum(a[0], b[0])
         return Tally(two_sum(high, error + (a[1] + b[1])), steps)
 
@@ -67,7 +71,8 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 def check_weight(weight: object, arrays: Arrays) -> Scalar:
     """The weight as a Python number where the host can see it, else as the 0-d array that it is.
 
-    Raises FuncgaError if it is not a scalar number, or if the host sees that it is negative, NaN or infinite.
+    Raises FuncgaError if it is not a scalar number, or if the host sees that it is negative, NaN or
+    infinite.
     """
     # The usual case: a number of rows, which every type that counts can hold.
     if type(weight) is int and 0 <= weight <= 2**53:
@@ -77,8 +82,9 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
         kind = arrays.kind(number.dtype) if arrays.is_array(number) else None
         if kind not in ("bool", "int", "float") or number.shape != ():
             raise FuncgaError(
-                f"the weight of a micro-batch is {arrays.describe(number)}; it must be a real number or a 0-d array, "
-                f'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
+                f"the weight of a micro-batch is {arrays.describe(number)}; it must be a real "
+                "number or a 0-d array, "
+                'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
             )
         # Where the array is traced, or on a device, it stays one: its value is not waited for.
         number = arrays.scalar(number)
@@ -89,8 +95,8 @@ def check_narrow(weight: Scalar) -> None:
     """Raises FuncgaError for a weight that is not 0 and out of the range of a float32."""
     if isinstance(weight, int | float) and weight and not LEAST32 <= weight <= MOST32:
         raise FuncgaError(
-            f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted "
-            f"here. Weigh in other units, as by tokens / 1e6."
+            f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which "
+            "they are counted here. Weigh in other units, as by tokens / 1e6."
         )
 
 
@@ -106,8 +112,8 @@ def _checked(weight: Scalar) -> int | float:
     number: Scalar = weight
     if not isinstance(weight, numbers.Real) or not 0 <= number <= _MOST:
         raise FuncgaError(
-            f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as the number of "
-            f"rows or tokens in it."
+            f"the weight of a micro-batch is {weight!r}; it must be finite and at least 0, such as "
+            "the number of rows or tokens in it."
         )
     return int(number) if isinstance(weight, numbers.Integral) else float(number)
 
@@ -121,9 +127,14 @@ def is_quantity(number: object, least: float = 0.0, most: float = _MOST) -> bool
 
 
 def check_quantity(
-    name: str, number: object, example: str, meaning: str = "a finite number above 0", *, least: float = 0.0,
+    name: str,
+    number: object,
+    example: str,
+    meaning: str = "a finite number above 0",
+    *,
+    least: float = 0.0,
     most: float = _MOST,
-) -> None:  # fmt: skip
+) -> None:
     """Raises FuncgaError unless it is a finite real number above `least`, and not above `most`."""
     if not is_quantity(number, least, most):
         raise FuncgaError(f"{name} is {number!r}: it must be {meaning}, such as {name}={example}.")
@@ -144,12 +155,14 @@ def has_no_axes(value: object) -> bool:
 
 @dataclass(frozen=True)
 class LeafFold:
-    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in enough bits.
+    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in
+    enough bits.
 
-    `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a "weighted" sum, v of a
-    "plain" one; None if the fold is no sum. `is_narrow`: whether sums are held in float32, whose range is smaller than
-    that of the weights. `is_wide`: whether in float64, so that the weights need as many bits. `is_mean`:
-    whether it is a quotient of sums of weights, so that these may be measured in any unit.
+    `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a
+    "weighted" sum, v of a "plain" one; None if the fold is no sum. `is_narrow`: whether sums are
+    held in float32, whose range is smaller than that of the weights. `is_wide`: whether in float64,
+    so that the weights need as many bits. `is_mean`: whether it is a quotient of sums of weights,
+    so that these may be measured in any unit.
     """
 
     fold: Fold
@@ -165,18 +178,23 @@ class LeafFold:
     def weighs(self) -> bool:
         """Whether the weight of a micro-batch counts for what is folded of it."""
         reducer = self.fold.reducer
-        return getattr(reducer.lift, "is_weighted", not reducer.unweighted)  # as exact sums say themselves
+        return getattr(
+            reducer.lift, "is_weighted", not reducer.unweighted
+        )  # as exact sums say themselves
 
     @property
     def is_of_window(self) -> bool:
-        """Whether it is one for the whole window, and none of some replicas: moments() counts weights of its own."""
+        """Whether it is one for the whole window, and none of some replicas: moments() counts
+        weights of its own.
+        """
         monoid = self.fold.reducer.monoid
         return monoid.collective is None and monoid.sent is None
 
     def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch at all; `like` gives the shape."""
         xp = self.arrays.xp
-        # Lifted once, since a reducer may turn a leaf into several arrays, or into one of another shape.
+        # Lifted once, since a reducer may turn a leaf into several arrays, or into one of another
+        # shape.
         zeros = xp.zeros_like(like, dtype=self.accumulator_dtype)
         return self.fold.reducer.monoid.identity(xp, self.fold.reducer.lift(xp, zeros, 0))
 
@@ -204,15 +222,23 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype that the caller is to see."""
-        dtype, beside = self.accumulator_dtype, largest(reduced) if isinstance(reduced, tuple) else reduced
+        dtype, beside = (
+            self.accumulator_dtype,
+            largest(reduced) if isinstance(reduced, tuple) else reduced,
+        )
         scalars = [
-            self.arrays.cast(amount, dtype, beside) if self.arrays.is_array(amount) else float(amount)
+            self.arrays.cast(amount, dtype, beside)
+            if self.arrays.is_array(amount)
+            else float(amount)
             for amount in (tally.total, tally.steps)
         ]
-        return _each(self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars)))
+        return _each(
+            self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars))
+        )
 
     def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
-        """Raises FuncgaError if the host sees that the result is not known, as of a sum that has left its range.
+        """Raises FuncgaError if the host sees that the result is not known, as of a sum that has
+        left its range.
 
         Returns the conditions for that which the host does not see.
         """
@@ -220,7 +246,8 @@ class LeafFold:
         if self.fold.normalizer.lost is None:
             return unseen
         for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
-            # While planning there are no numbers, and what is asked for is true: here, that it is known.
+            # While planning there are no numbers, and what is asked for is true: here, that it is
+            # known.
             known = self.arrays.scalar(condition ^ True)
             if not isinstance(known, bool):
                 unseen.append(condition)
@@ -229,14 +256,17 @@ class LeafFold:
         return unseen
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
-        """The result in memory of its own: the caller may write to it, or donate the memory of the reduced value."""
+        """The result in memory of its own: the caller may write to it, or donate the memory of
+        the reduced value.
+        """
         parts = parts_of(reduced)
         return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
 
     def _cast(self, result: Array) -> Array:
         kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
         if kinds == ["int", "bool"]:
-            # Bools are compared as ints. The maximum of no values is the lowest int, and the lowest bool is False.
+            # Bools are compared as ints. The maximum of no values is the lowest int, and the lowest
+            # bool is False.
             result = result > 0
         return self.arrays.cast(result, self.result_dtype)
 
@@ -256,14 +286,19 @@ def parts_of(reduced: Reduced) -> tuple[Array, ...]:
 
 
 def largest(reduced: Reduced) -> Array:
-    """The array of them that has the shape of the leaf: of a tuple, such as a sum and a count, that of most axes."""
+    """The array of them that has the shape of the leaf: of a tuple, such as a sum and a count,
+    that of most axes.
+    """
     return max(reduced, key=lambda part: len(part.shape)) if isinstance(reduced, tuple) else reduced
 
 
-def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output") -> LeafFold:
+def bind(
+    fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output"
+) -> LeafFold:
     """The fold for a leaf of `like`'s dtype, at the path `where()` of an "output" or of "params".
 
-    Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does not have.
+    Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does
+    not have.
     """
     reducer, normalizer = fold.reducer, fold.normalizer
     accumulator_dtype = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
@@ -271,7 +306,8 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree
     kind = arrays.kind(accumulator_dtype)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
         raise _unfit(where(), like, kind, arrays, tree, fold.name)
-    # A dtype that the caller asks for is taken as it is; else sums get at least 32 bits, and a maximum keeps its own.
+    # A dtype that the caller asks for is taken as it is; else sums get at least 32 bits, and a
+    # maximum keeps its own.
     if reducer.dtype is None and reducer.monoid.widens:
         accumulator_dtype = arrays.accumulator_dtype(like.dtype)
     adds: Literal["weighted", "plain"] | None = None
@@ -281,7 +317,9 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree
     # A complex number has two parts.
     bits = accumulator_dtype.itemsize * {"float": 8, "complex": 4}.get(kind, 0)
     is_mean = adds == "weighted" and normalizer.divides_by == "weight"
-    return LeafFold(fold, accumulator_dtype, result_dtype, arrays, adds, bits == 32, bits == 64, is_mean)
+    return LeafFold(
+        fold, accumulator_dtype, result_dtype, arrays, adds, bits == 32, bits == 64, is_mean
+    )
 
 
 def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, arrays: Arrays) -> Dtype:
@@ -290,7 +328,11 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
     if normalizer.dtype is not None:
         return _named(normalizer.dtype, arrays)
     if normalizer.wide:
-        return arrays.as_dtype("float32") if arrays.kind(accumulator_dtype) == "int" else accumulator_dtype
+        return (
+            arrays.as_dtype("float32")
+            if arrays.kind(accumulator_dtype) == "int"
+            else accumulator_dtype
+        )
     # A maximum of bools is a bool, whereas a sum of them is a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
     keeps_kind = arrays.kind(leaf_dtype) == arrays.kind(accumulator_dtype)
@@ -305,17 +347,21 @@ _STACKS = {
 
 
 def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> None:
-    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the stack that it takes."""
+    """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the
+    stack that it takes.
+    """
     axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
     if stacked is not None and like.shape[:1] != (stacked,):
         raise FuncgaError(
-            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of {stacked} arrays that "
-            f"are stacked on axis 0: {_STACKS.get(fold.reducer, 'stack them').format(arrays.xp.__name__)}."
+            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of "
+            f"{stacked} arrays that are stacked on axis 0: "
+            f"{_STACKS.get(fold.reducer, 'stack them').format(arrays.xp.__name__)}."
         )
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(
-            f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) to collect along. "
-            f"Fold it with funcga.mean() or funcga.sum(), or return one value for each example."
+            f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) "
+            "to collect along. Fold it with funcga.mean() or funcga.sum(), or return one value for "
+            "each example."
         )
 
 
@@ -324,8 +370,9 @@ def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
         return arrays.as_dtype(dtype)
     except TypeError as error:
         raise FuncgaError(
-            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have ({error}). Give one "
-            f'that it has by name, which both frameworks understand: funcga.mean(dtype="float32")'
+            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have "
+            f"({error}). Give one "
+            'that it has by name, which both frameworks understand: funcga.mean(dtype="float32")'
         ) from error
 
 
@@ -333,20 +380,23 @@ def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str, name: s
     if kind in ("bool", "int") and tree == "params":
         why, instead = (
             "its gradients are to be averaged, as only floats are",
-            "Leave it out of the params that init and update get (None in its place, or optax.masked around); or give "
+            "Leave it out of the params that init and update get (None in its place, or "
+            "optax.masked around); or give "
             'it a fold of its own, as in fold={"w": funcga.mean(), "count": funcga.sum()}',
         )
     elif kind in ("bool", "int"):
         why, instead = (
             f"{'integers' if kind == 'int' else 'bools'} are not averaged silently",
-            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
+            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), "
+            "funcga.sum()), "
             'funcga.mean()); or average it in floats: funcga.mean(dtype="float32")',
         )
     elif kind == "other":
         why, instead = (
             "it holds no numbers that this fold could combine",
-            "Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The gradient of an integer is "
-            "nothing: pass integers as another argument, whole, in_axes=(None, None, 0)",
+            "Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The "
+            "gradient of an integer is nothing: pass integers as another argument, whole, "
+            "in_axes=(None, None, 0)",
         )
     else:
         why, instead = (

@@ -1,4 +1,6 @@
-"""The outputs of grad_fn: which leaf is folded how, and that every micro-batch returns the same structure."""
+"""The outputs of grad_fn: which leaf is folded how, and that every micro-batch returns the same
+structure.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +28,10 @@ from funcga.folds import Fold
 class Outputs:
     """The leaves of grad_fn's output, sorted by what becomes of them.
 
-    `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry() is threaded, one of
-    a growing monoid is collected, every other is reduced in place. `reduced`, `collected` and `threads` are the indices
-    of such leaves; `threads[k]` is the leaf that becomes the k-th leaf of the CARRY arguments.
+    `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry()
+    is threaded, one of a growing monoid is collected, every other is reduced in place. `reduced`,
+    `collected` and `threads` are the indices of such leaves; `threads[k]` is the leaf that becomes
+    the k-th leaf of the CARRY arguments.
     """
 
     structure: Structure
@@ -39,7 +42,8 @@ class Outputs:
     collected: tuple[int, ...]
     threads: tuple[int, ...]
     backend: Backend
-    before: int = 0  # how many leaves stand before what grad_fn returns, for observers: values are (these, that)
+    # how many leaves stand before what grad_fn returns, for observers: values are (these, that)
+    before: int = 0
     # The folds of the reduced and of the collected leaves, in order.
     reduced_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
     collected_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
@@ -47,15 +51,22 @@ class Outputs:
     may_be_lost: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, leaf_indices in (("reduced_folds", self.reduced), ("collected_folds", self.collected)):
+        for name, leaf_indices in (
+            ("reduced_folds", self.reduced),
+            ("collected_folds", self.collected),
+        ):
             folds = [self.folds[leaf_index] for leaf_index in leaf_indices]
             object.__setattr__(self, name, tuple([fold for fold in folds if fold is not None]))
         may_be_lost = any(fold.fold.normalizer.lost is not None for fold in self.reduced_folds)
         object.__setattr__(self, "may_be_lost", may_be_lost)
 
     def paths(self, name: str = "output") -> list[str]:
-        """The path of every leaf in a tree of this name: for errors, and to match what comes in another order."""
-        return ["observe"] * self.before + leaf_paths(self.value_of(range(len(self.folds))), self.backend.trees, name)
+        """The path of every leaf in a tree of this name: for errors, and to match what comes in
+        another order.
+        """
+        return ["observe"] * self.before + leaf_paths(
+            self.value_of(range(len(self.folds))), self.backend.trees, name
+        )
 
     def identities(self, leaves: Sequence[Any]) -> list[Reduced]:
         """What is accumulated of nothing, for each of these leaves."""
@@ -80,17 +91,25 @@ class Outputs:
         structure = self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
         return replace(self.part(leaf_indices, structure), before=0)
 
-    def join(self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]) -> Tree:
+    def join(
+        self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]
+    ) -> Tree:
         """The result, in the structure of grad_fn's output."""
         # What belongs to no group is a leaf that was None in every micro-batch.
         leaves: list[Any] = [None] * len(self.folds)
-        for leaf_indices, values in ((self.reduced, reduced), (self.collected, collected), (self.threads, threaded)):
+        for leaf_indices, values in (
+            (self.reduced, reduced),
+            (self.collected, collected),
+            (self.threads, threaded),
+        ):
             for leaf_index, value in zip(leaf_indices, values, strict=True):
                 leaves[leaf_index] = value
         return self.backend.trees.unflatten(self.structure, leaves)
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
-        """The Outputs of these leaves alone, in a structure of their own: to check values that lack the others."""
+        """The Outputs of these leaves alone, in a structure of their own: to check values that
+        lack the others.
+        """
         # A thread is counted by where its leaf stands among the chosen ones.
         return replace(
             self,
@@ -100,22 +119,27 @@ class Outputs:
             dtypes=tuple(self.dtypes[leaf_index] for leaf_index in leaf_indices),
             reduced=(),
             collected=(),
-            threads=tuple(index for index, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads),
+            threads=tuple(
+                index for index, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads
+            ),
         )
 
     def leaves(self, value: Tree, which: str) -> list[Any]:
         """The leaves of another micro-batch's output, as arrays.
 
-        The order of a dict may differ. Raises FuncgaError if the structure, a shape or a dtype is not the first one's.
+        The order of a dict may differ. Raises FuncgaError if the structure, a shape or a dtype is
+        not the first one's.
         """
         try:
             leaves = self.in_order(value)
         except PathError as error:
             raise FuncgaError(
-                f"grad_fn returned another structure for {which} than for the first: {error}. A fold needs one "
-                f"structure. Return the same keys for every micro-batch, with zeros where there is nothing to add."
+                f"grad_fn returned another structure for {which} than for the first: {error}. A "
+                "fold needs one structure. Return the same keys for every micro-batch, with zeros "
+                "where there is nothing to add."
             ) from None
-        # Leaves that plainly are as before are the usual case. Numbers, None and collected rows need a closer look.
+        # Leaves that plainly are as before are the usual case. Numbers, None and collected rows
+        # need a closer look.
         is_array = self.backend.arrays.is_array
         if all(
             is_array(leaf) and leaf.shape == shape and leaf.dtype == dtype
@@ -125,7 +149,9 @@ class Outputs:
         return [self._checked(leaf_index, leaf, which) for leaf_index, leaf in enumerate(leaves)]
 
     def in_order(self, value: Tree, name: str = "output") -> list[Any]:
-        """The leaves of another value, a tree of this name. Raises PathError if some are missing, or new."""
+        """The leaves of another value, a tree of this name. Raises PathError if some are
+        missing, or new.
+        """
         trees = self.backend.trees
         leaves, structure = trees.flatten(value)
         # The same leaves in another order, or in other containers, are matched by path.
@@ -135,7 +161,9 @@ class Outputs:
         return [*before, *leaves_in_order(value, self.paths(name)[self.before :], trees, name)]
 
     def _checked(self, leaf_index: int, leaf: Any, which: str) -> Any:
-        """A leaf of another micro-batch as an array. Raises FuncgaError if it cannot be combined with the first."""
+        """A leaf of another micro-batch as an array. Raises FuncgaError if it cannot be combined
+        with the first.
+        """
         # The first one was None, or an object of any type that is threaded.
         if self.folds[leaf_index] is None:
             if leaf is not None and leaf_index not in self.threads:
@@ -149,7 +177,9 @@ class Outputs:
         return leaf
 
     def _has_shape(self, leaf_index: int, leaf: Array) -> bool:
-        """Whether a leaf has the first one's shape, but for the axis that the fold collects along."""
+        """Whether a leaf has the first one's shape, but for the axis that the fold collects
+        along.
+        """
         fold, shape = self.folds[leaf_index], self.shapes[leaf_index]
         if fold is None or shape is None or leaf.shape == shape:
             return True
@@ -158,7 +188,9 @@ class Outputs:
             return False
         grows = axis % len(shape)
         sizes = enumerate(zip(leaf.shape, shape, strict=True))
-        return all(size == first_size or dimension == grows for dimension, (size, first_size) in sizes)
+        return all(
+            size == first_size or dimension == grows for dimension, (size, first_size) in sizes
+        )
 
     def _changed(self, leaf_index: int, leaf: Any, which: str) -> FuncgaError:
         # The first one is gone by now: what is known of it is its shape and dtype.
@@ -169,17 +201,18 @@ class Outputs:
             before = str(self.dtypes[leaf_index]).removeprefix("torch.") + sizes
         axes = self._axes_of_rows(leaf_index, leaf)
         remedy = (
-            f"Return one shape and dtype for every micro-batch, or, if it has a row for each example, fold it with "
+            "Return one shape and dtype for every micro-batch, or, if it has a row for each "
+            "example, fold it with "
             f"funcga.concat({f'axis={axes[0]}' if len(axes) == 1 and axes[0] > 0 else ''})."
         )
         if len(axes) > 1:
             remedy = (
-                "Rows of a micro-batch are compared with each other alone. Return what is compared, such as "
-                "embeddings, and compare it in the loss_fn of funcga.coupled."
+                "Rows of a micro-batch are compared with each other alone. Return what is "
+                "compared, such as embeddings, and compare it in the loss_fn of funcga.coupled."
             )
         return FuncgaError(
-            f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} for {which} and as "
-            f"{before} for the first: the two cannot be combined. {remedy}"
+            f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} "
+            f"for {which} and as {before} for the first: the two cannot be combined. {remedy}"
         )
 
     def _axes_of_rows(self, leaf_index: int, leaf: Any) -> list[int]:
@@ -187,7 +220,11 @@ class Outputs:
         shape, other = self.shapes[leaf_index], getattr(leaf, "shape", ())
         if shape is None or len(shape) != len(other):
             return []
-        return [axis for axis, (size, first_size) in enumerate(zip(other, shape, strict=True)) if size != first_size]
+        return [
+            axis
+            for axis, (size, first_size) in enumerate(zip(other, shape, strict=True))
+            if size != first_size
+        ]
 
 
 def bind_outputs(
@@ -201,18 +238,24 @@ def bind_outputs(
 ) -> tuple[Outputs, list[Any]]:
     """The Outputs for values like this one, and its leaves, the numbers among them as arrays.
 
-    In a loop, whose CARRY arguments have leaves `carried`, by (root, path), those of carry() are threaded, and those of
-    a growing monoid collected. Elsewhere every leaf is reduced, by its monoid.
+    In a loop, whose CARRY arguments have leaves `carried`, by (root, path), those of carry() are
+    threaded, and those of a growing monoid collected. Elsewhere every leaf is reduced, by its
+    monoid.
 
-    `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes count. `name` is what
-    errors call it, "output" or "params". Raises FuncgaError for folds that do not fit, and for leaves of carry() that
-    do not match those that are carried.
+    `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes
+    count. `name` is what errors call it, "output" or "params". Raises FuncgaError for folds that do
+    not fit, and for leaves of carry() that do not match those that are carried.
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
     in_loop = carried is not None
-    threaded = [index for index, (leaf_fold, _) in enumerate(leaf_values) if in_loop and leaf_fold.reducer.carries]
-    # Checked first: the fold that stands where carry() is missing may not fit the state, and that error would mislead.
+    threaded = [
+        index
+        for index, (leaf_fold, _) in enumerate(leaf_values)
+        if in_loop and leaf_fold.reducer.carries
+    ]
+    # Checked first: the fold that stands where carry() is missing may not fit the state, and that
+    # error would mislead.
     if carried and not threaded:
         raise _unmatched([root for root, _ in carried], [])
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
@@ -220,7 +263,8 @@ def bind_outputs(
     if threaded:
         threads = _threads(value, leaf_values, threaded, carried, backend)
     reduced, collected = _sorted(folds, threaded, in_loop)
-    # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as it is.
+    # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as
+    # it is.
     likes = [None if bound is None else leaf for bound, leaf in zip(folds, leaves, strict=True)]
     return Outputs(
         structure=structure,
@@ -237,7 +281,9 @@ def bind_outputs(
 def _sorted(
     folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaves that are reduced, and those that are collected: all but those that are threaded, and None."""
+    """The leaves that are reduced, and those that are collected: all but those that are
+    threaded, and None.
+    """
     reduced: list[int] = []
     collected: list[int] = []
     for leaf_index, fold in enumerate(folds):
@@ -248,36 +294,52 @@ def _sorted(
     return tuple(reduced), tuple(collected)
 
 
-def broadcast_folds(fold: Tree, value: Tree, leaves: int, backend: Backend, name: str = "output") -> list[PrefixValue]:
-    """The Fold of every leaf of grad_fn's output, or of another tree of this name, from a tree prefix of Folds.
+def broadcast_folds(
+    fold: Tree, value: Tree, leaves: int, backend: Backend, name: str = "output"
+) -> list[PrefixValue]:
+    """The Fold of every leaf of grad_fn's output, or of another tree of this name, from a tree
+    prefix of Folds.
 
     Raises FuncgaError if the tree of folds is no prefix of it.
     """
     try:
-        return broadcast(fold, value, leaves, lambda node: isinstance(node, Fold), backend.trees, name)
+        return broadcast(
+            fold, value, leaves, lambda node: isinstance(node, Fold), backend.trees, name
+        )
     except PrefixError as error:
         # Neither a Fold nor a container: not a tree of folds at all.
         if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
-            raise FuncgaError(f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them.") from error
+            raise FuncgaError(
+                f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them."
+            ) from error
         trees, describe = backend.trees, backend.arrays.describe
-        folds = outline(error.prefix, trees, lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf))
+        folds = outline(
+            error.prefix, trees, lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf)
+        )
         what, returned = f"the {name}", "they are"
         if name == "output":
             what, returned = "what grad_fn returns", "grad_fn returned"
         raise FuncgaError(
-            f"the tree of folds is no prefix of {what}: at {error.path}, fold= has {folds} and {returned} "
-            f"{outline(error.tree, trees, describe)}. Give one Fold for all that stands below, such as "
-            f"funcga.mean(), or a container with the same keys."
+            f"the tree of folds is no prefix of {what}: at {error.path}, fold= has {folds} and "
+            f"{returned} {outline(error.tree, trees, describe)}. Give one Fold for all that stands "
+            "below, such as funcga.mean(), or a container with the same keys."
         ) from error
 
 
 def _leaf_folds(
-    value: Tree, leaves: list[Any], leaf_values: list[PrefixValue], backend: Backend, shaped: bool, name: str
+    value: Tree,
+    leaves: list[Any],
+    leaf_values: list[PrefixValue],
+    backend: Backend,
+    shaped: bool,
+    name: str,
 ) -> list[LeafFold | None]:
-    """The fold of every leaf, None for a leaf that is none; replaces the numbers among the leaves by arrays."""
+    """The fold of every leaf, None for a leaf that is none; replaces the numbers among the
+    leaves by arrays.
+    """
     folds: list[LeafFold | None] = []
-    # A model has many leaves and few kinds of them, so each kind is bound once. The `id` of a fold serves as its key,
-    # since the caller holds the fold meanwhile.
+    # A model has many leaves and few kinds of them, so each kind is bound once. The `id` of a fold
+    # serves as its key, since the caller holds the fold meanwhile.
     bound: dict[tuple[int, Dtype], LeafFold] = {}
     for leaf_index, (fold, _) in enumerate(leaf_values):
         leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
@@ -297,13 +359,15 @@ def _leaf_folds(
 
 
 def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
-    """The leaf at the path `where()` as an array. Raises FuncgaError if it is neither an array nor a number."""
+    """The leaf at the path `where()` as an array. Raises FuncgaError if it is neither an array
+    nor a number.
+    """
     try:
         return backend.arrays.as_array(leaf)
     except TypeError as error:
         raise FuncgaError(
-            f"{where()} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. Return arrays "
-            f"or numbers; convert others with funcga.to_{backend.name}(...)."
+            f"{where()} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. "
+            f"Return arrays or numbers; convert others with funcga.to_{backend.name}(...)."
         ) from error
 
 
@@ -319,25 +383,34 @@ def _threads(
     carried: list[tuple[str, str]] | None,
     backend: Backend,
 ) -> tuple[int, ...]:
-    """For every carried leaf, by (root, path), the output leaf that replaces it, of those that are `threaded`.
+    """For every carried leaf, by (root, path), the output leaf that replaces it, of those that are
+    `threaded`.
 
-    The first CARRY argument is matched with the first carry() of the output, the second with the second, and so on.
-    Below these the leaves are matched by path, so the order of a dict does not matter.
+    The first CARRY argument is matched with the first carry() of the output, the second with the
+    second, and so on. Below these the leaves are matched by path, so the order of a dict does not
+    matter.
     """
     paths = leaf_paths(value, backend.trees, "output")
     index_of = {paths[leaf_index]: leaf_index for leaf_index in threaded}
     inputs = _by_root(carried or [])
-    outputs = _by_root([(leaf_values[leaf_index].root, paths[leaf_index]) for leaf_index in threaded])
+    outputs = _by_root(
+        [(leaf_values[leaf_index].root, paths[leaf_index]) for leaf_index in threaded]
+    )
     if len(inputs) != len(outputs):
         raise _unmatched(inputs, outputs)
     threads = []
-    for (in_root, in_paths), (out_root, out_paths) in zip(inputs.items(), outputs.items(), strict=True):
+    for (in_root, in_paths), (out_root, out_paths) in zip(
+        inputs.items(), outputs.items(), strict=True
+    ):
         missing, new = paths_apart(in_paths, out_paths)
         if missing or new:
-            difference = PathError([in_root + path for path in missing], [out_root + path for path in new])
+            difference = PathError(
+                [in_root + path for path in missing], [out_root + path for path in new]
+            )
             raise FuncgaError(
-                f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, have different "
-                f"structures: {difference}. Return the state in the structure it came in."
+                f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, "
+                f"have different structures: {difference}. Return the state in the structure it "
+                "came in."
             )
         threads += [index_of[out_root + path] for path in in_paths]
     return tuple(threads)
@@ -356,7 +429,7 @@ def _unmatched(inputs: Iterable[str], outputs: Iterable[str]) -> FuncgaError:
     ins = ", ".join(f"`{root}`" for root in dict.fromkeys(inputs)) or "no argument"
     outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
     return FuncgaError(
-        f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried argument needs the "
-        f"output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
-        f"fold=(funcga.mean(), funcga.carry()))."
+        f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried "
+        "argument needs the output that replaces it. Write both, as in accumulate(grad_fn, n, "
+        "in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))."
     )

@@ -1,9 +1,10 @@
 """`observe=`: what a window says about its gradients, while they are folded.
 
-An observer is a fold of its own on the same values. Every leaf of a micro-batch's gradient is measured where it is
-computed, which gives one number. The numbers of all micro-batches, and of all replicas, are folded as any output of
-grad_fn is. At the end the observer sees what came of them, beside the same measure of the gradient that the step
-returns. So no gradient is kept, copied or gone through twice.
+An observer is a fold of its own on the same values. Every leaf of a micro-batch's gradient is
+measured where it is computed, which gives one number. The numbers of all micro-batches, and of all
+replicas, are folded as any output of grad_fn is. At the end the observer sees what came of them,
+beside the same measure of the gradient that the step returns. So no gradient is kept, copied or
+gone through twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from funcga.reducers import Reducer
 
 
 def squared_norm(xp: Namespace, leaf: Array) -> Array:
-    """The sum of the squared absolute values of all elements, for which each backend has a function of its own."""
+    """The sum of the squared absolute values of all elements, for which each backend has a
+    function of its own.
+    """
     return abs(leaf * leaf).sum()
 
 
@@ -28,8 +31,8 @@ class Observed(NamedTuple):
     Attributes:
         folded: What the observer's fold has made of the measures of all micro-batches.
         result: The measure of the weighted mean of the micro-batches' gradients, [groups].
-        factor: What that mean is to be multiplied by to be the gradient without a loss scale: 1 for mean() and
-            per_weight(), the total weight for sum().
+        factor: What that mean is to be multiplied by to be the gradient without a loss scale: 1 for
+            mean() and per_weight(), the total weight for sum().
 
     Example:
         >>> finish = lambda xp, observed: observed.factor * xp.sqrt(observed.result)
@@ -46,21 +49,26 @@ class Observed(NamedTuple):
 
 @dataclass(frozen=True)
 class Observer:
-    """What `observe=` takes: a fold over the measures of the micro-batches' gradients, and what is made of it.
+    """What `observe=` takes: a fold over the measures of the micro-batches' gradients, and what is
+    made of it.
 
-    A micro-batch's gradient is in the units of a mean: what grad_fn returns under `mean()`, and under `per_weight()`
-    and `sum()` that divided by the micro-batch's weight.
+    A micro-batch's gradient is in the units of a mean: what grad_fn returns under `mean()`, and
+    under `per_weight()` and `sum()` that divided by the micro-batch's weight.
 
     Args:
-        fold: What is folded: for each micro-batch the measures of its gradient, [groups], with its weight.
-        finish: `finish(xp, observed)` of an `Observed` returns the observation: an array, or a tree of arrays, with
-            the groups on the last axis of each. It is an array function, and in JAX it is traced.
-        measure: `measure(xp, leaf)` of an array, a number: a sum over its elements, so that the measure of a group is
-            the sum of those of its leaves. By default the squared norm.
-        degree: The degree of the measure: that of `c * leaf` is `c**degree` times that of the leaf, for c > 0.
-        groups: `groups(path)` of a leaf's dotted path in the gradient, such as "layers.0.weight", returns the name of
-            its group, or None to leave it out. Then the observation is a dict, with an entry for each group. By default
-            all leaves together are one group, and its observation comes as it is.
+        fold: What is folded: for each micro-batch the measures of its gradient, [groups], with its
+            weight.
+        finish: `finish(xp, observed)` of an `Observed` returns the observation: an array, or a tree
+            of arrays, with the groups on the last axis of each. It is an array function, and in JAX
+            it is traced.
+        measure: `measure(xp, leaf)` of an array, a number: a sum over its elements, so that the
+            measure of a group is the sum of those of its leaves. By default the squared norm.
+        degree: The degree of the measure: that of `c * leaf` is `c**degree` times that of the leaf,
+            for c > 0.
+        groups: `groups(path)` of a leaf's dotted path in the gradient, such as "layers.0.weight",
+            returns the name of its group, or None to leave it out. Then the observation is a dict,
+            with an entry for each group. By default all leaves together are one group, and its
+            observation comes as it is.
 
     Raises:
         FuncgaError: A part is anything else.
@@ -68,7 +76,8 @@ class Observer:
     Example:
         >>> largest = funcga.Observer(funcga.max(), lambda xp, observed: xp.sqrt(observed.folded))
         >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=largest)
-        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))  # the largest norm of a micro-batch's gradient
+        >>> # the largest norm of a micro-batch's gradient
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
         (tensor(3.), tensor(4.))
     """
 
@@ -103,7 +112,9 @@ COUNTS = Fold(Reducer(_counted, monoids.sum, kinds=("float",)), normalizers.iden
 
 
 class Observers:
-    """The observers of a step, in the tree that they were given in, and the function whose gradients they observe."""
+    """The observers of a step, in the tree that they were given in, and the function whose
+    gradients they observe.
+    """
 
     def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
         self.tree, self.grad_fn = tree, grad_fn
@@ -114,7 +125,9 @@ class Observers:
                 f"observe=funcga.gradient_noise()."
             )
         # The measures of a leaf, each taken once, however many observers there are.
-        self.measures = [*dict.fromkeys((observer.measure, observer.degree) for observer in self.all)]
+        self.measures = [
+            *dict.fromkeys((observer.measure, observer.degree) for observer in self.all)
+        ]
 
     @property
     def folds(self) -> Tree:
@@ -133,10 +146,12 @@ def _observers(tree: Tree, path: str) -> Iterator[Observer]:
         for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _observers(child, f"{path}[{key!r}]")
     else:
-        called = ", which is called: write observe=funcga.gradient_noise()" if callable(tree) else ""
+        called = (
+            ", which is called: write observe=funcga.gradient_noise()" if callable(tree) else ""
+        )
         raise FuncgaError(
-            f"{path} is {tree!r}{called}. Pass an observer, such as funcga.gradient_noise(), or a dict, tuple or list "
-            f"of them."
+            f"{path} is {tree!r}{called}. Pass an observer, such as funcga.gradient_noise(), or a "
+            "dict, tuple or list of them."
         )
 
 

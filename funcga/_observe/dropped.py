@@ -6,10 +6,11 @@ from funcga.folds import concat
 
 
 def dropped() -> Observer:
-    """An observer for `observe=`: how many micro-batches of the window `drop=` has left out, on all replicas.
+    """An observer for `observe=`: how many micro-batches of the window `drop=` has left out, on all
+    replicas.
 
-    With drop="window", that is none, or all of them. It is a 0-d integer array, on the device of the gradients: nothing
-    waits for it.
+    With drop="window", that is none, or all of them. It is a 0-d integer array, on the device of
+    the gradients: nothing waits for it.
 
     Returns:
         The Observer, whose observation is the number.

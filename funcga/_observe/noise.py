@@ -1,8 +1,10 @@
-"""`gradient_noise`: how much the gradients of micro-batches differ, and so how large a batch is worth its cost.
+"""`gradient_noise`: how much the gradients of micro-batches differ, and so how large a batch is
+worth its cost.
 
-For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the weighted mean of them.
-If each row's gradient has the mean G and the covariance Sigma, then y_i = b_i |g_i|^2 has the expectation
-tr(Sigma) + b_i |G|^2, and |g|^2 that of |G|^2 + tr(Sigma) / B. So two numbers can be solved for:
+For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the
+weighted mean of them. If each row's gradient has the mean G and the covariance Sigma, then y_i =
+b_i |g_i|^2 has the expectation tr(Sigma) + b_i |G|^2, and |g|^2 that of |G|^2 + tr(Sigma) / B. So
+two numbers can be solved for:
 
     tr(Sigma) = (sum of y_i - B |g|^2) / (n - 1)        |G|^2 = |g|^2 - tr(Sigma) / B
 
@@ -29,7 +31,8 @@ class GradientNoise(NamedTuple):
 
     Attributes:
         trace: tr(Sigma), the sum of the variances of the elements of one row's gradient.
-        norm_squared: `|G|^2`, the squared norm of the true gradient. An estimate may be below 0, where all is noise.
+        norm_squared: `|G|^2`, the squared norm of the true gradient. An estimate may be below 0,
+            where all is noise.
         scale: `tr(Sigma) / |G|^2`, the simple noise scale: a number of rows.
         trace_error: The standard error of the trace.
         norm_squared_error: That of the squared norm.
@@ -54,19 +57,20 @@ class GradientNoise(NamedTuple):
 def gradient_noise(groups: Callable[[str], str | None] | None = None) -> Observer:
     """An observer for `observe=`: the noise of the gradients, and the simple noise scale.
 
-    It compares the micro-batches' gradients, of b_i rows each, with their mean. Rows are what `weight=` counts: with a
-    weight of tokens it is the noise of a token's gradient. For `sum()`, gradients are those of a sum over the whole
-    batch, as the step returns them, and so are their noise and norm; the scale is the same. A loss scale is divided
-    out.
+    It compares the micro-batches' gradients, of b_i rows each, with their mean. Rows are what
+    `weight=` counts: with a weight of tokens it is the noise of a token's gradient. For `sum()`,
+    gradients are those of a sum over the whole batch, as the step returns them, and so are their
+    noise and norm; the scale is the same. A loss scale is divided out.
 
-    The estimates are unbiased if rows are drawn independently, whatever the b_i. The standard errors come from the
-    spread of `b_i |g_i|^2` in the window: they are about right where a micro-batch is smaller than the noise scale, and
-    too large, by about sqrt(1 + 2 b / scale), where it is larger. With few micro-batches they are uncertain themselves.
+    The estimates are unbiased if rows are drawn independently, whatever the b_i. The standard
+    errors come from the spread of `b_i |g_i|^2` in the window: they are about right where a
+    micro-batch is smaller than the noise scale, and too large, by about sqrt(1 + 2 b / scale),
+    where it is larger. With few micro-batches they are uncertain themselves.
 
     Args:
-        groups: `groups(path)` of a leaf's dotted path, such as "layers.0.weight", returns the name of a group, or None
-            to leave the leaf out. Then the observation is a dict of a `GradientNoise` for each group. By default the
-            whole gradient is one.
+        groups: `groups(path)` of a leaf's dotted path, such as "layers.0.weight", returns the name
+            of a group, or None to leave the leaf out. Then the observation is a dict of a
+            `GradientNoise` for each group. By default the whole gradient is one.
 
     Returns:
         The Observer, whose observation is a `GradientNoise`.
@@ -75,11 +79,13 @@ def gradient_noise(groups: Callable[[str], str | None] | None = None) -> Observe
         FuncgaError: groups is no function.
 
     References:
-        McCandlish et al. (2018), "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1.
+        McCandlish et al. (2018), "An Empirical Model of Large-Batch Training", arXiv 1812.06162,
+        appendix A.1.
 
     Example:
         >>> loss_fn = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
-        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), 8, observe=funcga.gradient_noise())
+        >>> gradient = funcga.value_and_grad(loss_fn)
+        >>> step = funcga.accumulate(gradient, 8, observe=funcga.gradient_noise())
         >>> x = torch.linspace(-1, 1, 32).reshape(16, 2)
         >>> (loss, grads), noise = step({"w": torch.zeros(2)}, x, x[:, 0])
         >>> bool(noise.trace > 0)
@@ -89,7 +95,9 @@ def gradient_noise(groups: Callable[[str], str | None] | None = None) -> Observe
 
 
 def _powers(xp: Namespace, squares: Array, weight: Scalar) -> Array:
-    """What is summed of a micro-batch: y, y^2, b y, b, b^2 and 1, with y = b |g|^2; nothing for a weight of 0."""
+    """What is summed of a micro-batch: y, y^2, b y, b, b^2 and 1, with y = b |g|^2; nothing for
+    a weight of 0.
+    """
     ones = xp.ones_like(squares)
     b = ones * weight
     y = squares * b
@@ -105,21 +113,30 @@ def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     freedom = xp.where(n > 1, n - 1, float("nan"))
     trace = (y - b * mean_squared) / freedom
     norm_squared = mean_squared - trace / b
-    # The residuals y_i - trace - b_i norm_squared, whose sum is 0, have the variance 4 b G' Sigma G + 2 tr(Sigma^2).
-    # That of the trace is 2 tr(Sigma^2) / (n - 1), for Gaussian noise.
-    squares = yy + n * trace**2 + norm_squared**2 * bb - 2 * (trace * y + norm_squared * by - trace * norm_squared * b)
+    # The residuals y_i - trace - b_i norm_squared, whose sum is 0, have the variance 4 b G' Sigma G
+    # + 2 tr(Sigma^2). That of the trace is 2 tr(Sigma^2) / (n - 1), for Gaussian noise.
+    squares = (
+        yy
+        + n * trace**2
+        + norm_squared**2 * bb
+        - 2 * (trace * y + norm_squared * by - trace * norm_squared * b)
+    )
     variance = xp.clip(squares / freedom, 0)
-    # The first term alone makes |g|^2 vary, and is at most the whole. It is also at most 4 b |G|^2 times the largest
-    # eigenvalue of Sigma, which is not above the root of tr(Sigma^2).
+    # The first term alone makes |g|^2 vary, and is at most the whole. It is also at most 4 b |G|^2
+    # times the largest eigenvalue of Sigma, which is not above the root of tr(Sigma^2).
     largest = 4 * b / n * xp.clip(norm_squared, 0) * xp.sqrt(variance / 2)
     of_signal = xp.where(largest < variance, largest, variance)
     error = xp.sqrt(variance / freedom)
     norm_error = xp.sqrt(n * (of_signal + variance / freedom)) / b
     in_units = observed.factor**2
-    return _with_scale(xp, *[number * in_units for number in (trace, norm_squared, error, norm_error)])
+    return _with_scale(
+        xp, *[number * in_units for number in (trace, norm_squared, error, norm_error)]
+    )
 
 
-def _with_scale(xp: Namespace, trace: Array, norm_squared: Array, error: Array, norm_error: Array) -> GradientNoise:
+def _with_scale(
+    xp: Namespace, trace: Array, norm_squared: Array, error: Array, norm_error: Array
+) -> GradientNoise:
     scale = trace / norm_squared
     # To first order, of two errors that have nothing to do with each other.
     scale_error = xp.sqrt(error**2 + (scale * norm_error) ** 2) / abs(norm_squared)
@@ -127,9 +144,11 @@ def _with_scale(xp: Namespace, trace: Array, norm_squared: Array, error: Array, 
 
 
 class NoiseAverage(NamedTuple):
-    """The state of `averaged`: sums of estimates, and of their variances, and the weight of all of them.
+    """The state of `averaged`: sums of estimates, and of their variances, and the weight of all of
+    them.
 
-    Inside of jax.jit or a scan, where a state has one structure from the first window on, begin with zeros.
+    Inside of jax.jit or a scan, where a state has one structure from the first window on, begin
+    with zeros.
 
     Example:
         >>> state = funcga.NoiseAverage(*[jnp.zeros(())] * 5)
@@ -147,19 +166,23 @@ class NoiseAverage(NamedTuple):
 
 
 def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
-    """The exponential average of a noise over windows: of the trace and of the squared norm, which then are divided.
+    """The exponential average of a noise over windows: of the trace and of the squared norm, which
+    then are divided.
 
-    The average of a ratio would be biased, and ruled by the windows whose squared norm is close to 0. The average is
-    that of the windows so far, with weights 1, decay, decay**2 and so on, the last window first. A window that says
-    nothing, as one of a single micro-batch, is left out. The errors are those of a mean of independent estimates.
+    The average of a ratio would be biased, and ruled by the windows whose squared norm is close to
+    0. The average is that of the windows so far, with weights 1, decay, decay**2 and so on, the
+    last window first. A window that says nothing, as one of a single micro-batch, is left out. The
+    errors are those of a mean of independent estimates.
 
     Args:
         noise: What `gradient_noise` has said of a window: a `GradientNoise`, or a dict of them.
         state: The state that the last call returned; None in the first.
-        decay: The weight of the windows so far, against that of the next one: at least 0 and below 1.
+        decay: The weight of the windows so far, against that of the next one: at least 0 and below
+            1.
 
     Returns:
-        (the averaged noise, in the structure of `noise`; the state), to be saved with the training state.
+        (the averaged noise, in the structure of `noise`; the state), to be saved with the training
+        state.
 
     Raises:
         FuncgaError: The noise is none, or the decay is out of its range.
@@ -173,14 +196,21 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         tensor(4.)
     """
     if not (is_quantity(decay, most=1) or decay == 0) or decay == 1:
-        raise FuncgaError(f"decay is {decay!r}: it must be a number from 0 to below 1, such as decay=0.99.")
+        raise FuncgaError(
+            f"decay is {decay!r}: it must be a number from 0 to below 1, such as decay=0.99."
+        )
     if isinstance(noise, dict):
-        pairs = {name: averaged(one, None if state is None else state[name], decay) for name, one in noise.items()}
-        return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
+        pairs = {
+            name: averaged(one, None if state is None else state[name], decay)
+            for name, one in noise.items()
+        }
+        return {name: pair[0] for name, pair in pairs.items()}, {
+            name: pair[1] for name, pair in pairs.items()
+        }
     if not isinstance(noise, GradientNoise):
         raise FuncgaError(
-            f"noise is of type {type(noise).__name__}. Pass what gradient_noise() observes, a GradientNoise or a dict "
-            f"of them: funcga.averaged(noise, state, decay=0.99)."
+            f"noise is of type {type(noise).__name__}. Pass what gradient_noise() observes, a "
+            "GradientNoise or a dict of them: funcga.averaged(noise, state, decay=0.99)."
         )
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
     says = noise.trace == noise.trace  # not NaN

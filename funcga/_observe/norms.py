@@ -12,8 +12,9 @@ class GradientNorms(NamedTuple):
     """What `gradient_norms` says.
 
     Attributes:
-        microbatches: The norm of each micro-batch's gradient, [n], in order; over replicas one replica after the other.
-            0 for a micro-batch of weight 0, whatever its gradient, and NaN for one that is dropped.
+        microbatches: The norm of each micro-batch's gradient, [n], in order; over replicas one
+            replica after the other. 0 for a micro-batch of weight 0, whatever its gradient, and NaN
+            for one that is dropped.
         mean: The norm of the gradient that the step returns, before anything clips it.
 
     Example:
@@ -28,14 +29,16 @@ class GradientNorms(NamedTuple):
 
 
 def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observer:
-    """An observer for `observe=`: the norm of each micro-batch's gradient, and that of their mean, before clipping.
+    """An observer for `observe=`: the norm of each micro-batch's gradient, and that of their mean,
+    before clipping.
 
-    All norms are in the units of what the step returns: that of one micro-batch is the norm of what the step would
-    return if all of the batch were like it. So the norm of the mean is never above the largest. A loss scale is divided
-    out.
+    All norms are in the units of what the step returns: that of one micro-batch is the norm of what
+    the step would return if all of the batch were like it. So the norm of the mean is never above
+    the largest. A loss scale is divided out.
 
     Args:
-        groups: As in `gradient_noise`: then the observation is a dict of a `GradientNorms` for each group.
+        groups: As in `gradient_noise`: then the observation is a dict of a `GradientNorms` for each
+            group.
 
     Returns:
         The Observer, whose observation is a `GradientNorms`.
@@ -47,7 +50,8 @@ def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observe
         >>> loss_fn = lambda params, x: (params["a"] * x + params["b"]).mean()
         >>> norms = funcga.gradient_norms(groups=lambda path: path)
         >>> step = funcga.accumulate(funcga.grad(loss_fn), 2, observe=norms)
-        >>> grads, norms = step({"a": torch.tensor(1.0), "b": torch.tensor(1.0)}, torch.tensor([3.0, -3.0]))
+        >>> params = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
+        >>> grads, norms = step(params, torch.tensor([3.0, -3.0]))
         >>> norms["a"]
         GradientNorms(microbatches=tensor([3., 3.]), mean=tensor(0.))
     """
@@ -57,4 +61,6 @@ def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observe
 def _norms(xp: Namespace, observed: Observed) -> GradientNorms:
     # One micro-batch after the other, each with all of its groups.
     squares = observed.folded.reshape(-1, observed.result.shape[0])
-    return GradientNorms(observed.factor * xp.sqrt(squares), observed.factor * xp.sqrt(observed.result))
+    return GradientNorms(
+        observed.factor * xp.sqrt(squares), observed.factor * xp.sqrt(observed.result)
+    )

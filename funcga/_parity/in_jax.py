@@ -1,4 +1,6 @@
-"""The losses that `python -m funcga parity` compares, written as this framework's users write them."""
+"""The losses that `python -m funcga parity` compares, written as this framework's users write
+them.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +25,9 @@ PAD = 255
 
 @contextmanager
 def precision(precise: bool) -> Iterator[None]:
-    """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
+    """A context in which floats are computed with in all of their bits, and with `precise`
+    float64 exists.
+    """
     # As optax needs it.
     with in_jax.precision(precise), jax.numpy_dtype_promotion("standard"):
         yield
@@ -46,19 +50,27 @@ def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The step, compiled as fast as can be: for small programs that have none of the user's code."""
+    """The step, compiled as fast as can be: for small programs that have none of the user's
+    code.
+    """
     return jax.jit(step, compiler_options=_private.quick_to_compile())
 
 
 def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns compiled(*args), all Python code of which has run by then."""
+    """A function without arguments that returns compiled(*args), all Python code of which has
+    run by then.
+    """
     # What is compiled is kept, for later calls of the function too.
     lowered = compiled.lower(*args)  # type: ignore[attr-defined]
     return lambda: lowered.compile()(*args)
 
 
-def over_replicas(step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
-    """What `step(across=...)` returns over so many replicas, and the rows that they took; None but in the first one."""
+def over_replicas(
+    step: Callable[..., Tree], arguments: Arguments, count: int
+) -> tuple[Tree, int] | None:
+    """What `step(across=...)` returns over so many replicas, and the rows that they took; None
+    but in the first one.
+    """
     arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
     devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
     if len(devices) < count:
@@ -73,37 +85,49 @@ def over_replicas(step: Callable[..., Tree], arguments: Arguments, count: int) -
 
 
 def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for
+    `funcga.mean()`.
 
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
-    `bias` [out].
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a
+    `weight` [in, out] and a `bias` [out].
     """
-    return _cross_entropy(_linear(jnp.tanh(_linear(images, params["hidden"])), params["output"]), labels)
+    return _cross_entropy(
+        _linear(jnp.tanh(_linear(images, params["hidden"])), params["output"]), labels
+    )
 
 
 def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for
+    `funcga.mean()`.
 
-    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
-    layout, each a `kernel` and a `bias`.
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in
+    this framework's layout, each a `kernel` and a `bias`.
     """
     x = jax.nn.gelu(_conv(images[..., None], params["conv1"], "SAME"), approximate=False)
     x = x.reshape(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4))
     x = jax.nn.gelu(_conv(x, params["conv2"], "SAME"), approximate=False)
-    return _cross_entropy(x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels)
+    return _cross_entropy(
+        x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels
+    )
 
 
 def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
     dimensions = ("NHWC", "HWIO", "NHWC")
-    output = lax.conv_general_dilated(x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions)
+    output = lax.conv_general_dilated(
+        x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions
+    )
     return jnp.asarray(output + layer["bias"])
 
 
-def batchnorm_loss(params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
+def batchnorm_loss(
+    params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for
+    `funcga.mean()`.
 
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
-    `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and
+    `bias` [width]) and `output`; statistics: the running `mean` and `var` [width] of the hidden
+    layer, the same for every micro-batch.
     """
     x = _linear(images, params["hidden"])
     x = jax.nn.standardize(x, mean=statistics["mean"], variance=statistics["var"], epsilon=1e-5)
@@ -112,11 +136,12 @@ def batchnorm_loss(params: Tree, statistics: Tree, images: jax.Array, labels: ja
 
 
 def mixed_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
+    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for
+    `funcga.mean()`.
 
-    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
-    same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
-    `decode`, each a `weight` [in, out] and a `bias` [out].
+    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the
+    weights, which is the same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0
+    to 9; params: `hidden`, `output` and `decode`, each a `weight` [in, out] and a `bias` [out].
     """
     hidden = jnp.tanh(_linear(images, params["hidden"]))
     classes = _cross_entropy(_linear(hidden, params["output"]), labels)
@@ -141,11 +166,13 @@ def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
 # Jitted, since operation by operation it would take longer to compile.
 @jax.jit
 def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
-    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for
+    `funcga.per_weight()`.
 
-    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
-    output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
-    The result has the dtype of the parameters, and is 0 where every target is PAD.
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width],
+    which is also the output layer, and `position` [length - 1, width]), `blocks` (each leaf has the
+    blocks on its first axis) and `norm`. The result has the dtype of the parameters, and is 0 where
+    every target is PAD.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]
@@ -164,8 +191,9 @@ def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 
 
 def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
-    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its arguments. Products
-    # of matrices, and not einsum over weights of four axes, which XLA takes three times as long to compile.
+    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its
+    # arguments. Products of matrices, and not einsum over weights of four axes, which XLA takes
+    # three times as long to compile.
     heads = (x @ qkv.reshape(x.shape[-1], -1)).reshape(*x.shape[:2], *qkv.shape[1:])
     query, key, value = heads.transpose(2, 0, 3, 1, 4)
     scores = query @ key.swapaxes(-1, -2) / query.shape[-1] ** 0.5

@@ -1,4 +1,6 @@
-"""The losses that `python -m funcga parity` compares, written as this framework's users write them."""
+"""The losses that `python -m funcga parity` compares, written as this framework's users write
+them.
+"""
 
 from collections.abc import Callable
 
@@ -33,19 +35,29 @@ def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The step, compiled as fast as can be: for small programs that have none of the user's code."""
+    """The step, compiled as fast as can be: for small programs that have none of the user's
+    code.
+    """
     return step
 
 
 def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns compiled(*args), all Python code of which has run by then."""
+    """A function without arguments that returns compiled(*args), all Python code of which has
+    run by then.
+    """
     result = compiled(*args)
     return lambda: result
 
 
-def over_replicas(step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
-    """What `step(across=...)` returns over so many replicas, and the rows that they took; None but in the first one."""
-    device = next((leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu")
+def over_replicas(
+    step: Callable[..., Tree], arguments: Arguments, count: int
+) -> tuple[Tree, int] | None:
+    """What `step(across=...)` returns over so many replicas, and the rows that they took; None
+    but in the first one.
+    """
+    device = next(
+        (leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu"
+    )
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         parts = [*starts(groups(arguments.rows(), count, None))]
@@ -56,32 +68,46 @@ def over_replicas(step: Callable[..., Tree], arguments: Arguments, count: int) -
 
 
 def digits_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for `funcga.mean()`.
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for
+    `funcga.mean()`.
 
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a `weight` [in, out] and a
-    `bias` [out].
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a
+    `weight` [in, out] and a `bias` [out].
     """
     logits = _linear(torch.tanh(_linear(images, params["hidden"])), params["output"])
     return F.cross_entropy(logits, labels.long())
 
 
 def cnn_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for `funcga.mean()`.
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for
+    `funcga.mean()`.
 
-    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in this framework's
-    layout, each a `weight` and a `bias`.
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in
+    this framework's layout, each a `weight` and a `bias`.
     """
-    x = F.gelu(F.conv2d(images[:, None], params["conv1"]["weight"], params["conv1"]["bias"], padding="same"))
-    x = F.gelu(F.conv2d(F.avg_pool2d(x, 2), params["conv2"]["weight"], params["conv2"]["bias"], padding="same"))
+    x = F.gelu(
+        F.conv2d(
+            images[:, None], params["conv1"]["weight"], params["conv1"]["bias"], padding="same"
+        )
+    )
+    x = F.gelu(
+        F.conv2d(
+            F.avg_pool2d(x, 2), params["conv2"]["weight"], params["conv2"]["bias"], padding="same"
+        )
+    )
     logits = F.linear(x.mean((2, 3)), params["output"]["weight"], params["output"]["bias"])
     return F.cross_entropy(logits, labels.long())
 
 
-def batchnorm_loss(params: Tree, statistics: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for `funcga.mean()`.
+def batchnorm_loss(
+    params: Tree, statistics: Tree, images: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for
+    `funcga.mean()`.
 
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and `bias` [width]) and
-    `output`; statistics: the running `mean` and `var` [width] of the hidden layer, the same for every micro-batch.
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and
+    `bias` [width]) and `output`; statistics: the running `mean` and `var` [width] of the hidden
+    layer, the same for every micro-batch.
     """
     x = _linear(images, params["hidden"])
     scale, shift = params["norm"]["weight"], params["norm"]["bias"]
@@ -90,11 +116,12 @@ def batchnorm_loss(params: Tree, statistics: Tree, images: torch.Tensor, labels:
 
 
 def mixed_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for `funcga.mean()`.
+    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for
+    `funcga.mean()`.
 
-    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the weights, which is the
-    same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `output` and
-    `decode`, each a `weight` [in, out] and a `bias` [out].
+    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the
+    weights, which is the same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0
+    to 9; params: `hidden`, `output` and `decode`, each a `weight` [in, out] and a `bias` [out].
     """
     hidden = torch.tanh(_linear(images, params["hidden"]))
     classes = F.cross_entropy(_linear(hidden, params["output"]), labels.long())
@@ -108,19 +135,26 @@ def _linear(x: torch.Tensor, layer: Tree) -> torch.Tensor:
 
 
 def text_loss(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
-    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for `funcga.per_weight()`.
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for
+    `funcga.per_weight()`.
 
-    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width], which is also the
-    output layer, and `position` [length - 1, width]), `blocks` (each leaf has the blocks on its first axis) and `norm`.
-    The result has the dtype of the parameters, and is 0 where every target is PAD.
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width],
+    which is also the output layer, and `position` [length - 1, width]), `blocks` (each leaf has the
+    blocks on its first axis) and `norm`. The result has the dtype of the parameters, and is 0 where
+    every target is PAD.
     """
     inputs, targets = tokens[:, :-1].long(), tokens[:, 1:].long()
-    x = F.embedding(inputs, params["embed"]["token"]) + params["embed"]["position"][: inputs.shape[1]]
+    x = (
+        F.embedding(inputs, params["embed"]["token"])
+        + params["embed"]["position"][: inputs.shape[1]]
+    )
     for weights in zip(*params["blocks"].values(), strict=True):
         x = _block(dict(zip(params["blocks"], weights, strict=True)), x)
     x = F.layer_norm(x, x.shape[-1:], params["norm"]["scale"], params["norm"]["bias"])
     logits = F.linear(x, params["embed"]["token"])
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum"
+    )
 
 
 def _block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

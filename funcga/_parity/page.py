@@ -32,7 +32,9 @@ def page(every: Sequence[Findings]) -> str:
             "lines": tables.lines(findings),
             "verdict": tables.verdict(findings),
             "title": tables.title(findings).split("\n"),
-            "pictures": [(panel.title, _svg(panel, findings.problem.name)) for panel in _panels(findings)],
+            "pictures": [
+                (panel.title, _svg(panel, findings.problem.name)) for panel in _panels(findings)
+            ],
         }
         for findings in every
     ]
@@ -47,7 +49,9 @@ def page(every: Sequence[Findings]) -> str:
 
 
 def picture(every: Sequence[Findings]) -> Figure:
-    """A figure with four axes for each problem: against n, against depth, by micro-batch, and by update."""
+    """A figure with four axes for each problem: against n, against depth, by micro-batch, and by
+    update.
+    """
     whole = Figure(figsize=(14, 7.5 * len(every)), layout="constrained")
     parts = whole.subfigures(len(every), 1, squeeze=False)[:, 0]
     for part, findings in zip(parts, every, strict=True):
@@ -65,7 +69,9 @@ FLOOR = 1e-18
 
 @dataclass(frozen=True)
 class _Series:
-    """Largest relative differences in one dtype, at positions from 0 on: of a framework, or of an optimizer."""
+    """Largest relative differences in one dtype, at positions from 0 on: of a framework, or of
+    an optimizer.
+    """
 
     name: str
     dtype: str
@@ -79,9 +85,11 @@ class _Series:
 
 @dataclass(frozen=True)
 class _Panel:
-    """What one of the axes shows. ticks: what each position is called; reports: those that the limits are from.
+    """What one of the axes shows. ticks: what each position is called; reports: those that the
+    limits are from.
 
-    apart: whether neighbouring positions are two things, and not steps of one course, which a line would join.
+    apart: whether neighbouring positions are two things, and not steps of one course, which a line
+    would join.
     """
 
     title: str
@@ -112,46 +120,81 @@ def _against_n(findings: Findings) -> _Panel:
     compared = [c for c in findings.of("accumulation") if c.replicas == 1 and c.n != 1]
     groups = dict.fromkeys((str(c.framework), c.dtype) for c in compared)
     series = [
-        _Series(name, dtype, [c.report.most for c in compared if (c.framework, c.dtype) == (name, dtype)])
+        _Series(
+            name,
+            dtype,
+            [c.report.most for c in compared if (c.framework, c.dtype) == (name, dtype)],
+        )
         for name, dtype in groups
     ]
     ns = [str(n) for n in dict.fromkeys(c.n for c in compared)]
     reports = [c.report for c in compared]
-    return _Panel("accumulated vs full batch", "n, micro-batches", ns, series, reports, empty="n = 1 is the full batch")
+    return _Panel(
+        "accumulated vs full batch",
+        "n, micro-batches",
+        ns,
+        series,
+        reports,
+        empty="n = 1 is the full batch",
+    )
 
 
 def _against_depth(findings: Findings) -> _Panel:
     full = [c for c in findings.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison.
     if not full:
-        full = [c for c in findings.of("accumulation") if c.n == len(findings.rows) and c.replicas == 1]
+        full = [
+            c for c in findings.of("accumulation") if c.n == len(findings.rows) and c.replicas == 1
+        ]
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    series = [_Series(dtype, dtype, [row.relative for row in rows]) for dtype, rows in leaves.items()]
+    series = [
+        _Series(dtype, dtype, [row.relative for row in rows]) for dtype, rows in leaves.items()
+    ]
     paths = [row.path for row in next(iter(leaves.values()))]
     reports = [c.report for c in full]
-    return _Panel(f"{full[0].what}, leaf by leaf", "leaf, in the order of the parameters", paths, series, reports, True)
+    return _Panel(
+        f"{full[0].what}, leaf by leaf",
+        "leaf, in the order of the parameters",
+        paths,
+        series,
+        reports,
+        True,
+    )
 
 
 def _by_micro_batch(findings: Findings) -> _Panel:
     # One micro-batch is the full batch, which the panel before has.
-    compared = [c for c in findings.of("model") if c.micro_batch is not None and len(findings.rows) > 1]
+    compared = [
+        c for c in findings.of("model") if c.micro_batch is not None and len(findings.rows) > 1
+    ]
     dtypes = dict.fromkeys(c.dtype for c in compared)
-    series = [_Series(dtype, dtype, [c.report.most for c in compared if c.dtype == dtype]) for dtype in dtypes]
+    series = [
+        _Series(dtype, dtype, [c.report.most for c in compared if c.dtype == dtype])
+        for dtype in dtypes
+    ]
     numbers = [str(number) for number in range(1, len(findings.rows) + 1)]
     reports = [c.report for c in compared]
     empty = "n = 1 is the full batch" if findings.of("model") else "not run"
-    return _Panel("torch vs JAX, each micro-batch", "micro-batch", numbers, series, reports, True, empty)
+    return _Panel(
+        "torch vs JAX, each micro-batch", "micro-batch", numbers, series, reports, True, empty
+    )
 
 
 def _by_update(findings: Findings) -> _Panel:
-    series = [_Series(t.optimizer, t.dtype, [report.most for report in t.reports]) for t in findings.trajectories]
-    updates = [str(update) for update in range(1, max((len(s.values) for s in series), default=0) + 1)]
+    series = [
+        _Series(t.optimizer, t.dtype, [report.most for report in t.reports])
+        for t in findings.trajectories
+    ]
+    updates = [
+        str(update) for update in range(1, max((len(s.values) for s in series), default=0) + 1)
+    ]
     reports = [t.reports[-1] for t in findings.trajectories]
     return _Panel("torch vs JAX, parameters in training", "update", updates, series, reports)
 
 
-# What can be told apart without colours: a name by its marker, a dtype by its dashes and by the size of its markers, so
-# that of two in one place the larger one is a ring around the smaller. Colours: Okabe and Ito (2008).
+# What can be told apart without colours: a name by its marker, a dtype by its dashes and by the
+# size of its markers, so that of two in one place the larger one is a ring around the smaller.
+# Colours: Okabe and Ito (2008).
 _STYLES = {"float64": ("-", 4), "float32": ("--", 8), "bfloat16": (":", 11), "float16": ("-.", 14)}
 _MARKERS = "osD^vP"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -173,7 +216,9 @@ def _draw(axes: Axes, panel: _Panel) -> None:
     for dtype, limit in panel.limits.items():
         if limit > 0:
             axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
-            label = axes.annotate(f"limit, {dtype}", (1, limit), (-3, 2), ("axes fraction", "data"), "offset points")
+            label = axes.annotate(
+                f"limit, {dtype}", (1, limit), (-3, 2), ("axes fraction", "data"), "offset points"
+            )
             label.set(horizontalalignment="right", fontsize="x-small", color="0.3")
             label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})
     axes.margins(y=0.1)
@@ -184,7 +229,9 @@ def _draw_bars(axes: Axes, panel: _Panel) -> None:
     labels = [series.label.replace(", ", "\n") for series in panel.series]
     names = list(dict.fromkeys(series.name for series in panel.series))
     colours = [_COLOURS[names.index(series.name)] for series in panel.series]
-    axes.bar(labels, [max(series.values[0], FLOOR) for series in panel.series], color=colours, width=0.5)
+    axes.bar(
+        labels, [max(series.values[0], FLOOR) for series in panel.series], color=colours, width=0.5
+    )
     axes.tick_params(axis="x", labelsize="small")
     axes.set_xlabel(f"{panel.xlabel}: {panel.ticks[0]}")
 
@@ -211,19 +258,28 @@ def _draw_lines(axes: Axes, panel: _Panel) -> None:
     is_named = not panel.ticks[0].isdecimal()
     # More names than these would cover one another.
     if len(panel.ticks) <= (24 if is_named else 12):
-        labels = axes.set_xticks(range(len(panel.ticks)), panel.ticks, fontsize="x-small" if is_named else "small")
+        labels = axes.set_xticks(
+            range(len(panel.ticks)), panel.ticks, fontsize="x-small" if is_named else "small"
+        )
         for tick in labels if is_named else ():
             tick.label1.set(rotation=60, ha="right", rotation_mode="anchor")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.set_major_formatter(lambda position, _: f"{position + (not is_named):.0f}")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False, handlelength=3.5)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        fontsize="small",
+        frameon=False,
+        handlelength=3.5,
+    )
 
 
 def _svg(panel: _Panel, name: str) -> str:
     """The panel as an element of a page."""
     text = io.StringIO()
-    # Letters stay text, which can be searched; with a salt and without the date a picture is the same each time.
+    # Letters stay text, which can be searched; with a salt and without the date a picture is the
+    # same each time.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{name}, {panel.title}"}):
         whole = Figure(figsize=(5.6, 3.7), layout="constrained")
         _draw(whole.subplots(), panel)

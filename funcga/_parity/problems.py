@@ -20,8 +20,9 @@ from funcga.folds import per_weight
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
 
-# Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not the accumulated one)
-# is more than 2e-6 from its float64 gradient: layer_norm's backward adds up rows one after the other.
+# Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not
+# the accumulated one) is more than 2e-6 from its float64 gradient: layer_norm's backward adds up
+# rows one after the other.
 _ROWS, _LENGTH = 40, 48
 _WIDTH, _HEADS, _BLOCKS = 32, 4, 2  # of its transformer
 
@@ -44,17 +45,22 @@ def cnn(seed: int = 0) -> Problem:
     random = np.random.default_rng(seed)
     shapes = {"conv1": (8, 1, 3, 3), "conv2": (16, 8, 3, 3), "output": (10, 16)}
     params = {
-        name: {"weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))), "bias": _normal(random, shape[0])}
+        name: {
+            "weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))),
+            "bias": _normal(random, shape[0]),
+        }
         for name, shape in shapes.items()
     }
     images, labels = _digits(_EVEN)
     return _problem(
         "cnn",
-        "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in JAX; fold=funcga.mean()",
+        "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in "
+        "JAX; fold=funcga.mean()",
         params,
         (images.reshape(-1, 8, 8), labels),
         jax_params={
-            name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]} for name, layer in params.items()
+            name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]}
+            for name, layer in params.items()
         },
         rules=rules.torch_to_flax,
         reduction=64 * len(labels),
@@ -63,15 +69,19 @@ def cnn(seed: int = 0) -> Problem:
 
 
 def text(seed: int = 0) -> Problem:
-    """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to be predicted."""
-    # Rows of different lengths, filled up at the end: micro-batches then differ in their number of targets.
+    """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to
+    be predicted.
+    """
+    # Rows of different lengths, filled up at the end: micro-batches then differ in their number of
+    # targets.
     rows = _paragraphs(np.random.default_rng(seed + 1))
     tokens = np.full((len(rows), _LENGTH), PAD, dtype=np.int32)
     for row, paragraph in zip(tokens, rows, strict=True):
         row[: len(paragraph)] = list(paragraph)
     return _problem(
         "text",
-        "summed cross-entropy of a small causal transformer, byte by byte; fold=funcga.per_weight()",
+        "summed cross-entropy of a small causal transformer, byte by byte; "
+        "fold=funcga.per_weight()",
         _transformer(np.random.default_rng(seed + 2)),
         (tokens,),
         fold=per_weight(),
@@ -82,9 +92,11 @@ def text(seed: int = 0) -> Problem:
 
 
 def batchnorm(seed: int = 0) -> Problem:
-    """An MLP with batch normalisation on the digits, by statistics that stand still as they do in evaluation.
+    """An MLP with batch normalisation on the digits, by statistics that stand still as they do in
+    evaluation.
 
-    By the statistics of each micro-batch it would be another loss, which no fold makes decomposable.
+    By the statistics of each micro-batch it would be another loss, which no fold makes
+    decomposable.
     """
     random = np.random.default_rng(seed)
     images, labels = _digits(_EVEN)
@@ -105,25 +117,36 @@ def batchnorm(seed: int = 0) -> Problem:
 def mixed(seed: int = 0) -> Problem:
     """An autoencoder on the digits: three losses in one, of rows, of pixels and of the weights."""
     random = np.random.default_rng(seed)
-    params = {"hidden": _linear(random, 64, 32), "output": _linear(random, 32, 10), "decode": _linear(random, 32, 64)}
+    params = {
+        "hidden": _linear(random, 64, 32),
+        "output": _linear(random, 32, 10),
+        "decode": _linear(random, 32, 64),
+    }
     return _problem(
         "mixed",
-        "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; fold=funcga.mean()",
+        "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; "
+        "fold=funcga.mean()",
         params,
         _digits(_EVEN),
         optimizers=("adamw",),
     )
 
 
-PROBLEMS: dict[str, Callable[..., Problem]] = {make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)}
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)
+}
 
 
 def count_targets(tokens: Array) -> Array:
-    """The number of tokens that are to be predicted: a 0-d integer array of the tokens' framework."""
+    """The number of tokens that are to be predicted: a 0-d integer array of the tokens'
+    framework.
+    """
     return (tokens[:, 1:] != PAD).sum()
 
 
-def _problem(name: str, about: str, params: Tree, batch: tuple[Tree, ...], **options: Any) -> Problem:
+def _problem(
+    name: str, about: str, params: Tree, batch: tuple[Tree, ...], **options: Any
+) -> Problem:
     torch_loss, jax_loss = (
         vars(importlib.import_module(f"funcga._parity.in_{framework}"))[f"{name}_loss"]
         for framework in ("torch", "jax")
@@ -146,17 +169,23 @@ def _paragraphs(random: np.random.Generator) -> list[bytes]:
     # Text that every Python brings along; a slim one may not have it, so it is not imported above.
     from pydoc_data.topics import topics
 
-    every = [part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")]
+    every = [
+        part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")
+    ]
     short = [part for part in every if 2 <= len(part) <= _LENGTH]
     chosen = random.choice(len(short), _ROWS, replace=False)
-    # As a loader that buckets by length would: micro-batches then differ most in their number of tokens.
+    # As a loader that buckets by length would: micro-batches then differ most in their number of
+    # tokens.
     return sorted((short[paragraph_index] for paragraph_index in chosen), key=len, reverse=True)
 
 
 def _transformer(random: np.random.Generator) -> Tree:
     each, head = (_BLOCKS, _WIDTH), _WIDTH // _HEADS
     return {
-        "embed": {"token": _normal(random, 256, _WIDTH), "position": _normal(random, _LENGTH - 1, _WIDTH)},
+        "embed": {
+            "token": _normal(random, 256, _WIDTH),
+            "position": _normal(random, _LENGTH - 1, _WIDTH),
+        },
         "blocks": {
             "norm1_scale": 1 + _normal(random, *each),
             "norm1_bias": _normal(random, *each),
@@ -198,10 +227,11 @@ def choices(where: str, seed: int) -> list[Choice]:
 
 
 def chosen(choice: Choice) -> Problem:
-    """The Problem: a built-in one, or that of `FILE.py:NAME`, which may be a function that returns one.
+    """The Problem: a built-in one, or that of `FILE.py:NAME`, which may be a function that returns
+    one.
 
-    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is no such object, or if it is
-    not a Problem.
+    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is no such
+    object, or if it is not a Problem.
     """
     where = choice.where
     if where in PROBLEMS:
@@ -209,17 +239,19 @@ def chosen(choice: Choice) -> Problem:
         return PROBLEMS[where](choice.seed)
     if ".py" not in where:
         raise FuncgaError(
-            f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of your own, "
-            f"FILE.py:problem."
+            f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of "
+            "your own, FILE.py:problem."
         )
     definition = "problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)"
     value, name, _ = load_object(where, definition, _can_be_chosen)
     if callable(value) and not isinstance(value, Problem):
-        value = value(seed=choice.seed) if "seed" in inspect.signature(value).parameters else value()
+        value = (
+            value(seed=choice.seed) if "seed" in inspect.signature(value).parameters else value()
+        )
     if not isinstance(value, Problem):
         raise FuncgaError(
-            f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a function that returns "
-            f"one: {definition}."
+            f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a "
+            f"function that returns one: {definition}."
         )
     # In a report a problem without a name goes by its variable.
     problem = value if value.name else replace(value, name=name)
@@ -240,10 +272,12 @@ def _check(problem: Problem) -> None:
     """Raises FuncgaError for a problem without a loss, and for optimizers that do not exist."""
     if problem.torch_loss is None and problem.jax_loss is None:
         raise FuncgaError(
-            f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is nothing to run."
+            f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is "
+            "nothing to run."
         )
     unknown = [name for name in problem.optimizers if name not in OPTIMIZERS]
     if unknown:
         raise FuncgaError(
-            f"the problem {problem.name!r} is trained with {unknown[0]!r}, and parity has {', '.join(OPTIMIZERS)}."
+            f"the problem {problem.name!r} is trained with {unknown[0]!r}, and parity has "
+            f"{', '.join(OPTIMIZERS)}."
         )

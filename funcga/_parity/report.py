@@ -20,10 +20,11 @@ WIDTH = 100
 
 
 class Line(NamedTuple):
-    """A line of a table: comparisons of one kind, by the one of them in each dtype that differs most.
+    """A line of a table: comparisons of one kind, by the one of them in each dtype that differs
+    most.
 
-    figures: by dtype, the largest relative difference against its limit. status: 'within', 'BEYOND', or 'rounding' for
-    what is beyond its limit in less than float64 alone.
+    figures: by dtype, the largest relative difference against its limit. status: 'within',
+    'BEYOND', or 'rounding' for what is beyond its limit in less than float64 alone.
     """
 
     cause: str
@@ -35,7 +36,9 @@ class Line(NamedTuple):
 
 def lines(findings: Findings) -> list[Line]:
     """The Lines of a problem, in the order of CAUSES."""
-    return [line for cause in CAUSES for line in _of_cause(findings, cause)] + _of_training(findings)
+    return [line for cause in CAUSES for line in _of_cause(findings, cause)] + _of_training(
+        findings
+    )
 
 
 def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
@@ -45,7 +48,13 @@ def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
         worst = {c.dtype: c for c in sorted(kind, key=lambda c: c.report.badness)}
         figures = {dtype: against(c.report) for dtype, c in worst.items()}
         status = _status(findings, kind)
-        yield Line(cause, what, figures, _where(max(worst.values(), key=lambda c: c.report.badness)), status)
+        yield Line(
+            cause,
+            what,
+            figures,
+            _where(max(worst.values(), key=lambda c: c.report.badness)),
+            status,
+        )
 
 
 def _where(compared: Compared) -> str:
@@ -72,7 +81,11 @@ def _of_training(findings: Findings) -> list[Line]:
 def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
     if all(result.ok for result in kind):
         return "within"
-    return "rounding" if all(result.ok or findings.is_explained(result) for result in kind) else "BEYOND"
+    return (
+        "rounding"
+        if all(result.ok or findings.is_explained(result) for result in kind)
+        else "BEYOND"
+    )
 
 
 def against(report: Report) -> str:
@@ -88,8 +101,15 @@ def against(report: Report) -> str:
 
 
 def as_table(findings: Findings) -> Table:
-    """The table of a problem: a line for everything that is compared, by the cause that a difference would have."""
-    table = Table(title=Text(title(findings), style="bold"), title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    """The table of a problem: a line for everything that is compared, by the cause that a
+    difference would have.
+    """
+    table = Table(
+        title=Text(title(findings), style="bold"),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
     table.pad_edge = False
     for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
         table.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
@@ -138,7 +158,10 @@ def conclusion(every: Sequence[Findings]) -> Text:
     if all(within):
         text = f"All {len(within):,} differences of a leaf are within their limits."
     else:
-        text = f"{sum(within):,} of {len(within):,} differences of a leaf are within their limits, the others rounding."
+        text = (
+            f"{sum(within):,} of {len(within):,} differences of a leaf are within their limits, "
+            "the others rounding."
+        )
     return Text(f"Verdict: the same. {text}", "bold green")
 
 
@@ -162,14 +185,23 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
         "reduction": findings.reduction,
         "microbatch_rows": findings.rows,
         "microbatch_weights": findings.weights,
-        "losses": {d: {f: _finite(loss) for f, loss in losses.items()} for d, losses in findings.losses.items()},
+        "losses": {
+            d: {f: _finite(loss) for f, loss in losses.items()}
+            for d, losses in findings.losses.items()
+        },
         "compared": [_compared_as_json(findings, compared) for compared in findings.compared],
         "training": [_trajectory_as_json(findings, t) for t in findings.trajectories],
     }
 
 
 def _compared_as_json(findings: Findings, c: Compared) -> dict[str, object]:
-    about = {"cause": c.cause, "what": c.what, "dtype": c.dtype, "n": c.n, "micro_batch": c.micro_batch}
+    about = {
+        "cause": c.cause,
+        "what": c.what,
+        "dtype": c.dtype,
+        "n": c.n,
+        "micro_batch": c.micro_batch,
+    }
     return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
 
 
@@ -192,14 +224,18 @@ def _finite(value: float) -> float | None:
 
 
 class Verdict(NamedTuple):
-    """Whether a problem is the same in both frameworks, whole and accumulated, and sentences that say why not."""
+    """Whether a problem is the same in both frameworks, whole and accumulated, and sentences
+    that say why not.
+    """
 
     ok: bool
     sentences: list[str]
 
 
 def verdict(findings: Findings) -> Verdict:
-    """The Verdict. The first sentence is on the first cause that is found: what comes after may be its consequence."""
+    """The Verdict. The first sentence is on the first cause that is found: what comes after may
+    be its consequence.
+    """
     if findings.ok:
         return Verdict(True, [_agreement(findings), *_aside(findings)])
     accumulation, model = list(_accumulation(findings)), list(_model(findings))
@@ -231,19 +267,30 @@ def _accumulation(findings: Findings) -> Iterator[str]:
         return
     worst = _most(wrong)
     labels = list(dict.fromkeys(str(compared.framework) for compared in wrong))
-    where = "this loss" if len(labels) == len(findings.problem.frameworks) else f"the loss of {labels[0]}"
-    text = f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by {_worst(worst)}"
+    where = (
+        "this loss"
+        if len(labels) == len(findings.problem.frameworks)
+        else f"the loss of {labels[0]}"
+    )
+    text = (
+        f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by "
+        f"{_worst(worst)}"
+    )
     verdicts = findings.verified.values()
     if verdicts and all(verdict.ok for verdict in verdicts):
         notes = [note for verdict in verdicts for note in verdict.notes]
         yield (
-            f"{text[0].upper()}{text[1:]}, and verify finds no mistake in {where}: it is the rounding of something "
-            f"inside that computes in less than {worst.dtype}." + "".join(f" ({note}.)" for note in notes[:1])
+            f"{text[0].upper()}{text[1:]}, and verify finds no mistake in {where}: it is the "
+            f"rounding of something inside that computes in less than {worst.dtype}."
+            + "".join(f" ({note}.)" for note in notes[:1])
         )
         return
     yield f"Accumulation is not exact for {where} with {named(findings.problem.fold)}: {text}."
     if _is_in_one(findings):
-        yield f"The other framework's is exact: the loss of {labels[0]} divides by something else, or couples its rows."
+        yield (
+            f"The other framework's is exact: the loss of {labels[0]} divides by something else, "
+            "or couples its rows."
+        )
     # Both frameworks usually have the same causes, which are said once.
     causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
     for cause in causes.values():
@@ -259,7 +306,11 @@ def _model(findings: Findings) -> Iterator[str]:
     wrong = [compared for compared in wrong if compared.dtype == finest]
     where = _which([compared for compared in findings.of("model") if compared.dtype == finest])
     text = f"The models differ, in {finest}: {where}. {_how(wrong)}"
-    yield text if finest == findings.finest else f"{text} In {findings.finest} they agree, so it is not mere rounding."
+    yield (
+        text
+        if finest == findings.finest
+        else f"{text} In {findings.finest} they agree, so it is not mere rounding."
+    )
 
 
 def _which(compared: list[Compared]) -> str:
@@ -271,15 +322,23 @@ def _which(compared: list[Compared]) -> str:
         return "in every micro-batch"
     if not wrong:
         return "in the full batch, but in none of its micro-batches"
-    numbers = ", ".join(str((c.micro_batch or 0) + 1) for c in wrong[:6]) + (", ..." if len(wrong) > 6 else "")
+    numbers = ", ".join(str((c.micro_batch or 0) + 1) for c in wrong[:6]) + (
+        ", ..." if len(wrong) > 6 else ""
+    )
     noun = "micro-batch" if len(wrong) == 1 else "micro-batches"
-    return f"in {noun} {numbers} of {len(parts)}, and not in the others: look at what those rows have"
+    return (
+        f"in {noun} {numbers} of {len(parts)}, and not in the others: look at what those rows have"
+    )
 
 
 def _how(wrong: list[Compared]) -> str:
     """In which leaves, and in what way."""
     beyond = [row for row in wrong[0].report.rows if not row.ok]
-    unmatched = [f"{row.path} ({row.status})" for row in beyond if row.status in ("missing", "extra", "shape")]
+    unmatched = [
+        f"{row.path} ({row.status})"
+        for row in beyond
+        if row.status in ("missing", "extra", "shape")
+    ]
     if unmatched:
         return f"The parameters do not match: {', '.join(unmatched)}."
     not_finite = [row for row in beyond if row.status in ("nan", "inf")]
@@ -296,20 +355,31 @@ def _how(wrong: list[Compared]) -> str:
     # Leaves that do not match, and NaN, are said above; here all differ by numbers.
     factor = _factor(beyond)
     if factor is not None:
-        return f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean against a sum."
+        return (
+            f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean "
+            "against a sum."
+        )
     return f"{text}{_most_in(leaves)}.{_hint(beyond, leaves)}"
 
 
 def _most_in(leaves: list[Row]) -> str:
     worst = sorted(leaves, key=lambda row: row.relative, reverse=True)[:3]
-    return f"; most in {', '.join(f'{row.path} ({row.relative:.1e})' for row in worst)}" if worst else ""
+    return (
+        f"; most in {', '.join(f'{row.path} ({row.relative:.1e})' for row in worst)}"
+        if worst
+        else ""
+    )
 
 
 def _hint(beyond: list[Row], leaves: list[Row]) -> str:
-    # The loss is the first of the rows. If it is the same, or very different, it is no such constant.
+    # The loss is the first of the rows. If it is the same, or very different, it is no such
+    # constant.
     if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:
         return ""
-    return " So little may be a constant or an approximation: the eps of a normalisation, tanh for erf in GELU."
+    return (
+        " So little may be a constant or an approximation: the eps of a normalisation, tanh for "
+        "erf in GELU."
+    )
 
 
 def _not_finite(row: Row) -> str:
@@ -322,10 +392,16 @@ def _not_finite(row: Row) -> str:
 def _factor(rows: list[Row]) -> float | None:
     """The one number that all leaves differ by, if there is one."""
     # The ratio in one place of each leaf, and the angle between the leaves, for all other places.
-    ratios = [row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]]
+    ratios = [
+        row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]
+    ]
     straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
-    alike = len(ratios) == len(rows) > 0 and all(math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios)
-    return ratios[0] if straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4) else None
+    alike = len(ratios) == len(rows) > 0 and all(
+        math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios
+    )
+    return (
+        ratios[0] if straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4) else None
+    )
 
 
 def _rounding(findings: Findings) -> Iterator[str]:
@@ -333,9 +409,9 @@ def _rounding(findings: Findings) -> Iterator[str]:
     if wrong:
         worst = _most(wrong)
         yield (
-            f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding explains in sums of "
-            f"{findings.reduction} terms, and more than rounded arguments would do: something in this loss computes in "
-            f"less than {worst.dtype}."
+            f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding "
+            f"explains in sums of {findings.reduction} terms, and more than rounded arguments "
+            f"would do: something in this loss computes in less than {worst.dtype}."
         )
 
 
@@ -347,9 +423,15 @@ def _training(findings: Findings) -> Iterator[str]:
     worst = first.decisive.worst
     others = "".join(f", {t.optimizer} ({t.dtype}) {_since(t)}" for t in wrong if t is not first)
     where = f"; first {worst.path}" if worst else ""
-    text = f"The training diverges: {first.optimizer} ({first.dtype}) {_since(first)}{others}{where}."
+    text = (
+        f"The training diverges: {first.optimizer} ({first.dtype}) {_since(first)}{others}{where}."
+    )
     same = not _unexplained(findings, "model")
-    yield f"{text} The gradients agree, so compare what the two optimizers do with them." if same else text
+    yield (
+        f"{text} The gradients agree, so compare what the two optimizers do with them."
+        if same
+        else text
+    )
 
 
 def _since(t: Trajectory) -> str:
@@ -362,19 +444,25 @@ def _aside(findings: Findings) -> Iterator[str]:
     if aside:
         names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
         yield (
-            f"Left out of the training with Adam: {names}. The gradient there is 0 except for rounding, which Adam "
-            f"divides by itself, so that updates are noise in both frameworks."
+            f"Left out of the training with Adam: {names}. The gradient there is 0 except for "
+            "rounding, which Adam divides by itself, so that updates are noise in both frameworks."
         )
 
 
 def _unexplained(findings: Findings, cause: str) -> list[Compared]:
-    return [compared for compared in findings.of(cause) if not compared.ok and not findings.is_explained(compared)]
+    return [
+        compared
+        for compared in findings.of(cause)
+        if not compared.ok and not findings.is_explained(compared)
+    ]
 
 
 def _agreement(findings: Findings) -> str:
     """What a problem is told that is the same everywhere."""
     figures = {
-        cause: max((c.report.most for c in findings.of(cause) if c.dtype == findings.finest), default=None)
+        cause: max(
+            (c.report.most for c in findings.of(cause) if c.dtype == findings.finest), default=None
+        )
         for cause in ("accumulation", "model")
     }
     accumulation = figures["accumulation"] or 0
@@ -386,7 +474,10 @@ def _agreement(findings: Findings) -> str:
     # Beyond its limit, and explained, or the problem would not be the same.
     large = [c for c in findings.of("rounding") if not c.ok]
     if large:
-        text += f", which this loss makes large: {_worst(_most(large))}, as it does that of its arguments"
+        text += (
+            f", which this loss makes large: {_worst(_most(large))}, as it does that of its "
+            "arguments"
+        )
     grown = [t for t in findings.trajectories if not t.ok]
     if grown:
         first = grown[0]

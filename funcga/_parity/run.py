@@ -1,4 +1,6 @@
-"""The run of a problem: everything that is compared, sorted by the cause that a difference would have."""
+"""The run of a problem: everything that is compared, sorted by the cause that a difference would
+have.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,20 +26,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CAUSES = {
-    "accumulation": "is the gradient of a framework, accumulated over n micro-batches, that of its own full batch?",
-    "model": "do both frameworks have the same gradients, of the full batch and of every micro-batch?",
-    "fold": "do both, and NumPy in float64, fold the same micro-batch gradients to the same? Plain sums bit for bit.",
-    "rounding": "is each framework as close to its own float64 as rounding in a sum of so many terms allows?",
+    "accumulation": (
+        "is the gradient of a framework, accumulated over n micro-batches, that of its own full "
+        "batch?"
+    ),
+    "model": (
+        "do both frameworks have the same gradients, of the full batch and of every micro-batch?"
+    ),
+    "fold": (
+        "do both, and NumPy in float64, fold the same micro-batch gradients to the same? Plain "
+        "sums bit for bit."
+    ),
+    "rounding": (
+        "is each framework as close to its own float64 as rounding in a sum of so many terms "
+        "allows?"
+    ),
     "training": "do the parameters of both stay together, update by update?",
 }
-"""What a difference may come from, in the order in which they are looked at, and what is compared to find it."""
+"""What a difference may come from, in the order in which they are looked at, and what is
+compared to find it.
+"""
 
 
 class Compared(NamedTuple):
     """Two runs, compared leaf by leaf.
 
-    framework: that of both runs, as it is written; None for one against the other. n: of how many micro-batches;
-    micro_batch: which of them, from 0. replicas: how many folded.
+    framework: that of both runs, as it is written; None for one against the other. n: of how many
+    micro-batches; micro_batch: which of them, from 0. replicas: how many folded.
     """
 
     cause: str
@@ -56,11 +71,13 @@ class Compared(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """One optimizer in one dtype: its losses, and how far the parameters of two runs are apart after every update.
+    """One optimizer in one dtype: its losses, and how far the parameters of two runs are apart
+    after every update.
 
-    n: the micro-batches of an update, 4 at most. losses: of the left run, the mean over the micro-batches of every
-    update. reports: of the parameters after every update. aside: the parameters that are left out, as their gradient is
-    0 but for rounding, which Adam divides by itself.
+    n: the micro-batches of an update, 4 at most. losses: of the left run, the mean over the
+    micro-batches of every update. reports: of the parameters after every update. aside: the
+    parameters that are left out, as their gradient is 0 but for rounding, which Adam divides by
+    itself.
     """
 
     optimizer: str
@@ -72,8 +89,12 @@ class Trajectory(NamedTuple):
 
     @property
     def diverges(self) -> int | None:
-        """The number of the first update, from 1, after which a leaf is beyond its limit; None if there is none."""
-        return next((update for update, report in enumerate(self.reports, 1) if not report.ok), None)
+        """The number of the first update, from 1, after which a leaf is beyond its limit; None
+        if there is none.
+        """
+        return next(
+            (update for update, report in enumerate(self.reports, 1) if not report.ok), None
+        )
 
     @property
     def decisive(self) -> Report:
@@ -89,10 +110,10 @@ class Trajectory(NamedTuple):
 class Findings(NamedTuple):
     """What the run of a problem found.
 
-    dtypes: in which it ran. reduction: the terms of a sum, for the limits. rows, weights: of each micro-batch of the
-    largest n. losses: of the full batch, by dtype and framework. verified: what `verify`
-    says of the framework, where accumulation is not exact.
-    conditioning: how far the gradient in float64 moves if the arguments are rounded to each lesser dtype.
+    dtypes: in which it ran. reduction: the terms of a sum, for the limits. rows, weights: of each
+    micro-batch of the largest n. losses: of the full batch, by dtype and framework. verified: what
+    `verify` says of the framework, where accumulation is not exact. conditioning: how far the
+    gradient in float64 moves if the arguments are rounded to each lesser dtype.
     """
 
     problem: Problem
@@ -116,7 +137,9 @@ class Findings(NamedTuple):
         return self.dtypes[-1]
 
     def is_explained(self, result: Compared | Trajectory) -> bool:
-        """Whether what is beyond its limit is rounding, which the loss, or training, makes large. A fold is exact."""
+        """Whether what is beyond its limit is rounding, which the loss, or training, makes
+        large. A fold is exact.
+        """
         # There is no conditioning for float64: what is beyond its limit there is a mistake.
         if result.dtype not in self.conditioning:
             return False
@@ -125,17 +148,29 @@ class Findings(NamedTuple):
         return result.cause != "fold" and self._gradient_is_explained(result)
 
     def _gradient_is_explained(self, compared: Compared) -> bool:
-        """In float64 it is within its limit, and here no more than 10 times what rounding the arguments alone does."""
+        """In float64 it is within its limit, and here no more than 10 times what rounding the
+        arguments alone does.
+        """
         # NaN and infinity are not small.
         small = compared.report.most <= 10 * self.conditioning[compared.dtype]
         return small and all(c.ok for c in self.of(compared.cause) if c.dtype == "float64")
 
     def _training_is_explained(self, trajectory: Trajectory) -> bool:
-        """Its gradients are within their limits, or explained, and in float64 the same training is within its own."""
-        exact = [t for t in self.trajectories if t.dtype == "float64" and t.optimizer == trajectory.optimizer]
+        """Its gradients are within their limits, or explained, and in float64 the same training
+        is within its own.
+        """
+        exact = [
+            t
+            for t in self.trajectories
+            if t.dtype == "float64" and t.optimizer == trajectory.optimizer
+        ]
         gradients = [c for c in self.compared if c.dtype == trajectory.dtype]
         finite = math.isfinite(trajectory.reports[-1].most)
-        return finite and all(t.ok for t in exact) and all(c.ok or self.is_explained(c) for c in gradients)
+        return (
+            finite
+            and all(t.ok for t in exact)
+            and all(c.ok or self.is_explained(c) for c in gradients)
+        )
 
     @property
     def ok(self) -> bool:
@@ -148,8 +183,8 @@ class Findings(NamedTuple):
 class Plan:
     """How a problem is run.
 
-    dtypes: float64 is what the others are measured by. ns: numbers of micro-batches. updates: of each optimizer.
-    ranks: numbers of replicas.
+    dtypes: float64 is what the others are measured by. ns: numbers of micro-batches. updates: of
+    each optimizer. ranks: numbers of replicas.
     """
 
     dtypes: Sequence[str]
@@ -159,12 +194,15 @@ class Plan:
     ranks: Sequence[int] = ()
 
     def pool(self) -> ThreadPoolExecutor:
-        """The threads that problems run in. On the CPU two, as JAX compiles on one core; a GPU may be full."""
+        """The threads that problems run in. On the CPU two, as JAX compiles on one core; a GPU
+        may be full.
+        """
         return ThreadPoolExecutor(2 if self.device == "cpu" else 1)
 
 
 class Run:
-    """The run of a problem, which begins where this is made: its tasks, in the order in which the pool takes them.
+    """The run of a problem, which begins where this is made: its tasks, in the order in which the
+    pool takes them.
 
     A task may wait for those before it, and problems follow one another without a pause.
 
@@ -184,7 +222,9 @@ class Run:
         for name in self.frameworks:
             load(name)
         self.sides = {
-            (name, dtype): Side(problem, name, dtype, plan.device) for dtype in plan.dtypes for name in self.frameworks
+            (name, dtype): Side(problem, name, dtype, plan.device)
+            for dtype in plan.dtypes
+            for name in self.frameworks
         }
         # What is made once and kept is made here, as two threads at a time would make two.
         for side in self.sides.values():
@@ -200,13 +240,21 @@ class Run:
             for name in self.frameworks
             for count in plan.ranks
         }
-        self.micro = {key: self._begin(side.micro_batches, self.most) for key, side in self.sides.items()}
-        self.accumulated = {
-            (*key, n): self._begin(side.accumulated, n) for key, side in self.sides.items() for n in plan.ns
+        self.micro = {
+            key: self._begin(side.micro_batches, self.most) for key, side in self.sides.items()
         }
-        self.folded = {key: self._begin(self._fold, key[1], side) for key, side in self.sides.items()}
+        self.accumulated = {
+            (*key, n): self._begin(side.accumulated, n)
+            for key, side in self.sides.items()
+            for n in plan.ns
+        }
+        self.folded = {
+            key: self._begin(self._fold, key[1], side) for key, side in self.sides.items()
+        }
         trained = problem.optimizers if len(self.frameworks) == 2 and plan.updates else ()
-        self.trained = [self._begin(self._train, dtype, name) for dtype in plan.dtypes for name in trained]
+        self.trained = [
+            self._begin(self._train, dtype, name) for dtype in plan.dtypes for name in trained
+        ]
 
     def _begin(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         task = self.pool.submit(work, *args, **kwargs)
@@ -214,7 +262,9 @@ class Run:
         return task
 
     def progress(self) -> Iterator[int]:
-        """How many tasks are done: whenever it is one more, and every second. Raises the error of the first to fail."""
+        """How many tasks are done: whenever it is one more, and every second. Raises the error
+        of the first to fail.
+        """
         for task in self.tasks:
             while wait([task], timeout=1).not_done:
                 yield sum(task.done() for task in self.tasks)
@@ -222,12 +272,18 @@ class Run:
             yield sum(task.done() for task in self.tasks)
 
     def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
-        """What the side, and NumPy, make of the same micro-batch gradients: those of the first framework."""
+        """What the side, and NumPy, make of the same micro-batch gradients: those of the first
+        framework.
+        """
         # All fold the same numbers, so what differs is the fold.
         gradients = [result.gradient for result in self.micro[self.frameworks[0], dtype].result()]
-        stacked = {path: np.stack([gradient[path] for gradient in gradients]) for path in gradients[0]}
+        stacked = {
+            path: np.stack([gradient[path] for gradient in gradients]) for path in gradients[0]
+        }
         weights = self.sides[self.frameworks[0], dtype].weights(self.most)
-        return fold_in_framework(side, stacked, weights), fold_by_hand(self.problem.fold, stacked, weights)
+        return fold_in_framework(side, stacked, weights), fold_by_hand(
+            self.problem.fold, stacked, weights
+        )
 
     def _over_replicas(self, name: str, count: int) -> tuple[int, dict[str, tuple[Result, Result]]]:
         """The micro-batches of each replica, and by dtype what `over_replicas` finds."""
@@ -262,11 +318,16 @@ class Run:
         )
 
     def _conditioning(self) -> dict[str, float]:
-        # In float64, so that it is the loss which makes a rounding of its arguments large, and no rounding of its own.
+        # In float64, so that it is the loss which makes a rounding of its arguments large, and no
+        # rounding of its own.
         sides = [side for (_, dtype), side in self.sides.items() if dtype == "float64"]
         return {
             dtype: max(
-                side.report(side.nearby(dtype), self.full[side.framework, "float64"].result(), ("nearby", "at")).most
+                side.report(
+                    side.nearby(dtype),
+                    self.full[side.framework, "float64"].result(),
+                    ("nearby", "at"),
+                ).most
                 for side in sides
             )
             for dtype in self.plan.dtypes
@@ -287,7 +348,9 @@ class Run:
         for n in self.plan.ns:
             accumulated = self.accumulated[side.framework, side.dtype, n].result()
             report = side.report(accumulated, full, ("accumulated", "full batch"))
-            yield Compared("accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label)
+            yield Compared(
+                "accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label
+            )
         for count in self.plan.ranks:
             n, results = self.merged[side.framework, count].result()
             report = side.report(*results[side.dtype], (f"{count} replicas", "full batch"))
@@ -295,12 +358,18 @@ class Run:
             yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
 
     def _of_both(self, dtype: str) -> Iterator[Compared]:
-        full = self._between(dtype, self.full["torch", dtype].result(), self.full["jax", dtype].result())
+        full = self._between(
+            dtype, self.full["torch", dtype].result(), self.full["jax", dtype].result()
+        )
         yield Compared("model", "torch vs JAX, full", dtype, None, full)
-        pairs = zip(self.micro["torch", dtype].result(), self.micro["jax", dtype].result(), strict=True)
+        pairs = zip(
+            self.micro["torch", dtype].result(), self.micro["jax", dtype].result(), strict=True
+        )
         for micro_batch, (torch, jax) in enumerate(pairs):
             report = self._between(dtype, torch, jax)
-            yield Compared("model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=micro_batch)
+            yield Compared(
+                "model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=micro_batch
+            )
 
     def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
         return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
@@ -320,28 +389,43 @@ class Run:
             (side.dtype, "float64"),
             check_dtype=False,
         )
-        return Compared("rounding", f"{side.label} vs float64", side.dtype, None, report, side.label)
+        return Compared(
+            "rounding", f"{side.label} vs float64", side.dtype, None, report, side.label
+        )
 
     def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
-        # `verify` takes long, and is asked only where accumulation is not exact in the finest dtype.
+        # `verify` takes long, and is asked only where accumulation is not exact in the finest
+        # dtype.
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
         labels = {c.framework for c in wrong}
-        sides = [self.sides[name, dtype] for name in self.frameworks if self.full[name, dtype].result().is_finite]
-        return {side.label: side.verified(max(self.most, 2)) for side in sides if side.label in labels}
+        sides = [
+            self.sides[name, dtype]
+            for name in self.frameworks
+            if self.full[name, dtype].result().is_finite
+        ]
+        return {
+            side.label: side.verified(max(self.most, 2)) for side in sides if side.label in labels
+        }
 
 
 _WINDOW = 4  # the micro-batches of one update, at most
 
 
 def train(
-    left: Side, right: Side, optimizer: str, n: int, updates: int, gradients: Sequence[dict[str, Array]]
+    left: Side,
+    right: Side,
+    optimizer: str,
+    n: int,
+    updates: int,
+    gradients: Sequence[dict[str, Array]],
 ) -> Trajectory:
     """The Trajectory of two sides on n micro-batches, a few for each update, in turn.
 
     gradients: of the full batch, those of each side by path.
     """
-    # Adam divides a gradient by its own size: of one that is rounding alone it makes an update of full size.
+    # Adam divides a gradient by its own size: of one that is rounding alone it makes an update of
+    # full size.
     aside = [_zeros(gradient, left.dtype) if "adam" in optimizer else () for gradient in gradients]
     runs = [_Training(side, optimizer, n) for side in (left, right)]
     names, rules = (left.label, right.label), left.problem.rules
@@ -361,7 +445,9 @@ def train(
 def _zeros(gradient: dict[str, Array], dtype: str) -> list[str]:
     """The paths of the leaves that are 0 but for rounding."""
     sizes = {path: float(np.abs(leaf).max(initial=0)) for path, leaf in gradient.items()}
-    return [path for path, size in sizes.items() if size <= 4 * epsilon(dtype) * max(sizes.values())]
+    return [
+        path for path, size in sizes.items() if size <= 4 * epsilon(dtype) * max(sizes.values())
+    ]
 
 
 class _Training:
@@ -375,7 +461,8 @@ class _Training:
             self.parts = [([*args[1:]], side.weight(args, rows)) for args, rows in side.parts(n)]
             self.n = min(n, _WINDOW)
             self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
-            # In JAX a state that is not placed as the steps place it would make the second step compile anew.
+            # In JAX a state that is not placed as the steps place it would make the second step
+            # compile anew.
             self.params, self.state = params, side.placed(self.tx.init(params))
             self.step = side.own.unoptimised(self._step)
 
@@ -383,7 +470,10 @@ class _Training:
         """The mean loss of the micro-batches of the next update, and the parameters after it."""
         with self.side.running():
             # Counted on through the epochs.
-            window = [self.parts[part % len(self.parts)] for part in range(update * self.n, (update + 1) * self.n)]
+            window = [
+                self.parts[part % len(self.parts)]
+                for part in range(update * self.n, (update + 1) * self.n)
+            ]
             losses = [self._micro_batch(batch, weight) for batch, weight in window]
             return sum(map(float, losses)) / self.n, self.side.named(self.params)
 

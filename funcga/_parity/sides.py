@@ -1,4 +1,6 @@
-"""One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches, and accumulated."""
+"""One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches,
+and accumulated.
+"""
 
 import importlib
 import math
@@ -41,7 +43,9 @@ class Framework(Protocol):
     """What `in_torch.py` and `in_jax.py` have for problems."""
 
     def precision(self, precise: bool) -> AbstractContextManager[None]:
-        """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
+        """A context in which floats are computed with in all of their bits, and with `precise`
+        float64 exists.
+        """
         ...
 
     def optimizer(self, name: str) -> Transform:
@@ -57,14 +61,20 @@ class Framework(Protocol):
         ...
 
     def unoptimised(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
-        """The step, compiled as fast as can be: for small programs that have none of the user's code."""
+        """The step, compiled as fast as can be: for small programs that have none of the user's
+        code.
+        """
         ...
 
     def prepared(self, compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-        """A function without arguments that returns compiled(*args), all Python code of which has run by then."""
+        """A function without arguments that returns compiled(*args), all Python code of which
+        has run by then.
+        """
         ...
 
-    def over_replicas(self, step: Callable[..., Tree], arguments: Arguments, count: int) -> tuple[Tree, int] | None:
+    def over_replicas(
+        self, step: Callable[..., Tree], arguments: Arguments, count: int
+    ) -> tuple[Tree, int] | None:
         """What `step(across=...)` returns over so many replicas, and the rows that they took.
 
         None in all processes but the first one.
@@ -73,7 +83,9 @@ class Framework(Protocol):
 
 
 class Result(NamedTuple):
-    """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its dotted path."""
+    """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its
+    dotted path.
+    """
 
     loss: Array
     gradient: dict[str, Array]
@@ -81,14 +93,19 @@ class Result(NamedTuple):
     @property
     def is_finite(self) -> bool:
         """Whether every number of it is."""
-        return all(np.isfinite(leaf.astype(np.float64)).all() for leaf in (self.loss, *self.gradient.values()))
+        return all(
+            np.isfinite(leaf.astype(np.float64)).all()
+            for leaf in (self.loss, *self.gradient.values())
+        )
 
 
 @dataclass(frozen=True)
 class Side:
-    """One framework's side of a problem in one dtype. Every run is made in the precision that the dtype asks for.
+    """One framework's side of a problem in one dtype. Every run is made in the precision that the
+    dtype asks for.
 
-    Raises FuncgaError where the loss, the fold or the weight do not fit their arguments, and says in which framework.
+    Raises FuncgaError where the loss, the fold or the weight do not fit their arguments, and says
+    in which framework.
     """
 
     problem: Problem
@@ -97,25 +114,34 @@ class Side:
     device: str = "cpu"
 
     def full(self, rows: int | None = None) -> Result:
-        """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold has a part in it."""
+        """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold
+        has a part in it.
+        """
         with self.running():
-            # This is what accumulation is measured by, so it uses none of it: one call and one division.
+            # This is what accumulation is measured by, so it uses none of it: one call and one
+            # division.
             rows = rows or self.arguments.rows()
             return self._full(self.arguments.cut(0, rows, []), rows)
 
     def nearby(self, dtype: str) -> Result:
-        """`full` at arguments of which every float is moved by up to half an epsilon of a dtype, as rounding would."""
+        """`full` at arguments of which every float is moved by up to half an epsilon of a dtype,
+        as rounding would.
+        """
         random = np.random.default_rng(0)
 
         def moved(leaf: Array) -> Array:
             if not isinstance(leaf, np.ndarray | np.generic) or not is_float(leaf.dtype):
                 return leaf
             # Relative to each element, at most half a unit in its last place in that dtype.
-            return leaf * (1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)).astype(leaf.dtype)
+            return leaf * (
+                1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)
+            ).astype(leaf.dtype)
 
         with self.running():
             leaves, structure = self.backend.trees.flatten(to_numpy(self.args))
-            args = self.placed(self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves]))
+            args = self.placed(
+                self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves])
+            )
             return self._full(args, self.arguments.rows())
 
     def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
@@ -124,7 +150,9 @@ class Side:
         return self.result(self.run(self.compiled, args), divisor)
 
     def run(self, compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
-        """What the function, as `own.compiled` returns it, returns; XLA compiles outside of the lock."""
+        """What the function, as `own.compiled` returns it, returns; XLA compiles outside of the
+        lock.
+        """
         # The lock is for Python code, all of which runs here; the work itself needs none.
         with self.lock:
             work = self.own.prepared(compiled, args)
@@ -134,11 +162,15 @@ class Side:
         """The loss and gradients, accumulated over n micro-batches."""
         with self.running():
             problem = self.problem
-            step = accumulate(self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes)
+            step = accumulate(
+                self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
+            )
             return self.result(self.run(self.own.compiled(step), self.args))
 
     def micro_batches(self, n: int) -> list[Result]:
-        """What grad_fn itself returns for each of n micro-batches: nothing is folded, or divided."""
+        """What grad_fn itself returns for each of n micro-batches: nothing is folded, or
+        divided.
+        """
         with self.running():
             return [self.result(self.run(self.compiled, args)) for args, _ in self.parts(n)]
 
@@ -159,7 +191,9 @@ class Side:
 
     @property
     def reduction(self) -> int:
-        """How many terms an element of a gradient is a sum of, forth and back: rows or tokens, and a longest axis."""
+        """How many terms an element of a gradient is a sum of, forth and back: rows or tokens,
+        and a longest axis.
+        """
         if self.problem.reduction is not None:
             return self.problem.reduction
         # Forward it is a sum over an axis of a parameter, and backward one over rows or tokens.
@@ -170,7 +204,9 @@ class Side:
         return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
 
     def prepare(self) -> None:
-        """None; what is made once has been made: the arrays, the arguments that they are, the compiled function."""
+        """None; what is made once has been made: the arrays, the arguments that they are, the
+        compiled function.
+        """
         with self.running():
             _ = self.arguments, self.compiled
 
@@ -186,7 +222,9 @@ class Side:
 
     @property
     def lock(self) -> Lock:
-        """Taken while this framework runs the user's Python code, which need not be safe in two threads."""
+        """Taken while this framework runs the user's Python code, which need not be safe in two
+        threads.
+        """
         return _LOCKS[self.framework]
 
     @property
@@ -221,23 +259,29 @@ class Side:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which arrays of this dtype exist, and errors say which framework they come from."""
+        """A context in which arrays of this dtype exist, and errors say which framework they
+        come from.
+        """
         with self.own.precision(self.dtype == "float64"):
             try:
                 yield
             # Contexts are nested, and each error is to be prefixed once.
             except FuncgaError as error:
                 where = f"{self.label}, {self.dtype}: "
-                raise error if str(error).startswith(where) else FuncgaError(f"{where}{error}") from error
+                raise (
+                    error if str(error).startswith(where) else FuncgaError(f"{where}{error}")
+                ) from error
 
     @cached_property
     def args(self) -> tuple[Tree, ...]:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():
-            # Both frameworks get the same data, by way of NumPy. Params in a structure of JAX's own take their
-            # values from it.
-            params, *batch = (as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch))
+            # Both frameworks get the same data, by way of NumPy. Params in a structure of JAX's own
+            # take their values from it.
+            params, *batch = (
+                as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch)
+            )
             _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
             if self.framework == "jax" and problem.jax_params is not None:
                 params = match(params, problem.jax_params, rules=problem.rules)
@@ -249,7 +293,9 @@ class Side:
         return convert(tree, device=self.device)
 
     def named(self, tree: Tree) -> dict[str, Array]:
-        """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this framework."""
+        """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this
+        framework.
+        """
         leaves = paths_and_leaves(tree, self.backend.trees.children)
         return {path: to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
 
@@ -261,14 +307,19 @@ class Side:
         rules: Sequence[Rule] = (),
         check_dtype: bool = True,
     ) -> Report:
-        """The Report of two results: the loss, then the gradients in the order in which the parameters were given."""
-        report = self.compared(left.gradient, right.gradient, names, self.reduction, rules, check_dtype)
+        """The Report of two results: the loss, then the gradients in the order in which the
+        parameters were given.
+        """
+        report = self.compared(
+            left.gradient, right.gradient, names, self.reduction, rules, check_dtype
+        )
         limit = self.limit(names, self.reduction)
         loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
         return replace(report, rows=(loss, *report.rows))
 
     def limit(self, names: tuple[str, str], reduction: int) -> float:
-        """What a relative difference may be: what rounding in sums explains, and in float64 what depth may add to it.
+        """What a relative difference may be: what rounding in sums explains, and in float64 what
+        depth may add to it.
 
         A mistake still shows there: it is larger by orders of magnitude.
         """
@@ -287,8 +338,9 @@ class Side:
     ) -> Report:
         """The Report of the leaves of two trees, in the order of the left one.
 
-        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for which the largest
-        leaf stands; if it is 0 but for that, its difference is said relative to the largest leaf.
+        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for
+        which the largest leaf stands; if it is 0 but for that, its difference is said relative to
+        the largest leaf.
         """
         # In a sum that cancels, rounding is relative to the terms, and not to what is left of them.
         largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
@@ -309,7 +361,11 @@ class Side:
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
         """What `verify` says of the loss and the fold."""
         problem = self.problem
-        options: dict[str, Array] = {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
+        options: dict[str, Array] = {
+            "fold": problem.fold,
+            "weight": problem.weight,
+            "in_axes": problem.in_axes,
+        }
         with self.running():
             return verify(self.gradient, *self.args, n=n, seed=seed, **options)
 
@@ -319,13 +375,16 @@ class Side:
         # The loss travels with the gradients, under a path that no leaf of a tree has.
         named = {"": to_numpy(loss), **self.named(gradient)}
         divided = {
-            path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype) for path, leaf in named.items()
+            path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype)
+            for path, leaf in named.items()
         }
         return Result(divided.pop(""), divided)
 
 
 def as_dtype(tree: Tree, dtype: str, side: Side) -> Tree:
-    """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a side's framework."""
+    """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a
+    side's framework.
+    """
     trees = (_owner(tree) or side.backend).trees
     leaves, structure = trees.flatten(tree)
     return trees.unflatten(structure, [_as_dtype(leaf, dtype, side.framework) for leaf in leaves])
@@ -333,7 +392,11 @@ def as_dtype(tree: Tree, dtype: str, side: Side) -> Tree:
 
 def _owner(tree: Tree) -> Backend | None:
     """The backend of the framework that an array of the tree is of."""
-    owners = (backend for backend in load_imported() if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0])))
+    owners = (
+        backend
+        for backend in load_imported()
+        if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0]))
+    )
     return next(owners, None)
 
 
@@ -366,11 +429,17 @@ def is_float(dtype: Dtype) -> bool:
 
 
 def _by_largest(row: Row, largest: float, atol: float) -> Row:
-    """The row of a leaf that is 0 but for rounding with its difference relative to the largest leaf."""
+    """The row of a leaf that is 0 but for rounding with its difference relative to the largest
+    leaf.
+    """
     # Rows with a status of their own, such as NaN, stay as they are.
     if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
         return row
-    return replace(row, relative=row.absolute / largest if largest else 0.0, limit=atol / largest if largest else 0.0)
+    return replace(
+        row,
+        relative=row.absolute / largest if largest else 0.0,
+        limit=atol / largest if largest else 0.0,
+    )
 
 
 def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
@@ -383,14 +452,16 @@ def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
                 if not finite.all():
                     first = tuple(map(int, np.argwhere(~finite)[0]))
                     raise FuncgaError(
-                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which {int((~finite).sum())} are not "
-                        f"finite; the first is {leaf[first]} at {list(first)}. What is computed of them would be NaN "
-                        f"in both frameworks: leave these rows out, or mask them with finite numbers."
+                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which "
+                        f"{int((~finite).sum())} are not finite; the first is {leaf[first]} at "
+                        f"{list(first)}. What is computed of them would be NaN in both frameworks: "
+                        "leave these rows out, or mask them with finite numbers."
                     )
 
 
 def divisor_of(problem: Problem, weight: float) -> float:
-    """What the gradient of the whole batch is divided by: its weight for a sum that is normalised, else 1.
+    """What the gradient of the whole batch is divided by: its weight for a sum that is normalised,
+    else 1.
 
     A sum over nothing is 0 and stays so. Raises FuncgaError for a fold that has no such number.
     """
@@ -402,13 +473,17 @@ def named(fold: object) -> str:
     name = _NAMES.get(fold.name) if isinstance(fold, Fold) else None
     if name is None:
         raise FuncgaError(
-            f"fold is {fold!r}, and parity knows what the whole batch's gradient is for mean(), per_weight() and "
-            f"sum(). Compare with one of them."
+            f"fold is {fold!r}, and parity knows what the whole batch's gradient is for mean(), "
+            "per_weight() and sum(). Compare with one of them."
         )
     return name
 
 
-_NAMES = {"weighted, by_weight": "mean()", "sum, by_weight": "per_weight()", "sum, identity": "sum()"}
+_NAMES = {
+    "weighted, by_weight": "mean()",
+    "sum, by_weight": "per_weight()",
+    "sum, identity": "sum()",
+}
 
 
 class Folded(NamedTuple):
@@ -419,7 +494,9 @@ class Folded(NamedTuple):
 
 
 def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
-    """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient of a micro-batch."""
+    """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient
+    of a micro-batch.
+    """
     # Counts stay integers, as they come from a loader.
     is_count = all(float(weight).is_integer() for weight in weights)
     dtype = "int32" if is_count else "float64" if side.dtype == "float64" else "float32"
@@ -431,12 +508,16 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
     with side.running():
         batch = side.placed((stacked, np.asarray(weights, dtype)))
         folds = (side.problem.fold, sum())
-        step = accumulate(first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0)
+        step = accumulate(
+            first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
+        )
         return Folded(*to_numpy(side.run(side.own.unoptimised(step), batch)))
 
 
 def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
-    """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype of the accumulators."""
+    """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype of
+    the accumulators.
+    """
     factors = np.asarray(weights, np.float64) if named(fold) == "mean()" else np.ones(len(weights))
     divisor = 1.0 if named(fold) == "sum()" else float(np.sum(weights))
     folded, sums = {}, {}

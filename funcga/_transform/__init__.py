@@ -13,8 +13,8 @@ from funcga.errors import FuncgaError
 class Transform(NamedTuple):
     """An optimizer as two pure functions.
 
-    `params` is a tree of arrays; grads and updates are trees of the same structure and shapes. The updates are to be
-    added to params. A state is a tree of arrays, too.
+    `params` is a tree of arrays; grads and updates are trees of the same structure and shapes. The
+    updates are to be added to params. A state is a tree of arrays, too.
 
     Attributes:
         init: `init(params) -> state`.
@@ -22,7 +22,8 @@ class Transform(NamedTuple):
 
     Example:
         >>> init = lambda params: ()
-        >>> update = lambda grads, state, params=None: ({name: -0.1 * g for name, g in grads.items()}, state)
+        >>> scale = lambda grads: {name: -0.1 * g for name, g in grads.items()}
+        >>> update = lambda grads, state, params=None: (scale(grads), state)
         >>> tx = funcga.multi_steps(funcga.Transform(init, update), 8)
         >>> tx.flush(tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.zeros(2)})))[0]
         {'w': tensor([-0.1000, -0.1000])}
@@ -44,7 +45,9 @@ class Traits(NamedTuple):
 
 
 class UpdateFunction:
-    """The `update` of one of funcga's own transforms: a callable object, all of whose functions are one step."""
+    """The `update` of one of funcga's own transforms: a callable object, all of whose functions
+    are one step.
+    """
 
     @property
     def traits(self) -> Traits:
@@ -52,21 +55,35 @@ class UpdateFunction:
         return Traits()
 
     def stepped(
-        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
     ) -> tuple[Tree, Any]:
         """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
         raise NotImplementedError
 
-    def __call__(self, grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+    def __call__(
+        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
         """(updates, state)."""
         return self.stepped(False, None, grads, state, params, extra)
 
-    def donated(self, grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+    def donated(
+        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
         """The same, which may write to the gradients and the state."""
         return self.stepped(True, None, grads, state, params, extra)
 
-    def applied(self, donate: bool, /, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
-        """(params, state) after the update. If `donate`, all that is given may be written to, and come back."""
+    def applied(
+        self, donate: bool, /, grads: Tree, state: Any, params: Tree, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """(params, state) after the update. If `donate`, all that is given may be written to,
+        and come back.
+        """
         return self.stepped(donate, donate, grads, state, params, extra)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -75,9 +92,15 @@ class UpdateFunction:
 
 
 def traits_of(tx: Transform) -> Traits:
-    """What a transform says of itself; of one of others it is only known whether it takes the weight of a window."""
+    """What a transform says of itself; of one of others it is only known whether it takes the
+    weight of a window.
+    """
     update: object = tx.update
-    return update.traits if isinstance(update, UpdateFunction) else Traits(takes_weight=takes_weight(tx.update))
+    return (
+        update.traits
+        if isinstance(update, UpdateFunction)
+        else Traits(takes_weight=takes_weight(tx.update))
+    )
 
 
 def takes_weight(function: Callable[..., object]) -> bool:
@@ -90,7 +113,8 @@ def takes_weight(function: Callable[..., object]) -> bool:
 
 
 class DonatingTransform(Transform):
-    """A transform with a third function, `donated`: `update`, which may write to the grads and the state it is given.
+    """A transform with a third function, `donated`: `update`, which may write to the grads and the
+    state it is given.
 
     What it returns may lie in their memory; the params are left as they are.
     """
@@ -115,20 +139,25 @@ class DonatingTransform(Transform):
 
 
 def read_transform(tx: Any, name: str = "tx") -> Transform:
-    """A transform of what can be used as one: any object with init and update, or a pair of functions.
+    """A transform of what can be used as one: any object with init and update, or a pair of
+    functions.
 
     Raises FuncgaError for anything else.
     """
     if not hasattr(tx, "init") and type(tx) is tuple and len(tx) == 2 and all(map(callable, tx)):
         return Transform(*tx)
-    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+    if isinstance(tx, type) or not (
+        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+    ):
         raise FuncgaError(_no_transform(tx, name))
     _check_update(tx, name)
     return tx  # type: ignore[no-any-return]
 
 
 def wrapped_transform(tx: Any) -> Transform:
-    """A transform to be wrapped by one of funcga's, as the library that it comes from would call it there."""
+    """A transform to be wrapped by one of funcga's, as the library that it comes from would call
+    it there.
+    """
     read = read_transform(tx)
     for library in libraries():
         read = library.imported(read)
@@ -147,13 +176,15 @@ def _check_update(tx: Any, name: str) -> None:
     except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
-        # Partially, since some transforms of optax need further arguments, such as the value of the loss.
+        # Partially, since some transforms of optax need further arguments, such as the value of the
+        # loss.
         signature.bind_partial("grads", "state", "params")
     except TypeError as error:
         inplace = ", inplace=False" if "inplace" in signature.parameters else ""
         raise FuncgaError(
-            f"{name}.update is not called as update(grads, state, params): {error}. Adapt it: ({name}.init, lambda "
-            f"grads, state, params: {name}.update(grads, state, params=params{inplace}))."
+            f"{name}.update is not called as update(grads, state, params): {error}. Adapt it: "
+            f"({name}.init, lambda grads, state, params: {name}.update(grads, state, "
+            f"params=params{inplace}))."
         ) from error
 
 
@@ -163,12 +194,14 @@ def _no_transform(tx: Any, name: str) -> str:
     if any(base.__module__ == "torch.optim.optimizer" for base in kind.__mro__):
         optimizer = f"{'the class' if tx is kind else 'a'} {kind.__name__}"
         return (
-            f"{name} is {optimizer}, whose step() changes parameters in place. Make it a pair of pure functions: "
-            f"torch_backend.from_optimizer(torch.optim.{kind.__name__}, lr=1e-3); or keep optimizer.step() and give it "
-            f"gradients: torch_backend.assign_grads(params, grads)."
+            f"{name} is {optimizer}, whose step() changes parameters in place. Make it a pair of "
+            f"pure functions: torch_backend.from_optimizer(torch.optim.{kind.__name__}, lr=1e-3); "
+            "or keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, "
+            "grads)."
         )
     hint = " Call it first: it seems to be what makes a transform." if callable(tx) else ""
     return (
-        f"{name} is {tx!r}, which has no functions init and update.{hint} Pass a transform, such as "
-        f"optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a pair (init, update)."
+        f"{name} is {tx!r}, which has no functions init and update.{hint} Pass a transform, such "
+        "as optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a "
+        "pair (init, update)."
     )

@@ -1,6 +1,7 @@
 """`apply`: an update as new parameters, without the difference between new and old.
 
-And `Step`: what wraps another transform can be asked for updates, and for new parameters. It is written once for both.
+And `Step`: what wraps another transform can be asked for updates, and for new parameters. It is
+written once for both.
 """
 
 from collections.abc import Callable
@@ -13,31 +14,37 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 
 
-def apply(tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = False, **extra: Any) -> tuple[Tree, Tree]:
+def apply(
+    tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = False, **extra: Any
+) -> tuple[Tree, Tree]:
     """The parameters after an update, and the state: `tx.update` and `apply_updates` in one.
 
-    With torch_backend.from_optimizer, alone, in a chain or in `loss_scaled` or `multi_steps`, the new parameters are
-    bitwise identical to those of `optimizer.step()`: no difference of new and old ones is computed and added again,
-    which would round twice. For any other transform it is `tx.update`, then `apply_updates`; of optax's, JAX compiles
-    the same program.
+    With torch_backend.from_optimizer, alone, in a chain or in `loss_scaled` or `multi_steps`, the
+    new parameters are bitwise identical to those of `optimizer.step()`: no difference of new and
+    old ones is computed and added again, which would round twice. For any other transform it is
+    `tx.update`, then `apply_updates`; of optax's, JAX compiles the same program.
 
-    The results lie in memory of their own. Where there is no update, in a call that only accumulates, in a window that
-    is dropped and after an overflow of the loss scale, params come back as they are.
+    The results lie in memory of their own. Where there is no update, in a call that only
+    accumulates, in a window that is dropped and after an overflow of the loss scale, params come
+    back as they are.
 
     Args:
         tx: Any pair of functions (init, update).
         grads: The gradients, in the structure of params.
         state: What `tx.init` or an earlier call returned.
         params: The parameters.
-        donate: In torch, give away params, grads and state: the step runs in place, as that of an optimizer of torch,
-            and nothing is copied. What comes back lies in the memory of params and state; do not use these again. A
-            `multi_steps(..., donate=True)` takes state and grads in any case, and params only with donate=True here. In
-            JAX give them away where you compile the step, and return them in the order of the arguments:
-            jax.jit(step, donate_argnums=(0, 1)) of step(params, state, batch) -> (params, state, loss).
-        **extra: Further arguments of tx.update, such as the `weight` of a micro-batch for `multi_steps`.
+        donate: In torch, give away params, grads and state: the step runs in place, as that of an
+            optimizer of torch, and nothing is copied. What comes back lies in the memory of params
+            and state; do not use these again. A `multi_steps(..., donate=True)` takes state and
+            grads in any case, and params only with donate=True here. In JAX give them away where
+            you compile the step, and return them in the order of the arguments: jax.jit(step,
+            donate_argnums=(0, 1)) of step(params, state, batch) -> (params, state, loss).
+        **extra: Further arguments of tx.update, such as the `weight` of a micro-batch for
+            `multi_steps`.
 
     Returns:
-        (params, state): the new parameters, detached, in the structure and dtypes of params; the new state.
+        (params, state): the new parameters, detached, in the structure and dtypes of params; the
+            new state.
 
     Raises:
         FuncgaError: params is None, donate=True is asked for in JAX, or tx.update raises it.
@@ -51,8 +58,8 @@ def apply(tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = Fal
     """
     if params is None:
         raise FuncgaError(
-            "params are None, and apply returns what becomes of them: params, state = funcga.apply(tx, grads, state, "
-            "params)."
+            "params are None, and apply returns what becomes of them: params, state = "
+            "funcga.apply(tx, grads, state, params)."
         )
     if donate:
         check_donates(backend_of([params, grads], lambda: ["params", "grads"]))
@@ -74,10 +81,11 @@ def applied(
 
 
 class Step(NamedTuple):
-    """One step of a wrapped transform. Its result are updates, or with `into` the params after them.
+    """One step of a wrapped transform. Its result are updates, or with `into` the params after
+    them.
 
-    `owned`: whether it may write to the gradients and the state. `into`: None for updates, and else whether it may
-    write to the params, too.
+    `owned`: whether it may write to the gradients and the state. `into`: None for updates, and else
+    whether it may write to the params, too.
     """
 
     tx: Transform
@@ -85,14 +93,21 @@ class Step(NamedTuple):
     owned: bool
     into: bool | None = None
 
-    def run(self, state: Tree, params: Tree, given: tuple[Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
+    def run(
+        self, state: Tree, params: Tree, given: tuple[Tree, dict[str, Any]]
+    ) -> tuple[Tree, Tree]:
         """(result, state) of the transform; `given` are the gradients, and further arguments."""
         grads, extra = given
-        # Where the gradients and the state are given away and the params are not, copies of these are.
+        # Where the gradients and the state are given away and the params are not, copies of these
+        # are.
         copies = self.into is False and self.owned
         wide, narrowed = self.backend.transforms.widened(params, copies, bool(self.into))
         if self.into is None:
-            update = self.tx.donated if self.owned and isinstance(self.tx, DonatingTransform) else self.tx.update
+            update = (
+                self.tx.donated
+                if self.owned and isinstance(self.tx, DonatingTransform)
+                else self.tx.update
+            )
             return update(grads, state, wide, **extra)
         after, state = applied(self.tx, self.owned, grads, state, wide, extra)
         return narrowed(after), state
@@ -107,13 +122,22 @@ class Step(NamedTuple):
         like: Tree,
         views: bool = False,
     ) -> tuple[Tree, Tree, Scalar]:
-        """(result, state, the predicate): what `run(state, params, given)` returns if it holds, else nothing changes.
+        """(result, state, the predicate): what `run(state, params, given)` returns if it holds,
+        else nothing changes.
 
-        Updates are then zeros `like` these; `views`: they need no memory, and are not to be written to.
+        Updates are then zeros `like` these; `views`: they need no memory, and are not to be written
+        to.
         """
         when = self.backend.transforms.when
         if self.into is None:
-            return when(predicate, lambda state, both: run(state, *both), state, (params, given), like, views)
+            return when(
+                predicate,
+                lambda state, both: run(state, *both),
+                state,
+                (params, given),
+                like,
+                views,
+            )
         emit = lambda carried, given: ((), run(carried[1], carried[0], given))
         _, (after, state), ran = when(predicate, emit, (params, state), given, ())
         return after, state, ran

@@ -21,7 +21,8 @@ from funcga.errors import FuncgaError
 
 
 class LossScaledState(NamedTuple):
-    """The state of `loss_scaled`: a tree of arrays that passes through jit, scan, torch.save and checkpoints.
+    """The state of `loss_scaled`: a tree of arrays that passes through jit, scan, torch.save and
+    checkpoints.
 
     The counts are 0-d int32 arrays; in torch all but `inner` are on the CPU.
 
@@ -32,7 +33,8 @@ class LossScaledState(NamedTuple):
         skipped: How many windows were no update.
 
     Example:
-        >>> tx = funcga.loss_scaled(torch_backend.from_optimizer(torch.optim.SGD, lr=0.1), init_scale=1024.0)
+        >>> sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
+        >>> tx = funcga.loss_scaled(sgd, init_scale=1024.0)
         >>> state = tx.init({"w": torch.ones(2)})
         >>> state.scale
         tensor(1024.)
@@ -53,40 +55,47 @@ def loss_scaled(
     growth_interval: int = 2000,
     across: Any = None,
 ) -> DonatingTransform:
-    """A transform that divides gradients by the loss scale that they come with, and lets tx make an update of them.
+    """A transform that divides gradients by the loss scale that they come with, and lets tx make an
+    update of them.
 
-    If a gradient is not finite, the updates are zeros, the state of tx stays what it is, and the scale is multiplied by
-    backoff_factor; after growth_interval updates in a row, by growth_factor. That is torch.amp.GradScaler, step for
-    step, with `unscale_`, `step` and `update` in one; transforms inside of tx, as clipping, see unscaled gradients.
+    If a gradient is not finite, the updates are zeros, the state of tx stays what it is, and the
+    scale is multiplied by backoff_factor; after growth_interval updates in a row, by growth_factor.
+    That is torch.amp.GradScaler, step for step, with `unscale_`, `step` and `update` in one;
+    transforms inside of tx, as clipping, see unscaled gradients.
 
-    Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and is used or skipped as
-    a whole: leave its `drop` alone, which would hide from the scale what is not finite. (A window that is skipped is an
-    update of zeros to `multi_steps`.) The gradients of a window must all come with the scale of the state. On a CUDA
-    device the host waits once an update, as GradScaler does. A schedule inside of tx does not count a window that is
-    skipped, whereas `scheduler.step()` after `scaler.step(optimizer)` does.
+    Inside of `multi_steps`, or after `accumulate`, a window has one scale, is looked at once, and
+    is used or skipped as a whole: leave its `drop` alone, which would hide from the scale what is
+    not finite. (A window that is skipped is an update of zeros to `multi_steps`.) The gradients of
+    a window must all come with the scale of the state. On a CUDA device the host waits once an
+    update, as GradScaler does. A schedule inside of tx does not count a window that is skipped,
+    whereas `scheduler.step()` after `scaler.step(optimizer)` does.
 
     Source: Micikevicius et al. (2018), "Mixed precision training".
 
     Args:
-        tx: Any pair of functions (init, update). What it sees, gradients and params, has floats of less than 32 bits as
-            float32, and so have its state and the updates.
-        init_scale: A finite number above 0; with a power of 2, and powers of 2 as factors, scaling loses nothing.
+        tx: Any pair of functions (init, update). What it sees, gradients and params, has floats of
+            less than 32 bits as float32, and so have its state and the updates.
+        init_scale: A finite number above 0; with a power of 2, and powers of 2 as factors, scaling
+            loses nothing.
         growth_factor: A number above 1.
         backoff_factor: A number between 0 and 1.
         growth_interval: An int from 1 to 2**31 - 1.
-        across: Replicas that hold different parts of the gradients, as those of FSDP1, or of a reduce-scatter in JAX,
-            so that they skip a window together; as in `accumulate`. Merged gradients, and DTensors, need none.
+        across: Replicas that hold different parts of the gradients, as those of FSDP1, or of a
+            reduce-scatter in JAX, so that they skip a window together; as in `accumulate`. Merged
+            gradients, and DTensors, need none.
 
     Returns:
         A transform (init, update), whose state is a LossScaledState.
 
     Raises:
-        FuncgaError: A number is out of its range. `update` raises it for a state that is no LossScaledState.
+        FuncgaError: A number is out of its range. `update` raises it for a state that is no
+            LossScaledState.
 
     Example:
         >>> params = {"w": jnp.ones(2, "float16")}
         >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(0.1), init_scale=1024.0), 8)
-        >>> gradient = funcga.value_and_grad(lambda params, x: (x * params["w"]).mean(), scaled=True)
+        >>> loss_fn = lambda params, x: (x * params["w"]).mean()
+        >>> gradient = funcga.value_and_grad(loss_fn, scaled=True)
         >>> state = tx.init(params)
         >>> loss, grads = gradient(params, jnp.ones(2, "float16"), loss_scale=state.inner.scale)
         >>> updates, state = tx.update(grads, state, params)
@@ -94,11 +103,17 @@ def loss_scaled(
     above = "a finite number above {}, in float32"
     check_quantity("init_scale", init_scale, "65536.0", above.format(0), least=LEAST32, most=_MOST)
     check_quantity("growth_factor", growth_factor, "2.0", above.format(1), least=1, most=_MOST)
-    check_quantity("backoff_factor", backoff_factor, "0.5", "a number between 0 and 1, in float32", most=_BELOW_1)
+    check_quantity(
+        "backoff_factor",
+        backoff_factor,
+        "0.5",
+        "a number between 0 and 1, in float32",
+        most=_BELOW_1,
+    )
     if not (isinstance(growth_interval, int) and is_quantity(growth_interval, most=2**31 - 1)):
         raise FuncgaError(
-            f"growth_interval is {growth_interval!r}: it must be an int from 1 to 2**31 - 1, such as "
-            f"growth_interval=2000."
+            f"growth_interval is {growth_interval!r}: it must be an int from 1 to 2**31 - 1, such "
+            "as growth_interval=2000."
         )
     numbers = float(init_scale), float(growth_factor), float(backoff_factor)
     update = _ScaledUpdate(wrapped_transform(tx), *numbers, growth_interval, across)
@@ -134,13 +149,22 @@ class _ScaledUpdate(UpdateFunction):
         return LossScaledState(inner, scale, arrays.integer(0), arrays.integer(0))
 
     def stepped(
-        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
     ) -> tuple[Tree, LossScaledState]:
-        """(result, state): zeros or the params as they are, and a smaller scale, if a gradient is not finite."""
+        """(result, state): zeros or the params as they are, and a smaller scale, if a gradient
+        is not finite.
+        """
         if not isinstance(state, LossScaledState):
             raise FuncgaError(
-                f"the state is of type {type(state).__name__}, and that of loss_scaled is a LossScaledState: "
-                f"state = tx.init(params); updates, state = tx.update(grads, state, params)."
+                f"the state is of type {type(state).__name__}, and that of loss_scaled is a "
+                "LossScaledState: state = tx.init(params); updates, state = tx.update(grads, "
+                "state, params)."
             )
         # The scaled gradients are tested, and divided only if they are finite.
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
@@ -157,22 +181,33 @@ class _ScaledUpdate(UpdateFunction):
         finite = backend.arrays.finite(leaves)
         if self.across is None:
             return finite
-        # The number of replicas with gradients that are not finite. Unless it is 0, all of them skip the window.
+        # The number of replicas with gradients that are not finite. Unless it is 0, all of them
+        # skip the window.
         infinite = backend.arrays.cast(~finite, backend.arrays.as_dtype("float32"))
-        return backend.replicas.summed(infinite, leaves, backend.replicas.replicas_of(self.across)) == 0
+        return (
+            backend.replicas.summed(infinite, leaves, backend.replicas.replicas_of(self.across))
+            == 0
+        )
 
-    def _adjusted(self, state: LossScaledState, inner: Tree, used: Array, backend: Backend) -> LossScaledState:
+    def _adjusted(
+        self, state: LossScaledState, inner: Tree, used: Array, backend: Backend
+    ) -> LossScaledState:
         """The state after a window that was used, or not: its scale backs off, grows or stays."""
-        # Everything is computed and then selected by `where`, as the host may not see whether the window was used.
+        # Everything is computed and then selected by `where`, as the host may not see whether the
+        # window was used.
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
-        smaller = xp.where(smaller > LEAST32, smaller, LEAST32)  # never 0, whatever does not become finite
+        smaller = xp.where(
+            smaller > LEAST32, smaller, LEAST32
+        )  # never 0, whatever does not become finite
         # A scale that would become infinite stays as it is.
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
         growth = xp.where(used & (growth < self.growth_interval), growth, zero)
-        return LossScaledState(inner, scale, growth, state.skipped + backend.arrays.cast(~used, zero.dtype))
+        return LossScaledState(
+            inner, scale, growth, state.skipped + backend.arrays.cast(~used, zero.dtype)
+        )
 
 
 def _run_unscaled(

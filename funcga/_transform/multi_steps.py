@@ -43,7 +43,8 @@ from funcga.folds import FoldTree, mean
 
 
 class MultiSteps(Transform):
-    """What `multi_steps` returns: a transform (init, update), and the same in two halves, `accumulate` and `flush`.
+    """What `multi_steps` returns: a transform (init, update), and the same in two halves,
+    `accumulate` and `flush`.
 
     Attributes:
         init: `init(params) -> state`.
@@ -62,8 +63,11 @@ class MultiSteps(Transform):
 
     update: "MultiStepsUpdate"
 
-    def accumulate(self, grads: Tree, state: MultiStepsState, *, weight: Scalar = 1) -> MultiStepsState:
-        """The state with one more micro-batch's gradients in its window. It only adds; nothing else is touched.
+    def accumulate(
+        self, grads: Tree, state: MultiStepsState, *, weight: Scalar = 1
+    ) -> MultiStepsState:
+        """The state with one more micro-batch's gradients in its window. It only adds; nothing else
+        is touched.
 
         Args:
             grads: The gradients, in the structure of the params.
@@ -83,11 +87,14 @@ class MultiSteps(Transform):
         window, replicas = update.opened(state, _backend_of_state(state))
         return update.added(grads, window, state, weight, replicas, update.donate)[1]
 
-    def flush(self, state: MultiStepsState, params: Tree = None, **extra: Any) -> tuple[Tree, MultiStepsState]:
-        """The update of the micro-batches that are in the window, however few they are; the window is then empty.
+    def flush(
+        self, state: MultiStepsState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, MultiStepsState]:
+        """The update of the micro-batches that are in the window, however few they are; the window
+        is then empty.
 
-        Inside of jit an empty window goes unnoticed: then the updates are zeros, and no update is counted. It is the
-        same with `drop` if every micro-batch was dropped.
+        Inside of jit an empty window goes unnoticed: then the updates are zeros, and no update is
+        counted. It is the same with `drop` if every micro-batch was dropped.
 
         Args:
             state: What `init` or an earlier call returned.
@@ -109,14 +116,17 @@ class MultiSteps(Transform):
         backend = _backend_of_state(state)
         window, _ = update.opened(state, backend)
         arrays = backend.arrays
-        params, leaves = matched_params(params, window if update.folding.observers is None else window.of_value())
+        params, leaves = matched_params(
+            params, window if update.folding.observers is None else window.of_value()
+        )
         offered = arrays.scalar(state.offered)
         if not arrays.is_array(offered) and offered == 0:
             raise FuncgaError(
-                "the window is empty: nothing was accumulated since the last update, so there is nothing to flush. "
-                "After the last window ask first: if state.offered > 0."
+                "the window is empty: nothing was accumulated since the last update, so there is "
+                "nothing to flush. After the last window ask first: if state.offered > 0."
             )
-        # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides in the program.
+        # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides
+        # in the program.
         step = Step(update.tx, backend, update.donate)
         return update.emptied(step, leaves, step.owned, offered > 0, state, params, extra)
 
@@ -136,11 +146,13 @@ class MultiSteps(Transform):
         return _backend_of_state(state).arrays.scalar(state.updated)
 
     def merge(self, states: Sequence[MultiStepsState], *, replicas: int = 1) -> MultiStepsState:
-        """One state of what all replicas hold, to be saved: each can go on from it, whatever their number.
+        """One state of what all replicas hold, to be saved: each can go on from it, whatever their
+        number.
 
-        In torch each replica has a state of its own: gather them, or load what each has saved. In JAX one state has
-        the parts of all devices, and goes on as it is on as many, or on a number that divides theirs; for any other
-        number of devices write tx.merge([state], replicas=number), outside of shard_map.
+        In torch each replica has a state of its own: gather them, or load what each has saved. In
+        JAX one state has the parts of all devices, and goes on as it is on as many, or on a number
+        that divides theirs; for any other number of devices write tx.merge([state],
+        replicas=number), outside of shard_map.
 
         Args:
             states: The states of all replicas after the same call.
@@ -150,32 +162,36 @@ class MultiSteps(Transform):
             The state of the whole window.
 
         Raises:
-            FuncgaError: A replica's state is missing or there twice, the states are not of one moment, or there are
-                several without across=.
+            FuncgaError: A replica's state is missing or there twice, the states are not of one
+                moment, or there are several without across=.
 
         Example:
-            >>> tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD), 8, across=dist.group.WORLD)
+            >>> sgd = torch_backend.from_optimizer(torch.optim.SGD)
+            >>> tx = funcga.multi_steps(sgd, 8, across=dist.group.WORLD)
             >>> state = tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))
             >>> states = [None] * dist.get_world_size()
             >>> dist.all_gather_object(states, state)
-            >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on: tx.update(...)
+            >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on
         """
         update = self.update
         if isinstance(states, MultiStepsState):
             states = [states]
         if not states:
-            raise FuncgaError("there are no states to merge. Give those of all replicas: tx.merge(states).")
+            raise FuncgaError(
+                "there are no states to merge. Give those of all replicas: tx.merge(states)."
+            )
         backend, first = _backend_of_state(states[0]), states[0]
         times = [(int(state.updates), int(state.offered)) for state in states]
         if len({*times}) > 1:
             listed = ", ".join(f"{offered} after update {updates}" for updates, offered in times)
             raise FuncgaError(
-                f"the states to merge are not of one moment: they have been given so many micro-batches: {listed}. "
-                f"Save them after the same call on every replica."
+                "the states to merge are not of one moment: they have been given so many "
+                f"micro-batches: {listed}. Save them after the same call on every replica."
             )
         if backend.replicas.names_leaves(update.across):
             raise _of_different_experts()
-        # One replica goes on from all that was folded, and the others from empty windows: the sum is the same.
+        # One replica goes on from all that was folded, and the others from empty windows: the sum
+        # is the same.
         parts = backend.transforms.opened([state.window for state in states], None)
         whole = reduce(Accumulation.merge, [update.read(part, backend) for part in parts])
         empty = _closed(whole.emptied(), None)
@@ -202,51 +218,59 @@ def multi_steps(
 ) -> MultiSteps:
     """A transform that folds the gradients of n calls and then lets tx make one update of them.
 
-    `tx.update(grads, state, params, weight=1, **extra) -> (updates, state)`; `extra` goes to the wrapped transform.
-    `tx.accumulate(grads, state, weight=1) -> state` and `tx.flush(state, params) -> (updates, state)` are its two
-    halves, for code that knows when a window ends, and for the last, partial one, which is exact.
-    `tx.has_updated(state)` says whether the last call was an update; `state.updates` counts them. Schedules and decay
-    of the wrapped transform count updates, as it runs for these alone.
+    `tx.update(grads, state, params, weight=1, **extra) -> (updates, state)`; `extra` goes to the
+    wrapped transform. `tx.accumulate(grads, state, weight=1) -> state` and `tx.flush(state, params)
+    -> (updates, state)` are its two halves, for code that knows when a window ends, and for the
+    last, partial one, which is exact. `tx.has_updated(state)` says whether the last call was an
+    update; `state.updates` counts them. Schedules and decay of the wrapped transform count updates,
+    as it runs for these alone.
 
-    Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of less than 32 bits
-    as float32, and so have its state and the updates.
+    Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of
+    less than 32 bits as float32, and so have its state and the updates.
 
     Args:
-        tx: Any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer, your own. If its
-            update has a parameter named weight, it gets the weight of the window, of all replicas.
-        n: The micro-batches of a window, at least 1; a schedule, a function of the number of updates so far (an int, in
-            JAX a 0-d array); or funcga.TargetWeight(w): as many as weigh w.
-        fold: A Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1 unless it is given,
-            as its rows are not seen here: with `mean()`, and gradients of a mean loss, weigh it by its rows or tokens
-            if they differ, `update(..., weight=tokens)`; with `per_weight()`, and gradients of a sum, always.
-        drop: What becomes of a micro-batch whose gradients are not finite. None: it is folded like any other.
-            "microbatch": it is left out with its weight, and keeps its place in the window (TargetWeight counts only
-            what was folded). "window": the whole window is dropped at its end, and there is no update.
-            `state.dropped` counts both. On a CUDA device the host waits once a window to learn what was dropped.
-        drop_if: A function of the gradients that returns a bool, or a 0-d array of one, to drop by in place of that: it
-            then has to find what is not finite too.
-        across: The replicas to merge over, as in `accumulate`: each folds what it is given, and what they hold is
-            merged once, for the update. In JAX inside shard_map, with jax_backend.state_specs(tx) as the specs of the
-            state, and gradients of each device's own copy, jax.lax.pcast(params, axis, to="varying"). The replicas
-            get the same number of calls. Each has its own part of a window: to save a state in the middle of one, save
-            `tx.merge(states)` of all of them, and load that on every replica, whatever their number. A TargetWeight is
-            that of all of them: each call then sends a scalar. (If the weight is on a CUDA device, the host waits for
-            it at every call.)
-        observe: As in `accumulate`: what a window says of its gradients, `gradient_noise()` for instance. It is in
-            `state.observed` after each update, and stays there until the next. Not with gradient_norms(), whose list
-            would grow in the state.
-        donate: In torch, use the memory of the state that is passed in for the one that is returned, as
-            jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state is no more. Using it all the
-            same goes unnoticed. After an error in tx what was folded is there again, to rounding. Updates of a window
-            that is not full, zeros, take no memory either: read them, and write to none in place. In JAX, return what
-            you donate in the order of the arguments, as JAX matches the two in order: for step(params, state, batch) ->
-            (params, state, loss) that is jax.jit(step, donate_argnums=(0, 1)).
+        tx: Any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer,
+            your own. If its update has a parameter named weight, it gets the weight of the window,
+            of all replicas.
+        n: The micro-batches of a window, at least 1; a schedule, a function of the number of
+            updates so far (an int, in JAX a 0-d array); or funcga.TargetWeight(w): as many as weigh
+            w.
+        fold: A Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1
+            unless it is given, as its rows are not seen here: with `mean()`, and gradients of a
+            mean loss, weigh it by its rows or tokens if they differ, `update(..., weight=tokens)`;
+            with `per_weight()`, and gradients of a sum, always.
+        drop: What becomes of a micro-batch whose gradients are not finite. None: it is folded like
+            any other. "microbatch": it is left out with its weight, and keeps its place in the
+            window (TargetWeight counts only what was folded). "window": the whole window is dropped
+            at its end, and there is no update. `state.dropped` counts both. On a CUDA device the
+            host waits once a window to learn what was dropped.
+        drop_if: A function of the gradients that returns a bool, or a 0-d array of one, to drop by
+            in place of that: it then has to find what is not finite too.
+        across: The replicas to merge over, as in `accumulate`: each folds what it is given, and
+            what they hold is merged once, for the update. In JAX inside shard_map, with
+            jax_backend.state_specs(tx) as the specs of the state, and gradients of each device's
+            own copy, jax.lax.pcast(params, axis, to="varying"). The replicas get the same number of
+            calls. Each has its own part of a window: to save a state in the middle of one, save
+            `tx.merge(states)` of all of them, and load that on every replica, whatever their
+            number. A TargetWeight is that of all of them: each call then sends a scalar. (If the
+            weight is on a CUDA device, the host waits for it at every call.)
+        observe: As in `accumulate`: what a window says of its gradients, `gradient_noise()` for
+            instance. It is in `state.observed` after each update, and stays there until the next.
+            Not with gradient_norms(), whose list would grow in the state.
+        donate: In torch, use the memory of the state that is passed in for the one that is
+            returned, as jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state
+            is no more. Using it all the same goes unnoticed. After an error in tx what was folded
+            is there again, to rounding. Updates of a window that is not full, zeros, take no memory
+            either: read them, and write to none in place. In JAX, return what you donate in the
+            order of the arguments, as JAX matches the two in order: for step(params, state, batch)
+            -> (params, state, loss) that is jax.jit(step, donate_argnums=(0, 1)).
 
     Returns:
         A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
 
     Raises:
-        FuncgaError: If an argument is invalid. The state given to a call that raises it is as good as before.
+        FuncgaError: If an argument is invalid. The state given to a call that raises it is as good
+            as before.
 
     Example:
         >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones(2)}
@@ -259,13 +283,16 @@ def multi_steps(
         [-0.1 -0.1]
     """
     if callable(fold):
-        raise FuncgaError(f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean().")
+        raise FuncgaError(
+            f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean()."
+        )
     read = wrapped_transform(tx)
     traits = traits_of(read)
     if drop is not None and traits.scales:
         raise FuncgaError(
-            f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what is not finite: its "
-            f"scale would never back off, and no window be an update. Leave drop out: it skips such windows itself."
+            f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what "
+            "is not finite: its scale would never back off, and no window be an update. Leave drop "
+            "out: it skips such windows itself."
         )
     step = None if across is None else step_of(read.update)
     folding = Folding(fold, step, None if observe is None else Observers(observe))
@@ -280,7 +307,9 @@ def multi_steps(
 
 @dataclass(frozen=True, eq=False)
 class MultiStepsUpdate(UpdateFunction):
-    """The `update` of one `multi_steps`, with its choices, and the other functions that need them."""
+    """The `update` of one `multi_steps`, with its choices, and the other functions that need
+    them.
+    """
 
     tx: Transform
     n: WindowSize
@@ -300,8 +329,8 @@ class MultiStepsUpdate(UpdateFunction):
         # A module itself, or the iterator that module.parameters() returns.
         if hasattr(params, "named_parameters") or isinstance(params, Iterator):
             raise FuncgaError(
-                f"params are of type {type(params).__name__}: a transform takes a tree of arrays. Give a module's by "
-                f"name: tx.init(torch_backend.trainable(module))."
+                f"params are of type {type(params).__name__}: a transform takes a tree of arrays. "
+                "Give a module's by name: tx.init(torch_backend.trainable(module))."
             )
         backend = _backend_of(params, "params")
         self._check_params(params, backend)
@@ -315,54 +344,86 @@ class MultiStepsUpdate(UpdateFunction):
         replicas = None if self.across is None else self._replicas(backend)
         window = _closed(empty, replicas, is_empty=True)
         dropped, observed = Dropped(zero(), zero()), self.folding.unobserved(empty)
-        return MultiStepsState(self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed)
+        return MultiStepsState(
+            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed
+        )
 
     def _check_params(self, params: Tree, backend: Backend) -> None:
-        """Raises FuncgaError for params that are not there yet, and for choices that are another framework's."""
+        """Raises FuncgaError for params that are not there yet, and for choices that are another
+        framework's.
+        """
         for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
             if is_uninitialised(leaf):
                 raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
         if self.donate:
             check_donates(backend)
         for other in load_imported():
-            if other is not backend and other.optimizers is not None and other.optimizers.owns(self.tx):
+            if (
+                other is not backend
+                and other.optimizers is not None
+                and other.optimizers.owns(self.tx)
+            ):
                 raise FuncgaError(
-                    f"params are arrays of {backend.name}, and the wrapped transform is one of optax, which takes "
-                    f"JAX's. Let it run on tensors: "
+                    f"params are arrays of {backend.name}, and the wrapped transform is one of "
+                    "optax, which takes JAX's. Let it run on tensors: "
                     f"funcga.multi_steps({backend.name}_backend.from_optax(tx), n)."
                 )
 
     def __call__(
-        self, grads: Tree, state: MultiStepsState, params: Tree = None, *, weight: Scalar = 1, **extra: Any
+        self,
+        grads: Tree,
+        state: MultiStepsState,
+        params: Tree = None,
+        *,
+        weight: Scalar = 1,
+        **extra: Any,
     ) -> tuple[Tree, MultiStepsState]:
         """(updates, state): zeros until the window is full, and then the update of what was folded.
 
-        grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or a 0-d array >= 0.
-        params and extra go to the wrapped transform. Raises FuncgaError if the gradients have another structure, or
-        the weight is seen to be negative.
+        grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or
+        a 0-d array >= 0. params and extra go to the wrapped transform. Raises FuncgaError if the
+        gradients have another structure, or the weight is seen to be negative.
         """
         return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
 
     def stepped(
-        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
     ) -> tuple[Tree, MultiStepsState]:
-        """(result, state) with one more micro-batch: zeros or the params as they are, unless it fills the window."""
+        """(result, state) with one more micro-batch: zeros or the params as they are, unless it
+        fills the window.
+        """
         extra, owned = {**extra}, owned or self.donate
         weight = extra.pop("weight", 1)
         if extra:
             _check_extra(extra)
         backend = _backend_of_state(state)
         window, replicas = self.opened(state, backend)
-        trained, leaves = matched_params(params, window if self.folding.observers is None else window.of_value())
-        # All checks come before anything is added, so that after an error the state is as good as before.
+        trained, leaves = matched_params(
+            params, window if self.folding.observers is None else window.of_value()
+        )
+        # All checks come before anything is added, so that after an error the state is as good as
+        # before.
         target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
         window, state = self.added(grads, window, state, weight, replicas, owned)
         # The usual n, a number, spares the host all questions to a schedule.
         if type(self.n) is int:
             full = state.offered >= target
         else:
-            full = is_full(self.n, target, state.offered, partial(_total_weight, window, replicas), backend.arrays)
-        # A Python branch where the host sees whether the window is full, else a conditional of the program.
+            full = is_full(
+                self.n,
+                target,
+                state.offered,
+                partial(_total_weight, window, replicas),
+                backend.arrays,
+            )
+        # A Python branch where the host sees whether the window is full, else a conditional of the
+        # program.
         step = Step(self.tx, backend, owned, into)
         emptied = partial(self.emptied, step, leaves, owned or window.owned, True)
         like = grads if trained is None else trained
@@ -371,29 +432,49 @@ class MultiStepsUpdate(UpdateFunction):
         return with_others(result, params, backend) if is_part else result, state
 
     def added(
-        self, grads: Tree, window: Accumulation, state: MultiStepsState, weight: Scalar, replicas: Any, owned: bool
+        self,
+        grads: Tree,
+        window: Accumulation,
+        state: MultiStepsState,
+        weight: Scalar,
+        replicas: Any,
+        owned: bool,
     ) -> tuple[Accumulation, MultiStepsState]:
-        """The window with one more micro-batch, and the state with it; if `owned`, in the same memory."""
+        """The window with one more micro-batch, and the state with it; if `owned`, in the same
+        memory.
+        """
         backend, observers = window.outputs.backend, self.folding.observers
         of_value = window if observers is None else window.of_value()
         leaves = matched_grads(grads, of_value)
         paths = partial(of_value.outputs.paths, "grads")
         backend.transforms.check_gradients(leaves, of_value.accumulators, paths, replicas)
         weight = _checked_weight(weight, window, replicas)
-        keep, dropped = self.dropping.scope is None or self.dropping.is_kept(grads, leaves, backend), state.dropped
+        keep, dropped = (
+            self.dropping.scope is None or self.dropping.is_kept(grads, leaves, backend),
+            state.dropped,
+        )
         after = window
         if keep is not False:
-            # Where the host does not see whether to keep it, both windows are needed: nothing is written in place.
-            leaves = leaves if observers is None else [*self.folding.readings.told(leaves, weight), *leaves]
+            # Where the host does not see whether to keep it, both windows are needed: nothing is
+            # written in place.
+            leaves = (
+                leaves
+                if observers is None
+                else [*self.folding.readings.told(leaves, weight), *leaves]
+            )
             after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
             without = window._replace(rejected=window.rejected + 1)
             after = without if keep is False else after.where(keep, without)
             # With replicas the counts are summed at the end of the window.
             if replicas is None:
-                dropped = dropped._replace(microbatches=dropped.microbatches + (after.rejected - window.rejected))
+                dropped = dropped._replace(
+                    microbatches=dropped.microbatches + (after.rejected - window.rejected)
+                )
         offered, flag = state.offered + 1, backend.arrays.as_array(False)
-        return after, state._replace(window=_closed(after, replicas), offered=offered, updated=flag, dropped=dropped)
+        return after, state._replace(
+            window=_closed(after, replicas), offered=offered, updated=flag, dropped=dropped
+        )
 
     def emptied(
         self,
@@ -405,10 +486,11 @@ class MultiStepsUpdate(UpdateFunction):
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, MultiStepsState]:
-        """(result, state): a step of the wrapped transform with what the windows of all replicas hold, which end empty.
+        """(result, state): a step of the wrapped transform with what the windows of all replicas
+        hold, which end empty.
 
-        param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any: whether there is a
-        micro-batch in the window.
+        param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any:
+        whether there is a micro-batch in the window.
         """
         # The windows of all replicas become one, which shows whether there is an update at all.
         window, replicas = self.opened(state, step.backend)
@@ -418,15 +500,20 @@ class MultiStepsUpdate(UpdateFunction):
         total = _seen(merged)
         keep, dropped = has_any, state.dropped
         if self.dropping.scope is not None:
-            keep, dropped = self.dropping.at_the_end(dropped, total.steps, merged.rejected, replicas, arrays)
-        # The sums are divided by what was folded, and the wrapped transform makes an update of them.
+            keep, dropped = self.dropping.at_the_end(
+                dropped, total.steps, merged.rejected, replicas, arrays
+            )
+        # The sums are divided by what was folded, and the wrapped transform makes an update of
+        # them.
         if merged.outputs.may_be_lost:
             merged.check_known("grads")
         folds = _result_folds(merged.outputs, param_leaves)
         gradients = sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
         whole, observers = window.outputs.structure_of(gradients), self.folding.observers
 
-        def run(carried: tuple[Tree, Tree], params: Tree, given: tuple[Tree, dict[str, Any]]) -> tuple[Tree, Tree]:
+        def run(
+            carried: tuple[Tree, Tree], params: Tree, given: tuple[Tree, dict[str, Any]]
+        ) -> tuple[Tree, Tree]:
             (inner, observed), (grads, extra) = carried, given
             if observers is not None:
                 observed, grads = self.folding.observed(grads, inner), grads[1]
@@ -438,14 +525,22 @@ class MultiStepsUpdate(UpdateFunction):
         try:
             result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
         except Exception:
-            # What is donated was divided in place; the caller's state is to hold the sums again, to rounding.
+            # What is donated was divided in place; the caller's state is to hold the sums again, to
+            # rounding.
             if step.owned and replicas is None:
                 pairs = zip(merged.accumulators, gradients, strict=True)
-                divided = [total_of for total_of, gradient in pairs if total_of is gradient is not None]
+                divided = [
+                    total_of for total_of, gradient in pairs if total_of is gradient is not None
+                ]
                 sums.scaled(divided, total.total, donate=True)
             raise
-        # The next window begins in the same memory, unless the result or the state of the transform lie there.
-        taken = (observed,) if updated is True and self.inner.leaves_gradients else (result, inner, observed)
+        # The next window begins in the same memory, unless the result or the state of the transform
+        # lie there.
+        taken = (
+            (observed,)
+            if updated is True and self.inner.leaves_gradients
+            else (result, inner, observed)
+        )
         return result, MultiStepsState(
             inner,
             _closed(window.emptied(owned, taken), replicas, is_empty=True),
@@ -460,7 +555,8 @@ class MultiStepsUpdate(UpdateFunction):
         """What this replica has folded of the window of a state, and the replicas."""
         window = state.window
         replicas: Any = None if self.across is None else self._replicas(backend)
-        # Without replicas, and in a state that has never been divided among any, the window is whole.
+        # Without replicas, and in a state that has never been divided among any, the window is
+        # whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.read(window, backend), replicas
         parts = [self.read(part, backend) for part in backend.transforms.opened([window], replicas)]
@@ -476,8 +572,8 @@ class MultiStepsUpdate(UpdateFunction):
         if self.folding.observers is not None or self.dropping.scope is not None:
             check_one_for_all(
                 replicas,
-                "the transform has observe=, drop= or drop_if=: the gradient of such a leaf has what the micro-batches "
-                "of several replicas add to it, and cannot be told apart",
+                "the transform has observe=, drop= or drop_if=: the gradient of such a leaf has "
+                "what the micro-batches of several replicas add to it, and cannot be told apart",
                 "Leave them out.",
             )
         return replicas
@@ -495,17 +591,31 @@ def _closed(window: Accumulation, replicas: Any, is_empty: bool = False) -> Wind
     """The window as a state has it; `is_empty` if nothing is folded."""
     leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
     closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
-    return closed if replicas is None else window.outputs.backend.transforms.closed([closed], replicas, is_empty)
+    return (
+        closed
+        if replicas is None
+        else window.outputs.backend.transforms.closed([closed], replicas, is_empty)
+    )
 
 
 def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
-    """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that cannot be counted."""
-    is_one, has_experts = isinstance(weight, int | float) and weight == 1, replicas is not None and replicas.leaves
-    if has_experts and not is_one and any(fold.weighs for fold in window.outputs.folds if fold is not None):
+    """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that
+    cannot be counted.
+    """
+    is_one, has_experts = (
+        isinstance(weight, int | float) and weight == 1,
+        replicas is not None and replicas.leaves,
+    )
+    if (
+        has_experts
+        and not is_one
+        and any(fold.weighs for fold in window.outputs.folds if fold is not None)
+    ):
         raise FuncgaError(
-            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have what the losses of "
-            f"other replicas add to them, each as if it weighed 1. Give gradients of sums, and let funcga divide them: "
-            f"fold=funcga.per_weight(), and a loss that is summed over what the weight counts."
+            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
+            "what the losses of other replicas add to them, each as if it weighed 1. Give "
+            "gradients of sums, and let funcga divide them: fold=funcga.per_weight(), and a loss "
+            "that is summed over what the weight counts."
         )
     weight = check_weight(weight, window.outputs.backend.arrays)
     if len(window.tally.weight) == 2:
@@ -515,8 +625,9 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
 
 def _of_different_experts() -> FuncgaError:
     return FuncgaError(
-        "across= names the replicas of each leaf, so the states of replicas are of different experts: they have no "
-        "sum. Save the state of each replica, and go on with as many; or save between windows."
+        "across= names the replicas of each leaf, so the states of replicas are of different "
+        "experts: they have no sum. Save the state of each replica, and go on with as many; or "
+        "save between windows."
     )
 
 
@@ -527,7 +638,9 @@ def _is_parts(node: object) -> bool:
 def _seen(window: Accumulation) -> Tally:
     """What has been folded, as a normalizer takes it: as numbers where the host sees them."""
     arrays = window.outputs.backend.arrays
-    steps, *addends = (arrays.scalar(amount) for amount in (window.tally.steps, *window.tally.weight))
+    steps, *addends = (
+        arrays.scalar(amount) for amount in (window.tally.steps, *window.tally.weight)
+    )
     if any(map(arrays.is_array, addends)):
         return Tally(window.tally.weight, steps)
     # The two addends are exact in float32, and so is their sum in Python's float64.
@@ -537,40 +650,60 @@ def _seen(window: Accumulation) -> Tally:
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     """The weight of the window so far, on all replicas."""
     total = _seen(window).total
-    return total if replicas is None else window.outputs.backend.replicas.summed(total, window.accumulators, replicas)
+    return (
+        total
+        if replicas is None
+        else window.outputs.backend.replicas.summed(total, window.accumulators, replicas)
+    )
 
 
 def _result_folds(outputs: Outputs, param_leaves: Sequence[Array]) -> Sequence[LeafFold | None]:
-    """The folds of the gradients, with results in the dtypes that the wrapped transform sees of these params."""
+    """The folds of the gradients, with results in the dtypes that the wrapped transform sees of
+    these params.
+    """
     results = [*outputs.folds]
     for leaf_index, param in enumerate(param_leaves, outputs.before):
         fold, dtype = results[leaf_index], getattr(param, "dtype", None)
-        if fold is None or dtype is None or dtype == fold.result_dtype or fold.fold.normalizer.dtype is not None:
+        if (
+            fold is None
+            or dtype is None
+            or dtype == fold.result_dtype
+            or fold.fold.normalizer.dtype is not None
+        ):
             continue
-        results[leaf_index] = replace(fold, result_dtype=outputs.backend.arrays.accumulator_dtype(dtype))
+        results[leaf_index] = replace(
+            fold, result_dtype=outputs.backend.arrays.accumulator_dtype(dtype)
+        )
     return results
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
-    """Raises FuncgaError for a misspelled `weight`, which a wrapped transform may take as any name, and ignore."""
+    """Raises FuncgaError for a misspelled `weight`, which a wrapped transform may take as any
+    name, and ignore.
+    """
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
-        raise FuncgaError(f"`{name}` is no argument of a transform. A micro-batch's weight is `weight=...`.")
+        raise FuncgaError(
+            f"`{name}` is no argument of a transform. A micro-batch's weight is `weight=...`."
+        )
 
 
 def _backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, asked of one leaf of it."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
-            f"the state is of type {type(state).__module__}.{type(state).__name__}, and this transform's is a "
-            f"funcga.MultiStepsState. Pass what init and update return, tx.update(grads, state, params); of an "
-            f"optax.chain, the part of its state that is this transform's: state[0]."
+            f"the state is of type {type(state).__module__}.{type(state).__name__}, and this "
+            "transform's is a funcga.MultiStepsState. Pass what init and update return, "
+            "tx.update(grads, state, params); of an optax.chain, the part of its state that is "
+            "this transform's: state[0]."
         )
     return _backend_of(state.offered, "state")
 
 
 def _backend_of(tree: Tree, name: str) -> Backend:
-    """The backend that owns a call. Without arrays, as optax's own tools call a transform, that is optax's backend."""
+    """The backend that owns a call. Without arrays, as optax's own tools call a transform, that
+    is optax's backend.
+    """
     try:
         return backend_of([tree], lambda: [name])
     except FuncgaError:

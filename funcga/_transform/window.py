@@ -1,4 +1,6 @@
-"""The window of `multi_steps`: its states, its fold, the gradients that fit into it, and those that are dropped."""
+"""The window of `multi_steps`: its states, its fold, the gradients that fit into it, and those
+that are dropped.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +24,13 @@ from funcga.folds import FoldTree, sum
 class Window(NamedTuple):
     """What has been folded since the last update, in a state of `multi_steps`.
 
-    `accumulated` has the structure of the gradients: for every leaf an array of its shape, of at least 32 bits, or the
-    Parts that its reducer holds. With observers it is a pair of what they have folded and that. `tally.weight` is two
-    float32 scalars whose sum is exact to 48 bits, or one float64 if a gradient is; `tally.steps`, int32, is the number
-    of micro-batches that were folded, and `rejected`, int32, of those that were not. `part` says in torch, with
-    across=, whose part of the window it is: int32[2], the replica and how many there are, or zeros for the window of
-    all replicas; elsewhere it is empty.
+    `accumulated` has the structure of the gradients: for every leaf an array of its shape, of at
+    least 32 bits, or the Parts that its reducer holds. With observers it is a pair of what they
+    have folded and that. `tally.weight` is two float32 scalars whose sum is exact to 48 bits, or
+    one float64 if a gradient is; `tally.steps`, int32, is the number of micro-batches that were
+    folded, and `rejected`, int32, of those that were not. `part` says in torch, with across=, whose
+    part of the window it is: int32[2], the replica and how many there are, or zeros for the window
+    of all replicas; elsewhere it is empty.
     """
 
     accumulated: Tree
@@ -43,14 +46,17 @@ class Parts(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """How many micro-batches have been dropped so far, and how many windows: two 0-d int32 arrays."""
+    """How many micro-batches have been dropped so far, and how many windows: two 0-d int32
+    arrays.
+    """
 
     microbatches: Array
     windows: Array
 
 
 class MultiStepsState(NamedTuple):
-    """The state of `multi_steps`: a tree of arrays that passes through jit, scan, torch.save and checkpoints.
+    """The state of `multi_steps`: a tree of arrays that passes through jit, scan, torch.save and
+    checkpoints.
 
     The counts are 0-d int32 arrays, `updated` is a 0-d bool; in torch they are on the CPU.
 
@@ -61,8 +67,8 @@ class MultiStepsState(NamedTuple):
         updates: How many updates there have been.
         updated: Whether the last call was one.
         dropped: How many micro-batches and windows have been dropped.
-        observed: What the observers of `observe=` have said of the last update's window; NaN before the first. Empty
-            without observers.
+        observed: What the observers of `observe=` have said of the last update's window; NaN before
+            the first. Empty without observers.
 
     Example:
         >>> params = {"w": jnp.ones(2)}
@@ -89,7 +95,8 @@ class MultiStepsState(NamedTuple):
 
 
 class Folding:
-    """A fold of gradients, and what is kept of it from one call to the next. `step` is there if replicas merge.
+    """A fold of gradients, and what is kept of it from one call to the next. `step` is there if
+    replicas merge.
 
     With observers a window is one of (what they fold, gradients).
     """
@@ -97,15 +104,18 @@ class Folding:
     readings: Readings  # what observers are told of gradients like those that came last
 
     def __init__(self, fold: FoldTree, step: Step | None, observers: Observers | None):
-        if observers is not None and any(each.reducer.monoid.axis is not None for each in observers.folds):
+        if observers is not None and any(
+            each.reducer.monoid.axis is not None for each in observers.folds
+        ):
             raise FuncgaError(
-                "an observer collects a value of every micro-batch, as dropped() and gradient_norms() do, and the "
-                "state of multi_steps cannot grow. How many were dropped it counts anyway: read state.dropped. Observe "
-                "what is summed, as gradient_noise() does; or fold the window in one call, by funcga.accumulate."
+                "an observer collects a value of every micro-batch, as dropped() and "
+                "gradient_norms() do, and the state of multi_steps cannot grow. How many were "
+                "dropped it counts anyway: read state.dropped. Observe what is summed, as "
+                "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
         self.fold, self.memory, self.observers = fold, Memory(step), observers
-        # What the gradients of the last call were like, the Outputs of such gradients, and those of (how many
-        # micro-batches were rejected, such gradients).
+        # What the gradients of the last call were like, the Outputs of such gradients, and those of
+        # (how many micro-batches were rejected, such gradients).
         self.last: tuple[list[object], Outputs, Outputs] | None = None
 
     def __reduce__(self) -> Any:
@@ -117,7 +127,11 @@ class Folding:
 
         Raises FuncgaError for folds that do not fit.
         """
-        kinds = [backend, structure, *[None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves]]
+        kinds = [
+            backend,
+            structure,
+            *[None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves],
+        ]
         if self.last is not None and self.last[0] == kinds:
             return self.last[1]
         grads = self.gradients_in(backend.trees.unflatten(structure, list(leaves)))
@@ -126,23 +140,32 @@ class Folding:
             # What is collected grows with every call, and a state cannot.
             if fold is not None and fold.fold.reducer.monoid.axis is not None:
                 raise FuncgaError(
-                    f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and gradients are to become one "
-                    f"gradient. Fold them with funcga.mean(), funcga.per_weight() or funcga.sum()."
+                    f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and "
+                    "gradients are to become one gradient. Fold them with funcga.mean(), "
+                    "funcga.per_weight() or funcga.sum()."
                 )
         folds, value = self.fold, self.with_room(grads, backend)
         if self.observers is not None:
             folds = self.observers.folds, self.fold
-            outputs = replace(bind_outputs(folds, value, backend, name="params")[0], before=len(value[0]))
+            outputs = replace(
+                bind_outputs(folds, value, backend, name="params")[0], before=len(value[0])
+            )
         counted, _ = bind_outputs((sum(), folds), (backend.arrays.integer(0), value), backend)
         self.last = kinds, outputs, replace(counted, before=1)
         return outputs
 
     def merged(self, window: Accumulation, replicas: Any) -> Accumulation:
-        """The window of all replicas. What they have rejected is summed with the gradients, as one more leaf."""
+        """The window of all replicas. What they have rejected is summed with the gradients, as
+        one more leaf.
+        """
         # So one collective carries all, and the count needs none of its own.
         assert self.last is not None
         (rejected, *accumulators), total = window.outputs.backend.transforms.merged(
-            self.last[2], [window.rejected, *window.accumulators], window.tally, replicas, self.memory
+            self.last[2],
+            [window.rejected, *window.accumulators],
+            window.tally,
+            replicas,
+            self.memory,
         )
         return window._replace(accumulators=accumulators, rejected=rejected, tally=total)
 
@@ -155,7 +178,9 @@ class Folding:
         leaves, structure = backend.trees.flatten(grads)
         numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
         self.readings = Readings(self.observers, self.fold, grads, numbered, backend)
-        like = next((leaf for leaf in leaves if backend.arrays.is_array(leaf)), backend.arrays.as_array(0.0))
+        like = next(
+            (leaf for leaf in leaves if backend.arrays.is_array(leaf)), backend.arrays.as_array(0.0)
+        )
         return self.readings.placeholders(like), grads
 
     def gradients_in(self, value: Tree) -> Tree:
@@ -168,22 +193,29 @@ class Folding:
         while type(inner) is tuple and inner:
             inner = inner[0]
         told, grads = value
-        return self.readings.observation(told, grads, inner.scale if isinstance(inner, LossScaledState) else 1.0)
+        return self.readings.observation(
+            told, grads, inner.scale if isinstance(inner, LossScaledState) else 1.0
+        )
 
     def unobserved(self, empty: Accumulation) -> Tree:
-        """What is said before the first update: NaN, in the structure and the types of what is said later."""
+        """What is said before the first update: NaN, in the structure and the types of what is
+        said later.
+        """
         if self.observers is None:
             return ()
         outputs, backend = empty.outputs, empty.outputs.backend
         nothing = backend.sums.finish(outputs.folds, empty.accumulators, empty.tally, donate=False)
         leaves, structure = backend.trees.flatten(self.observed(outputs.structure_of(nothing)))
-        return backend.trees.unflatten(structure, [backend.arrays.xp.full_like(leaf, float("nan")) for leaf in leaves])
+        return backend.trees.unflatten(
+            structure, [backend.arrays.xp.full_like(leaf, float("nan")) for leaf in leaves]
+        )
 
 
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
     """The leaves of the gradients, in the order of their accumulators.
 
-    Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is another.
+    Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is
+    another.
     """
     try:
         leaves = window.outputs.in_order(grads, "grads")
@@ -196,8 +228,8 @@ def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
 def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
     """The params that the state was made for, and their leaves, in the order of the accumulators.
 
-    In a larger tree, such as a whole module, None takes the place of every other leaf. Raises FuncgaError if params
-    have another structure or shapes.
+    In a larger tree, such as a whole module, None takes the place of every other leaf. Raises
+    FuncgaError if params have another structure or shapes.
     """
     outputs, trees = window.outputs, window.outputs.backend.trees
     if params is None:
@@ -205,7 +237,9 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
     leaves, structure = trees.flatten(params)
     if structure != outputs.structure:
         paths, trained = leaf_paths(params, trees, "params"), {*outputs.paths("params")}
-        matched = [leaf if path in trained else None for path, leaf in zip(paths, leaves, strict=True)]
+        matched = [
+            leaf if path in trained else None for path, leaf in zip(paths, leaves, strict=True)
+        ]
         params = trees.unflatten(structure, matched)
         try:
             leaves = outputs.in_order(params, "params")
@@ -216,7 +250,9 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
 
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
-    """Params after an update, in the larger tree that they were matched in, whose other leaves are as they were."""
+    """Params after an update, in the larger tree that they were matched in, whose other leaves
+    are as they were.
+    """
     trees = backend.trees
     updated = dict(zip(leaf_paths(after, trees), trees.flatten(after)[0], strict=True))
     leaves, structure = trees.flatten(params)
@@ -226,18 +262,24 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 
 
 def _check_leaves(name: str, leaves: Sequence[Array], window: Accumulation) -> None:
-    """Raises FuncgaError for a leaf of another shape than its accumulator, or a gradient of another kind of dtype."""
+    """Raises FuncgaError for a leaf of another shape than its accumulator, or a gradient of
+    another kind of dtype.
+    """
     arrays, are_grads = window.outputs.backend.arrays, name == "grads"
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
         # One like its accumulator is the usual case, and needs no closer look.
         if type(leaf) is type(accumulator) and (leaf is None or leaf.dtype == accumulator.dtype):
             fits = leaf is None or leaf.shape == accumulator.shape
         elif accumulator is None or not arrays.is_array(leaf):
-            fits = not are_grads and (accumulator is None or isinstance(leaf, int | float | complex))
+            fits = not are_grads and (
+                accumulator is None or isinstance(leaf, int | float | complex)
+            )
         else:
             held = parts_of(accumulator)
             fits = any(part.shape == leaf.shape for part in held)
-            fits = fits and not (are_grads and arrays.kind(leaf.dtype) != arrays.kind(held[0].dtype))
+            fits = fits and not (
+                are_grads and arrays.kind(leaf.dtype) != arrays.kind(held[0].dtype)
+            )
         if not fits:
             raise _unfit(name, leaf_index, leaf, window)
 
@@ -245,14 +287,15 @@ def _check_leaves(name: str, leaves: Sequence[Array], window: Accumulation) -> N
 def _restructured(what: str, error: PathError) -> FuncgaError:
     if what == "gradients" and all(f"`grads.{part}" in str(error) for part in ("fast", "slow")):
         return FuncgaError(
-            "the state was made for params.fast and params.slow, as optax.lookahead has them, and its gradients are "
-            "those of params.fast alone. Let lookahead be outside, and count micro-batches: "
-            "optax.lookahead(funcga.multi_steps(tx, n), n * sync_period, slow_step_size)."
+            "the state was made for params.fast and params.slow, as optax.lookahead has them, and "
+            "its gradients are those of params.fast alone. Let lookahead be outside, and count "
+            "micro-batches: optax.lookahead(funcga.multi_steps(tx, n), n * sync_period, "
+            "slow_step_size)."
         )
     return FuncgaError(
-        f"the {what} have another structure than the params that the state was made for: {error}. Give all of these at "
-        f"every call, gradients of zeros where there is nothing to add; or make a state for what there is: "
-        f"state = tx.init(params)."
+        f"the {what} have another structure than the params that the state was made for: {error}. "
+        "Give all of these at every call, gradients of zeros where there is nothing to add; or "
+        "make a state for what there is: state = tx.init(params)."
     )
 
 
@@ -260,9 +303,9 @@ def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> Fu
     describe, accumulator = window.outputs.backend.arrays.describe, window.accumulators[leaf_index]
     before = describe(None if accumulator is None else largest(accumulator))
     return FuncgaError(
-        f"{window.outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made for params where it is "
-        f"{before}: the two cannot be combined. Give what belongs to these params; or make a state for the new ones: "
-        f"state = tx.init(params)."
+        f"{window.outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made for "
+        f"params where it is {before}: the two cannot be combined. Give what belongs to these "
+        "params; or make a state for the new ones: state = tx.init(params)."
     )
 
 
@@ -276,7 +319,8 @@ class DroppingUpdates(Dropping):
     def at_the_end(
         self, dropped: Dropped, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
     ) -> tuple[bool | Array, Dropped]:
-        """Whether a window of `steps` micro-batches, without the `rejected` ones, ends with an update; and the counts.
+        """Whether a window of `steps` micro-batches, without the `rejected` ones, ends with an
+        update; and the counts.
 
         Without replicas those that were rejected are counted already.
         """
@@ -285,10 +329,12 @@ class DroppingUpdates(Dropping):
             microbatches = microbatches + rejected
         keep = steps > 0
         if self.scope == "window":
-            # Without an update what was folded is dropped as well. An empty window, which may be flushed inside of
-            # jit, does not count as dropped.
+            # Without an update what was folded is dropped as well. An empty window, which may be
+            # flushed inside of jit, does not count as dropped.
             keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
             emitted, zero = arrays.as_array(keep), arrays.integer(0)
             microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))
             windows = windows + arrays.xp.where(emitted, zero, arrays.integer(is_filled))
-        return arrays.scalar(keep) if arrays.is_array(keep) else keep, Dropped(microbatches, windows)
+        return arrays.scalar(keep) if arrays.is_array(keep) else keep, Dropped(
+            microbatches, windows
+        )

@@ -1,4 +1,6 @@
-"""How large a window is: when one of `multi_steps` is full, and the learning rates for batches of another size."""
+"""How large a window is: when one of `multi_steps` is full, and the learning rates for batches
+of another size.
+"""
 
 import numbers
 from collections.abc import Callable
@@ -13,11 +15,12 @@ from funcga.errors import FuncgaError, check_count
 
 @dataclass(frozen=True)
 class TargetWeight:
-    """For `n` in `multi_steps` and `windows`: a window is full when its micro-batches weigh this much, or more.
+    """For `n` in `multi_steps` and `windows`: a window is full when its micro-batches weigh this
+    much, or more.
 
     Args:
-        weight: A number > 0, such as a number of tokens, or a schedule of it: a function of the number of updates so
-            far.
+        weight: A number > 0, such as a number of tokens, or a schedule of it: a function of the
+            number of updates so far.
 
     Raises:
         FuncgaError: The number is not positive.
@@ -75,13 +78,16 @@ def _check_target(weight: object) -> None:
     if is_quantity(weight):
         return
     raise FuncgaError(
-        f"the target weight is {weight!r}: it must be a finite number above 0, such as the tokens of one update, "
-        f"funcga.TargetWeight(1_000_000); or a function of the number of updates that returns one."
+        f"the target weight is {weight!r}: it must be a finite number above 0, such as the tokens "
+        "of one update, funcga.TargetWeight(1_000_000); or a function of the number of updates "
+        "that returns one."
     )
 
 
 def check_target(n: WindowSize) -> WindowSize:
-    """What `n` may be: an int >= 1, a TargetWeight, or a function of the number of updates. Else FuncgaError."""
+    """What `n` may be: an int >= 1, a TargetWeight, or a function of the number of updates. Else
+    FuncgaError.
+    """
     if isinstance(n, TargetWeight) or callable(n):
         return n
     number: Scalar = n
@@ -90,17 +96,27 @@ def check_target(n: WindowSize) -> WindowSize:
     # A traced number, as optax.inject_hyperparams passes one, has no value here.
     except Exception:
         return n
-    return check_count(number, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))")
+    return check_count(
+        number, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))"
+    )
 
 
 def target_of(n: WindowSize, updates: Array, arrays: Arrays) -> Scalar:
-    """What has to be reached after so many updates: a number, or an array of one. FuncgaError if it never can be."""
+    """What has to be reached after so many updates: a number, or an array of one. FuncgaError if
+    it never can be.
+    """
     of_weight = isinstance(n, TargetWeight)
     target = n.weight if isinstance(n, TargetWeight) else n
-    return _scheduled(target, arrays.scalar(updates), of_weight, arrays) if callable(target) else target
+    return (
+        _scheduled(target, arrays.scalar(updates), of_weight, arrays)
+        if callable(target)
+        else target
+    )
 
 
-def _scheduled(schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bool, arrays: Arrays) -> Scalar:
+def _scheduled(
+    schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bool, arrays: Arrays
+) -> Scalar:
     """What a schedule says. Raises FuncgaError if the host sees that it can never be reached."""
     # Its value is only known where it is a number, or an array that is computed already.
     target = schedule(updates)
@@ -109,16 +125,24 @@ def _scheduled(schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bo
         return target
     if of_weight:
         _check_target(seen)
-    elif isinstance(seen, bool) or not isinstance(seen, numbers.Real) or not 1 <= float(seen) < float("inf"):
+    elif (
+        isinstance(seen, bool)
+        or not isinstance(seen, numbers.Real)
+        or not 1 <= float(seen) < float("inf")
+    ):
         raise FuncgaError(
-            f"the schedule of n returned {target!r} after {updates} updates: it must be a number of micro-batches, at "
-            f"least 1, or a 0-d array of one."
+            f"the schedule of n returned {target!r} after {updates} updates: it must be a number "
+            "of micro-batches, at least 1, or a 0-d array of one."
         )
     return target
 
 
-def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Scalar], arrays: Arrays) -> bool | Array:
-    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an array where traced."""
+def is_full(
+    n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Scalar], arrays: Arrays
+) -> bool | Array:
+    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an
+    array where traced.
+    """
     if type(n) is int:  # as usual: the host is spared all other questions
         return steps >= n
     of_weight = isinstance(n, TargetWeight)
@@ -126,8 +150,8 @@ def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Sc
     # JAX takes no int of more than 31 bits as an operand.
     if of_weight and isinstance(target, int):
         target = float(target)
-    # One dtype for both. A weight is a float, and the target is cast to it; the number of steps is an int, and is cast
-    # to what the schedule returns, which may be a float.
+    # One dtype for both. A weight is a float, and the target is cast to it; the number of steps is
+    # an int, and is cast to what the schedule returns, which may be a float.
     if arrays.is_array(amount) and arrays.is_array(target) and amount.dtype != target.dtype:
         dtype = amount.dtype if of_weight else target.dtype
         amount, target = arrays.cast(amount, dtype), arrays.cast(target, dtype)
@@ -136,7 +160,8 @@ def is_full(n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Sc
 
 
 def in_full(weight: Scalar) -> Scalar:
-    """A total weight with what rounding may have taken of it, as of ten times 0.1, which is less than 1.
+    """A total weight with what rounding may have taken of it, as of ten times 0.1, which is less
+    than 1.
 
     Counts of up to 10**12 are compared exactly.
     """
@@ -149,16 +174,17 @@ _Size = TypeVar("_Size")
 def linear_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size | float:
     """`lr * batch_size / base_batch_size`: the rule for SGD, whose noise it leaves as it was.
 
-    For a larger batch begin at `lr` and warm up to this over some epochs: `optax.linear_schedule(lr, scaled, updates)`,
-    or torch's LinearLR with start_factor=lr / scaled and total_iters=updates.
+    For a larger batch begin at `lr` and warm up to this over some epochs:
+    `optax.linear_schedule(lr, scaled, updates)`, or torch's LinearLR with start_factor=lr / scaled
+    and total_iters=updates.
 
     Source: Goyal et al. (2017), "Accurate, large minibatch SGD: training ImageNet in 1 hour".
 
     Args:
         lr: The learning rate that was tuned for base_batch_size.
         base_batch_size: A batch size in whatever unit batch_size has: rows, or tokens.
-        batch_size: That of an update, all its micro-batches on all replicas; a number, or a 0-d array of what was
-            really folded, whose value is not looked at.
+        batch_size: That of an update, all its micro-batches on all replicas; a number, or a 0-d
+            array of what was really folded, whose value is not looked at.
 
     Returns:
         The learning rate, a number or a 0-d array as batch_size is.
@@ -174,11 +200,12 @@ def linear_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Siz
 
 
 def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size | float:
-    """`lr * sqrt(batch_size / base_batch_size)`: the rule for Adam and others that divide by the gradient's size.
+    """`lr * sqrt(batch_size / base_batch_size)`: the rule for Adam and others that divide by the
+    gradient's size.
 
-    Source: Krizhevsky (2014), "One weird trick for parallelizing convolutional neural networks", by the variance of a
-    step; Malladi et al. (2022), "On the SDEs and scaling rules for adaptive gradient algorithms", for Adam, of
-    which they scale the betas and epsilon as well.
+    Source: Krizhevsky (2014), "One weird trick for parallelizing convolutional neural networks", by
+    the variance of a step; Malladi et al. (2022), "On the SDEs and scaling rules for adaptive
+    gradient algorithms", for Adam, of which they scale the betas and epsilon as well.
 
     Args:
         lr: The learning rate that was tuned for base_batch_size.
@@ -212,19 +239,22 @@ def _check_size(name: str, size: Scalar, like: str) -> None:
 
 
 def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
-    """`2 ** (-tokens / half_life)`: the beta of a moving average that forgets half of what it has after so many tokens.
+    """`2 ** (-tokens / half_life)`: the beta of a moving average that forgets half of what it has
+    after so many tokens.
 
-    With it Adam's second moment remembers equally many tokens for every batch size, so that a batch of another size
-    trains alike without accumulation. Give it to the optimizer as beta2; in torch also as an option that follows the
-    window's tokens, `betas=lambda count, weight: (0.9, funcga.beta_for_half_life(weight, half_life))`.
+    With it Adam's second moment remembers equally many tokens for every batch size, so that a batch
+    of another size trains alike without accumulation. Give it to the optimizer as beta2; in torch
+    also as an option that follows the window's tokens, `betas=lambda count, weight: (0.9,
+    funcga.beta_for_half_life(weight, half_life))`.
 
-    Source: Marek et al. (2025), "Small batch size training for language models: when vanilla SGD works, and why
-    gradient accumulation is wasteful", arXiv 2507.07101.
+    Source: Marek et al. (2025), "Small batch size training for language models: when vanilla SGD
+    works, and why gradient accumulation is wasteful", arXiv 2507.07101.
 
     Args:
-        tokens: How many tokens an update has, or rows, in the unit of half_life; a number, or a 0-d array of what was
-            really folded, whose value is not looked at.
-        half_life: After how many tokens half is forgotten, in their unit: `-tokens / log2(beta)` of a tuned beta.
+        tokens: How many tokens an update has, or rows, in the unit of half_life; a number, or a 0-d
+            array of what was really folded, whose value is not looked at.
+        half_life: After how many tokens half is forgotten, in their unit: `-tokens / log2(beta)` of
+            a tuned beta.
 
     Returns:
         The beta, a number or a 0-d array as tokens is.

@@ -1,4 +1,6 @@
-"""`to_torch`, `to_jax`, `to_numpy`: whole trees from one framework to another, in new memory or in the same."""
+"""`to_torch`, `to_jax`, `to_numpy`: whole trees from one framework to another, in new memory or
+in the same.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
@@ -12,30 +14,34 @@ from funcga.errors import FuncgaError, listed
 
 
 def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
-    """Converts every array of a tree, of torch, JAX or NumPy, to a torch tensor of the same shape and dtype, detached.
+    """Converts every array of a tree, of torch, JAX or NumPy, to a torch tensor of the same shape
+    and dtype, detached.
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
-    they are. A tensor that is in the tree twice comes back as two copies, or where memory is shared, as two in one.
+    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that
+    are no arrays stay as they are. A tensor that is in the tree twice comes back as two copies, or
+    where memory is shared, as two in one.
 
     Args:
         tree: Nested containers of arrays.
-        copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible
-            and copies elsewhere. False shares it, or raises. What shares memory sees what is written to it:
+        copy: True makes one copy of each array, in memory of its own. None shares the memory where
+            that is possible and copies elsewhere. False shares it, or raises. What shares memory
+            sees what is written to it:
 
-            - A JAX array is shared unless it is sharded. Do not write to the tensor: JAX relies on its arrays never
-              changing.
-            - A NumPy array is shared unless it is read-only, or has negative strides or bytes in another order. Write
-              where you like.
+            - A JAX array is shared unless it is sharded. Do not write to the tensor: JAX relies on
+              its arrays never changing.
+            - A NumPy array is shared unless it is read-only, or has negative strides or bytes in
+              another order. Write where you like.
             - A tensor is always shared, as by `x.detach()`. Write where you like.
-        device: A torch.device or its name. By default arrays stay where they lie, which is the CPU where torch has no
-            such device. Another device is a copy.
+        device: A torch.device or its name. By default arrays stay where they lie, which is the CPU
+            where torch has no such device. Another device is a copy.
 
     Returns:
         A tree of the same structure, with tensors.
 
     Raises:
-        FuncgaError: An array, which the error names, is one that torch cannot have: of a dtype such as int4, a typed
-            key of JAX (convert `jax.random.key_data(key)`), traced by jit, or donated. Or there is no such device.
+        FuncgaError: An array, which the error names, is one that torch cannot have: of a dtype such
+            as int4, a typed key of JAX (convert `jax.random.key_data(key)`), traced by jit, or
+            donated. Or there is no such device.
 
     Example:
         >>> funcga.to_torch({"w": jnp.ones(2)})
@@ -45,35 +51,38 @@ def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> 
 
 
 def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
-    """Converts every array of a tree, of torch, JAX or NumPy, to a JAX array of the same shape and dtype.
+    """Converts every array of a tree, of torch, JAX or NumPy, to a JAX array of the same shape and
+    dtype.
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
-    they are. Inside of jit, what is traced stays as it is.
+    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that
+    are no arrays stay as they are. Inside of jit, what is traced stays as it is.
 
     Args:
         tree: Nested containers of arrays.
-        copy: True makes one copy of each array, in memory of its own, finished when this returns. None shares the
-            memory where that is possible and copies elsewhere. False shares it, or raises:
+        copy: True makes one copy of each array, in memory of its own, finished when this returns.
+            None shares the memory where that is possible and copies elsewhere. False shares it, or
+            raises:
 
-            - A tensor is shared unless it is not contiguous, or a slice that begins at no multiple of 64 bytes. Do not
-              write to it afterwards.
-            - A NumPy array is shared under the same conditions; NumPy's own memory usually begins elsewhere. Do not
-              write to it afterwards.
+            - A tensor is shared unless it is not contiguous, or a slice that begins at no multiple
+              of 64 bytes. Do not write to it afterwards.
+            - A NumPy array is shared under the same conditions; NumPy's own memory usually begins
+              elsewhere. Do not write to it afterwards.
             - A JAX array stays the same array.
 
-            JAX relies on its arrays never changing, and may read them later than it is called. An array that shares
-            memory can be donated: JAX gives it up and writes elsewhere.
-        device: A jax.Device, a Sharding, or a name such as "cpu" or "gpu:1". By default JAX arrays and CUDA tensors
-            stay where they lie, if JAX has that device, and all else goes to JAX's default device, uncommitted.
-            Another device is a copy.
+            JAX relies on its arrays never changing, and may read them later than it is called. An
+            array that shares memory can be donated: JAX gives it up and writes elsewhere.
+        device: A jax.Device, a Sharding, or a name such as "cpu" or "gpu:1". By default JAX arrays
+            and CUDA tensors stay where they lie, if JAX has that device, and all else goes to JAX's
+            default device, uncommitted. Another device is a copy.
 
     Returns:
         A tree of the same structure, with JAX arrays.
 
     Raises:
-        FuncgaError: An array, which the error names, has 64 bits while JAX has these switched off and would narrow it
-            silently; or is one that JAX cannot have: a DTensor, a sparse tensor, a dtype such as torch.int4, a tensor
-            of a running torch.func transform. Or there is no such device.
+        FuncgaError: An array, which the error names, has 64 bits while JAX has these switched off
+            and would narrow it silently; or is one that JAX cannot have: a DTensor, a sparse
+            tensor, a dtype such as torch.int4, a tensor of a running torch.func transform. Or there
+            is no such device.
 
     Example:
         >>> funcga.to_jax({"w": torch.ones(2)})
@@ -83,26 +92,30 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
 
 
 def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
-    """Converts every array of a tree, of torch, JAX or NumPy, to a NumPy array of the same shape and dtype.
+    """Converts every array of a tree, of torch, JAX or NumPy, to a NumPy array of the same shape
+    and dtype.
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that are no arrays stay as
-    they are, and so do NumPy's scalars. bfloat16 and float8 are the dtypes of ml_dtypes.
+    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that
+    are no arrays stay as they are, and so do NumPy's scalars. bfloat16 and float8 are the dtypes of
+    ml_dtypes.
 
     Args:
         tree: Nested containers of arrays.
-        copy: True makes one copy of each array, in memory of its own. None shares the memory where that is possible
-            and copies elsewhere. False shares it, or raises:
+        copy: True makes one copy of each array, in memory of its own. None shares the memory where
+            that is possible and copies elsewhere. False shares it, or raises:
 
-            - A JAX array is shared unless it is not on the CPU, or on several devices. NumPy's array is read-only.
-            - A tensor is shared unless it is not on the CPU, or lazily conjugated. Write where you like.
+            - A JAX array is shared unless it is not on the CPU, or on several devices. NumPy's
+              array is read-only.
+            - A tensor is shared unless it is not on the CPU, or lazily conjugated. Write where you
+              like.
             - A NumPy array stays the same array.
 
     Returns:
         A tree of the same structure, with NumPy arrays.
 
     Raises:
-        FuncgaError: An array, which the error names, has no numbers that NumPy could have, as in `to_torch` and
-            `to_jax`.
+        FuncgaError: An array, which the error names, has no numbers that NumPy could have, as in
+            `to_torch` and `to_jax`.
 
     Example:
         >>> funcga.to_numpy({"w": torch.ones(2)}, copy=None)
@@ -115,7 +128,11 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
         exported = Transfer(leaf) if owner is None else owner.dlpack.export_array(leaf, set())
         # What was copied on the way need not be copied again, unless JAX keeps it.
         is_ours = exported.copied is not None and exported.array.flags.writeable
-        return exported if is_ours or copy is not True else Transfer(exported.array.copy(), "a copy was asked for")
+        return (
+            exported
+            if is_ours or copy is not True
+            else Transfer(exported.array.copy(), "a copy was asked for")
+        )
 
     return walk.rebuilt(walk.exports(export), copy)
 
@@ -130,8 +147,8 @@ def converted(
 ) -> Tree:
     """The tree with the arrays of a framework; `to_torch` and `to_jax` say how.
 
-    Arrays on these platforms are committed to where they lie, as those on the framework's own are. Errors call the tree
-    by `name`.
+    Arrays on these platforms are committed to where they lie, as those on the framework's own are.
+    Errors call the tree by `name`.
     """
     _check_copy(copy)
     target_device = None if device is None else target.dlpack.device(device)
@@ -144,32 +161,43 @@ def converted(
         if owner is None:
             exported = _export_numpy(leaf)
         else:
-            exported = Transfer(leaf) if owner is target else owner.dlpack.export_array(leaf, platforms)
+            exported = (
+                Transfer(leaf) if owner is target else owner.dlpack.export_array(leaf, platforms)
+            )
         target.dlpack.check_importable(exported.array)
         return exported
 
-    return walk.rebuilt(target.dlpack.import_arrays(walk.exports(export), target_device, copy is True), copy)
+    return walk.rebuilt(
+        target.dlpack.import_arrays(walk.exports(export), target_device, copy is True), copy
+    )
 
 
 def _check_copy(copy: object) -> None:
     if not (copy is None or isinstance(copy, bool)):
-        raise FuncgaError(f"copy={copy!r} is neither True (copy all), None (where it must be) nor False (nothing).")
+        raise FuncgaError(
+            f"copy={copy!r} is neither True (copy all), None (where it must be) nor False "
+            "(nothing)."
+        )
 
 
 def _export_numpy(leaf: Array) -> Transfer:
     """An array or scalar of NumPy as a plain array, whose bytes are in this machine's order."""
     if _is_class_of_numpy(leaf, "MaskedArray"):
         raise ExportError(
-            f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) has none"
+            f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) "
+            "has none"
         )
     array = leaf.__array__()
     if not array.dtype.isnative:
         return Transfer(
             array.astype(array.dtype.newbyteorder("=")),
-            f"its bytes are in another order ({array.dtype.str}); x.astype({array.dtype.name!r}) has them in order",
+            f"its bytes are in another order ({array.dtype.str}); x.astype({array.dtype.name!r}) "
+            "has them in order",
         )
     is_scalar = not _is_class_of_numpy(leaf, "ndarray")
-    return Transfer(array, "it is a scalar of NumPy; numpy.asarray(x) is an array" if is_scalar else None)
+    return Transfer(
+        array, "it is a scalar of NumPy; numpy.asarray(x) is an array" if is_scalar else None
+    )
 
 
 def is_numpy(leaf: object) -> bool:
@@ -180,29 +208,33 @@ def is_numpy(leaf: object) -> bool:
 def _is_class_of_numpy(leaf: object, *names: str) -> bool:
     # By name, as this package does not import NumPy.
     bases = type(leaf).__mro__
-    return any(base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases)
+    return any(
+        base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases
+    )
 
 
 def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
     """The error for a device that a framework does not have here."""
     return FuncgaError(
-        f"device={str(name)!r} is none that {framework} has here; it has {', '.join(map(repr, devices))}."
+        f"device={str(name)!r} is none that {framework} has here; it has "
+        f"{', '.join(map(repr, devices))}."
     )
 
 
 def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
-    """Tells which arrays of two trees share memory, so that writing to one may be seen in the other.
+    """Tells which arrays of two trees share memory, so that writing to one may be seen in the
+    other.
 
-    Addresses are compared from an array's first byte to its last, so rows that alternate in one memory count as shared.
-    An array without numbers, traced, fake or empty, shares nothing.
+    Addresses are compared from an array's first byte to its last, so rows that alternate in one
+    memory count as shared. An array without numbers, traced, fake or empty, shares nothing.
 
     Args:
         left: A tree of arrays of torch, JAX or NumPy.
         right: Another one, of any framework, whose arrays have the same paths.
 
     Returns:
-        Whether memory is shared, by path. Paths are written as in `to_state_dict`; leaves that are no arrays are left
-        out.
+        Whether memory is shared, by path. Paths are written as in `to_state_dict`; leaves that are
+        no arrays are left out.
 
     Raises:
         FuncgaError: One tree has arrays that the other has not; the error names their paths.
@@ -217,11 +249,14 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
     missing, new = paths_apart([*lefts], [*rights])
     if missing or new:
         raise FuncgaError(
-            f"left and right have arrays at other paths: only left has {listed(missing)}, only right has "
-            f"{listed(new)}. Compare trees of the same structure, such as a tree and funcga.to_jax(tree, copy=None)."
+            f"left and right have arrays at other paths: only left has {listed(missing)}, only "
+            f"right has {listed(new)}. Compare trees of the same structure, such as a tree and "
+            "funcga.to_jax(tree, copy=None)."
         )
     return {
-        path: any(start < last and first < end for start, end in extents for first, last in rights[path])
+        path: any(
+            start < last and first < end for start, end in extents for first, last in rights[path]
+        )
         for path, extents in lefts.items()
     }
 
@@ -231,16 +266,23 @@ Extent = tuple[int, int]
 
 
 def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
-    """The Extent of a strided array whose first element is at `start`; strides are in bytes, and may be negative."""
-    # Along each axis the last element lies this far from the first; with a negative stride, before it.
+    """The Extent of a strided array whose first element is at `start`; strides are in bytes, and
+    may be negative.
+    """
+    # Along each axis the last element lies this far from the first; with a negative stride, before
+    # it.
     spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + itemsize
+    return start + sum(min(span, 0) for span in spans), start + sum(
+        max(span, 0) for span in spans
+    ) + itemsize
 
 
 def _extents(tree: Tree) -> dict[str, list[Extent]]:
     walk = _walk(tree, None)
     paths = leaf_paths(tree, walk.walker.trees)
-    return {paths[index]: _extents_of(walk.leaves[index], owner) for index, owner in walk.owners.items()}
+    return {
+        paths[index]: _extents_of(walk.leaves[index], owner) for index, owner in walk.owners.items()
+    }
 
 
 def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
@@ -248,11 +290,15 @@ def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
         return owner.dlpack.extents(array)
     if not _is_class_of_numpy(array, "ndarray") or not array.size:
         return []
-    return [extent(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)]
+    return [
+        extent(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+    ]
 
 
 class _Walk(NamedTuple):
-    """A tree as one framework walks it, and who owns the arrays among its leaves: None for NumPy's, by leaf index."""
+    """A tree as one framework walks it, and who owns the arrays among its leaves: None for
+    NumPy's, by leaf index.
+    """
 
     tree: Tree
     walker: Backend
@@ -266,7 +312,9 @@ class _Walk(NamedTuple):
         return leaf_paths(self.tree, self.walker.trees, self.name)[leaf_index]
 
     def exports(self, export: Callable[[Array, Backend | None], Transfer]) -> list[Transfer]:
-        """What a function returns for every array and its owner; FuncgaError, with the path, for an ExportError."""
+        """What a function returns for every array and its owner; FuncgaError, with the path, for
+        an ExportError.
+        """
         transfers = []
         for index, owner in self.owners.items():
             try:
@@ -281,20 +329,27 @@ class _Walk(NamedTuple):
         for index, (array, copied) in zip(self.owners, transfers, strict=True):
             if copy is False and copied is not None:
                 raise FuncgaError(
-                    f"copy=False asks for no copy, and `{self.path(index)}` cannot be shared: {copied}. copy=None "
-                    f"copies what cannot be shared, and nothing else."
+                    f"copy=False asks for no copy, and `{self.path(index)}` cannot be shared: "
+                    f"{copied}. copy=None copies what cannot be shared, and nothing else."
                 )
             leaves[index] = array
         return self.walker.trees.unflatten(self.structure, leaves)
 
 
 def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
-    """The tree as a framework has it that knows all its containers; if none does, as the one that finds most arrays."""
-    # Each framework has its own containers: torch does not look into a flax module, nor JAX into a torch one.
+    """The tree as a framework has it that knows all its containers; if none does, as the one
+    that finds most arrays.
+    """
+    # Each framework has its own containers: torch does not look into a flax module, nor JAX into a
+    # torch one.
     walks = []
     for walker in walkers():
         leaves, structure = walker.trees.flatten(tree)
-        owners = {index: owner_of(leaf) for index, leaf in enumerate(leaves) if is_numpy(leaf) or owner_of(leaf)}
+        owners = {
+            index: owner_of(leaf)
+            for index, leaf in enumerate(leaves)
+            if is_numpy(leaf) or owner_of(leaf)
+        }
         walk = _Walk(tree, walker, leaves, structure, owners, name)
         # A leaf that is no plain value may be a container that only another framework knows.
         others = [leaf for index, leaf in enumerate(leaves) if index not in owners]
@@ -302,7 +357,8 @@ def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
             return walk
         walks.append(walk)
 
-    # Most arrays count first; then that they are the walker's own, and that it is the one to convert to.
+    # Most arrays count first; then that they are the walker's own, and that it is the one to
+    # convert to.
     def fitness(walk: _Walk) -> tuple[int, bool, bool]:
         return len(walk.owners), walk.walker in walk.owners.values(), walk.walker is target
 
@@ -310,10 +366,14 @@ def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
 
 
 def walkers() -> list[Backend]:
-    """The frameworks that are imported; if none is, one that is installed, to walk a tree of NumPy's arrays."""
+    """The frameworks that are imported; if none is, one that is installed, to walk a tree of
+    NumPy's arrays.
+    """
     return load_imported() or [load("torch" if find_spec("torch") else "jax")]
 
 
 def owner_of(leaf: object) -> Backend | None:
-    """The framework, of those that are imported, that an array belongs to; None for NumPy's, and for anything else."""
+    """The framework, of those that are imported, that an array belongs to; None for NumPy's, and
+    for anything else.
+    """
     return next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)

@@ -1,4 +1,6 @@
-"""Containers that a framework's trees do not know: mappings such as `BatchEncoding`, and dataclasses with arrays."""
+"""Containers that a framework's trees do not know: mappings such as `BatchEncoding`, and
+dataclasses with arrays.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -15,7 +17,9 @@ class Kind(NamedTuple):
 
 
 class Mapped:
-    """A container in a tree: the frameworks know this class as a node, whose structure is a Kind."""
+    """A container in a tree: the frameworks know this class as a node, whose structure is a
+    Kind.
+    """
 
     def __init__(self, container: Tree, walk: Callable[[Tree], Tree]):
         entries = _entries(container)
@@ -24,11 +28,18 @@ class Mapped:
 
 
 def is_container(node: object) -> bool:
-    """Whether this is a mapping, or a dataclass with arrays: one without is a setting, and stays as it is."""
+    """Whether this is a mapping, or a dataclass with arrays: one without is a setting, and stays
+    as it is.
+    """
     if isinstance(node, Mapping):
         return True
     is_array_or_module = hasattr(type(node), "ndim") or hasattr(type(node), "named_parameters")
-    return is_dataclass(node) and not isinstance(node, type) and not is_array_or_module and _has_arrays(node)
+    return (
+        is_dataclass(node)
+        and not isinstance(node, type)
+        and not is_array_or_module
+        and _has_arrays(node)
+    )
 
 
 def _has_arrays(value: object) -> bool:
@@ -38,7 +49,9 @@ def _has_arrays(value: object) -> bool:
         return any(map(_has_arrays, value))
     if isinstance(value, type):
         return False
-    return hasattr(value, "ndim") or (is_dataclass(value) and any(map(_has_arrays, _entries(value).values())))
+    return hasattr(value, "ndim") or (
+        is_dataclass(value) and any(map(_has_arrays, _entries(value).values()))
+    )
 
 
 def _entries(container: Tree) -> dict[Hashable, Tree]:
@@ -52,19 +65,27 @@ def container_children(node: Tree) -> list[tuple[str, Tree]] | None:
     if not is_container(node):
         return None
     is_mapping = isinstance(node, Mapping)
-    return [(f"[{key!r}]" if is_mapping else f".{key}", value) for key, value in _entries(node).items()]
+    return [
+        (f"[{key!r}]" if is_mapping else f".{key}", value) for key, value in _entries(node).items()
+    ]
 
 
 def rebuilt(kind: Kind, values: Iterable[Tree]) -> Tree:
-    """A container of this kind with other values; a dict of them for a mapping that is not made of a dict.
+    """A container of this kind with other values; a dict of them for a mapping that is not made of
+    a dict.
 
-    What it knows beside its values, as a `BatchEncoding` does the words that its tokens come from, is of all rows: it
-    is left out.
+    What it knows beside its values, as a `BatchEncoding` does the words that its tokens come from,
+    is of all rows: it is left out.
     """
     plain = dict(zip(kind.keys, values, strict=True))
-    if isinstance(kind.type, type) and is_dataclass(kind.type) and not issubclass(kind.type, Mapping):
+    if (
+        isinstance(kind.type, type)
+        and is_dataclass(kind.type)
+        and not issubclass(kind.type, Mapping)
+    ):
         return _rebuilt_dataclass(kind.type, plain)
-    # The type is tried out: one whose constructor takes something else would make another mapping, silently.
+    # The type is tried out: one whose constructor takes something else would make another mapping,
+    # silently.
     try:
         mapping = kind.type(plain)
         is_alike = [*mapping] == [*plain] and all(mapping[key] is plain[key] for key in plain)

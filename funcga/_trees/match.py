@@ -1,4 +1,5 @@
-"""Trees that are filled by path: `match`, across models and frameworks, and state dicts, from files.
+"""Trees that are filled by path: `match`, across models and frameworks, and state dicts, from
+files.
 
 `match` takes dotted paths, so that trees of different frameworks and containers have one spelling.
 """
@@ -9,7 +10,14 @@ from difflib import get_close_matches
 
 from funcga._backend import Backend, ExportError
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import Children, PathError, check_paths, leaf_paths, paths_and_leaves, paths_apart
+from funcga._backend.prefixes import (
+    Children,
+    PathError,
+    check_paths,
+    leaf_paths,
+    paths_and_leaves,
+    paths_apart,
+)
 from funcga._trees import converted, is_numpy, owner_of, walkers
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
@@ -17,20 +25,24 @@ from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
 
 
 def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
-    """Copies the arrays of a tree into the containers and the framework of another one, matched by dotted path.
+    """Copies the arrays of a tree into the containers and the framework of another one, matched by
+    dotted path.
 
     Args:
         tree: The tree whose arrays are taken. Dtypes are its.
-        like: The tree to fill, which is left as it is: of arrays of torch, JAX or NumPy, or of what stands for arrays.
-            For a jax.ShapeDtypeStruct, as jax.eval_shape makes it, and for a tensor on torch's meta device, real arrays
-            come back. What else it holds is kept. Shapes are its.
-        rules: What the leaves of `tree` are called in `like`, and how their axes lie there (see `funcga.rules`).
+        like: The tree to fill, which is left as it is: of arrays of torch, JAX or NumPy, or of what
+            stands for arrays. For a jax.ShapeDtypeStruct, as jax.eval_shape makes it, and for a
+            tensor on torch's meta device, real arrays come back. What else it holds is kept. Shapes
+            are its.
+        rules: What the leaves of `tree` are called in `like`, and how their axes lie there (see
+            `funcga.rules`).
 
     Returns:
         A tree like `like`.
 
     Raises:
-        FuncgaError: A path is missing or new, or an array has another shape; the error names the paths.
+        FuncgaError: A path is missing or new, or an array has another shape; the error names the
+            paths.
 
     Example:
         >>> tree = {"layer.weight": torch.ones(2, 3)}
@@ -43,9 +55,16 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     target = _framework_of(like, likes)
     is_array = target.arrays.is_array if target else is_numpy
     expected = {path: leaf for path, leaf in likes.items() if is_array(leaf)}
-    arrays = {path: leaf for path, leaf in by_path(tree, "tree").items() if is_numpy(leaf) or owner_of(leaf)}
+    arrays = {
+        path: leaf
+        for path, leaf in by_path(tree, "tree").items()
+        if is_numpy(leaf) or owner_of(leaf)
+    }
     matches = _matches(arrays, expected, as_rules(rules))
-    filled = {pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target) for pair in matches}
+    filled = {
+        pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target)
+        for pair in matches
+    }
     # Not by `likes`, which leaves out everything that is not an array.
     trees = (target or walkers()[-1]).trees
     leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
@@ -60,14 +79,17 @@ def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
 
 
 def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of each path; FuncgaError, with what comes close, for those that are missing or new."""
+    """The Pair of each path; FuncgaError, with what comes close, for those that are missing or
+    new.
+    """
     matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
     missing, new = paths_apart([*expected], [*matches])
     new = [matches[path].left for path in new]
     if missing or new:
         raise FuncgaError(
-            f"the trees have different leaves: `like` has {listed(_with_close(missing, new), 8)}, which tree lacks, "
-            f"and tree has {listed(_with_close(new, missing), 8)}, which `like` lacks. Say what is called what: "
+            f"the trees have different leaves: `like` has "
+            f"{listed(_with_close(missing, new), 8)}, which tree lacks, and tree has "
+            f"{listed(_with_close(new, missing), 8)}, which `like` lacks. Say what is called what: "
             rf"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
         )
     return [*matches.values()]
@@ -76,7 +98,10 @@ def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rul
 def _with_close(paths: list[str], others: list[str]) -> list[str]:
     """The paths, the first of them with what comes close on the other side."""
     close = [get_close_matches(path, others, n=1) for path in paths[:8]]
-    hints = [f"`{path}`{f' (is it `{near[0]}`?)' if near else ''}" for path, near in zip(paths, close, strict=False)]
+    hints = [
+        f"`{path}`{f' (is it `{near[0]}`?)' if near else ''}"
+        for path, near in zip(paths, close, strict=False)
+    ]
     return hints + paths[8:]
 
 
@@ -87,8 +112,8 @@ def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Arr
     if shape != wanted:
         described = target.arrays.describe(like) if target else f"{like.dtype}{list(wanted)}"
         raise FuncgaError(
-            f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is {described}: the shapes "
-            f"differ. {_advice(pair, shape, wanted)}"
+            f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is "
+            f"{described}: the shapes differ. {_advice(pair, shape, wanted)}"
         )
     if target is None:
         return array.copy()
@@ -101,26 +126,31 @@ def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
         if len(shape) > 1 and tuple(shape[axis] for axis in permute(len(shape))) == wanted:
             rule = f"funcga.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
             return f"It fits with its axes permuted: put {rule} before the other rules."
-    return "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule whose axes= is a function."
+    return (
+        "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule whose axes= "
+        "is a function."
+    )
 
 
 # -- dotted paths
 
 
 def by_path(tree: Tree, name: str) -> dict[str, Array]:
-    """The leaves of a tree by their dotted paths, such as `hidden.weight`; that of a single array is empty.
+    """The leaves of a tree by their dotted paths, such as `hidden.weight`; that of a single array
+    is empty.
 
-    A flat dict {"hidden.weight": array} has the same paths as the nested one; dicts keep their order. None and
-    functions, as equinox modules hold for an activation, are no leaves; a box with a `.value` alone, as flax puts
-    around a parameter, is its value. Raises FuncgaError, which calls the tree by `name`, for a torch module, a DTensor,
-    an iterator or a view of a dict, and two leaves of one path.
+    A flat dict {"hidden.weight": array} has the same paths as the nested one; dicts keep their
+    order. None and functions, as equinox modules hold for an activation, are no leaves; a box with
+    a `.value` alone, as flax puts around a parameter, is its value. Raises FuncgaError, which calls
+    the tree by `name`, for a torch module, a DTensor, an iterator or a view of a dict, and two
+    leaves of one path.
     """
     leaves: dict[str, Array] = {}
     for path, leaf in paths_and_leaves(tree, _children_in(tree)):
         if path in leaves:
             raise FuncgaError(
-                f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as nested keys, so that "
-                f"it does not say which is meant. Rename one of the two."
+                f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as "
+                "nested keys, so that it does not say which is meant. Rename one of the two."
             )
         _check_leaf(leaf, f"`{path}` of {name}" if path else name, name)
         if leaf is not None and not callable(leaf):
@@ -129,9 +159,11 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
 
 
 def _children_in(tree: Tree) -> Children:
-    """How a tree is walked: the usual containers in their own order, all others as the framework of the tree has them.
+    """How a tree is walked: the usual containers in their own order, all others as the framework of
+    the tree has them.
 
-    Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only looked at.
+    Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only
+    looked at.
     """
     # The framework that owns an array knows the containers best; without arrays any one is asked.
     loaded = load_imported()
@@ -144,7 +176,11 @@ def _children_in(tree: Tree) -> Children:
             return [(f"[{key!r}]", child) for key, child in node.items()]
         if isinstance(node, tuple | list):
             fields = getattr(node, "_fields", None)
-            keys = [f".{field}" for field in fields] if fields else [f"[{index}]" for index in range(len(node))]
+            keys = (
+                [f".{field}" for field in fields]
+                if fields
+                else [f"[{index}]" for index in range(len(node))]
+            )
             return list(zip(keys, node, strict=True))
         return backend.trees.children(node) if backend and not _is_pathless(node) else None
 
@@ -160,26 +196,28 @@ def _check_leaf(leaf: object, where: str, name: str) -> None:
     """Raises FuncgaError for what looks like a tree of arrays and is none."""
     if hasattr(leaf, "named_parameters"):
         raise FuncgaError(
-            f"{where} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its parameters, "
-            f"dict(module.named_parameters()), or its buffers too: module.state_dict()."
+            f"{where} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
+            "parameters, dict(module.named_parameters()), or its buffers too: module.state_dict()."
         )
     if _is_pathless(leaf):
         raise FuncgaError(
             f"{where} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
-            f"dict(module.named_parameters()) instead of module.parameters(), tree instead of tree.values(); or a list "
-            f"of the items."
+            "dict(module.named_parameters()) instead of module.parameters(), tree instead of "
+            "tree.values(); or a list of the items."
         )
     if hasattr(leaf, "full_tensor"):
         raise FuncgaError(
-            f"{where} is a DTensor, of which this process holds a part. Gather it first, on every rank of "
-            f"its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
+            f"{where} is a DTensor, of which this process holds a part. Gather it first, on every "
+            f"rank of its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
         )
 
 
 def as_numpy(leaf: Array, path: str) -> Array:
-    """An array of any framework as one of NumPy, in the same memory if it can be; another leaf as it is.
+    """An array of any framework as one of NumPy, in the same memory if it can be; another leaf as
+    it is.
 
-    Raises FuncgaError, which calls the array by its path, for one without numbers that NumPy could have.
+    Raises FuncgaError, which calls the array by its path, for one without numbers that NumPy could
+    have.
     """
     owner = owner_of(leaf)
     if owner is None:
@@ -194,16 +232,17 @@ def as_numpy(leaf: Array, path: str) -> Array:
 
 
 def to_state_dict(tree: Tree) -> dict[str, Array]:
-    """Gathers the arrays of a tree in a flat dict, which any file format takes. They are not copied.
+    """Gathers the arrays of a tree in a flat dict, which any file format takes. They are not
+    copied.
 
     Args:
         tree: Nested containers of arrays of torch or JAX, such as the state of a transform.
 
     Returns:
-        The arrays by their paths, such as `.window.accumulated['w']`. The paths are the same in both frameworks,
-        whatever the order of their dicts. What has no arrays, None and empty containers, is left out; from_state_dict
-        takes it from the tree that it fills. Typed keys of JAX are there as their data, jax.random.key_data(key), and
-        from_state_dict makes keys of it.
+        The arrays by their paths, such as `.window.accumulated['w']`. The paths are the same in
+        both frameworks, whatever the order of their dicts. What has no arrays, None and empty
+        containers, is left out; from_state_dict takes it from the tree that it fills. Typed keys of
+        JAX are there as their data, jax.random.key_data(key), and from_state_dict makes keys of it.
 
     Raises:
         FuncgaError: The tree has no arrays, or arrays of two frameworks.
@@ -222,13 +261,15 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
 
     Args:
         like: A tree of the same structure, such as tx.init(params). It is left as it is.
-        state_dict: What to_state_dict returned, or what was read from a file: arrays of any framework, or of NumPy.
+        state_dict: What to_state_dict returned, or what was read from a file: arrays of any
+            framework, or of NumPy.
 
     Returns:
         The tree. Its arrays are copies, in the framework of `like`, where `like` has its own.
 
     Raises:
-        FuncgaError: A path is missing or new, or an array has another shape or dtype; the error names the paths.
+        FuncgaError: A path is missing or new, or an array has another shape or dtype; the error
+            names the paths.
 
     Example:
         >>> tx = optax.adam(1e-3)
@@ -245,15 +286,23 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
     likes, structure = backend.trees.flatten(like)
     paths = leaf_paths(like, backend.trees)
     try:
-        check_paths([path for path, leaf in zip(paths, likes, strict=True) if leaf is not None], [*state_dict])
+        check_paths(
+            [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None],
+            [*state_dict],
+        )
     except PathError as error:
         raise FuncgaError(
-            f"the state dict is not of a tree like this one: {error}. Make `like` as the state was made that was "
-            f"saved: the same params, transform and options."
+            f"the state dict is not of a tree like this one: {error}. Make `like` as the state was "
+            "made that was saved: the same params, transform and options."
         ) from None
     # Python's numbers are not converted: NumPy's files make them arrays of 64 bits.
-    are_arrays = {path for path, leaf in zip(paths, likes, strict=True) if backend.arrays.is_array(leaf)}
-    saved = {**state_dict, **converted({path: state_dict[path] for path in are_arrays}, backend, copy=True)}
+    are_arrays = {
+        path for path, leaf in zip(paths, likes, strict=True) if backend.arrays.is_array(leaf)
+    }
+    saved = {
+        **state_dict,
+        **converted({path: state_dict[path] for path in are_arrays}, backend, copy=True),
+    }
     leaves = [
         leaf if leaf is None else _restored(path, saved[path], leaf, backend)
         for path, leaf in zip(paths, likes, strict=True)
@@ -265,9 +314,12 @@ def _restored(path: str, array: Array, like: Array, backend: Backend) -> Array:
     arrays = backend.arrays
     if not arrays.is_array(like):
         return type(like)(array) if isinstance(like, int | float | complex | str) else array
-    if arrays.describe(arrays.stored(array)) != arrays.describe(arrays.stored(arrays.as_array(like))):
+    if arrays.describe(arrays.stored(array)) != arrays.describe(
+        arrays.stored(arrays.as_array(like))
+    ):
         raise FuncgaError(
-            f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in the tree to fill. "
-            f"Nothing is cast: make `like` of params in the shapes and dtypes that were saved."
+            f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in "
+            "the tree to fill. Nothing is cast: make `like` of params in the shapes and dtypes "
+            "that were saved."
         )
     return arrays.moved_like(arrays.restored(array, like), like)

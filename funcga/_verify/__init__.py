@@ -17,7 +17,15 @@ from funcga._reproducible import plain
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga._verify.bitwise import of_bits
 from funcga._verify.causes import Cause, cause, diagnose, note, of_totals, without_remainder
-from funcga._verify.of_coupled import StepCase, check_options, compared, counts_of, job_of, whole_of, whole_program
+from funcga._verify.of_coupled import (
+    StepCase,
+    check_options,
+    compared,
+    counts_of,
+    job_of,
+    whole_of,
+    whole_program,
+)
 from funcga._verify.of_coupled import unevaluated as unevaluated_step
 from funcga._verify.probe import Limit, Probe, as_numbers, limit_of, random_states, restore
 from funcga._verify.responses import Measured, Splits, compare, uneven
@@ -44,12 +52,16 @@ class Verdict:
     """What `verify` says of a loss and its fold. `str(verdict)` is a short text for people.
 
     Attributes:
-        ok: Whether no cause was found: every split gives the result of the whole batch, except for what a note says.
-        causes: What is wrong, each a `Cause` with `.name`, `.what`, the line that is the `.fix`, and the `.evidence`.
-        rows: A `Measured` for each split: its largest relative difference from the whole batch, with its limit.
+        ok: Whether no cause was found: every split gives the result of the whole batch, except for
+            what a note says.
+        causes: What is wrong, each a `Cause` with `.name`, `.what`, the line that is the `.fix`,
+            and the `.evidence`.
+        rows: A `Measured` for each split: its largest relative difference from the whole batch,
+            with its limit.
         dtype: The dtype of the arguments in the comparison.
         notes: What else is to be known, such as what could not be looked at.
-        gradients: Whether any were compared; False of a loss that was given in place of its gradient.
+        gradients: Whether any were compared; False of a loss that was given in place of its
+            gradient.
 
     Example:
         >>> gradient = funcga.value_and_grad(lambda w, x: ((x @ w) ** 2).sum())
@@ -75,13 +87,21 @@ class Verdict:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, object]:
-        """The same as dicts, lists, strings, numbers and None, for JSON; what is not finite is a string."""
+        """The same as dicts, lists, strings, numbers and None, for JSON; what is not finite is a
+        string.
+        """
         rows: list[dict[str, object]] = []
         for row in self.rows:
             # JSON has no numbers that are not finite.
             difference = row.relative if row.relative < float("inf") else str(row.relative)
-            rows.append({**row._asdict(), "sizes": [*row.sizes], "relative": difference, "ok": row.ok})
-        return asdict(self) | {"causes": [asdict(each) for each in self.causes], "rows": rows, "notes": [*self.notes]}
+            rows.append(
+                {**row._asdict(), "sizes": [*row.sizes], "relative": difference, "ok": row.ok}
+            )
+        return asdict(self) | {
+            "causes": [asdict(each) for each in self.causes],
+            "rows": rows,
+            "notes": [*self.notes],
+        }
 
     def __str__(self) -> str:
         return "\n".join(line for line, _ in _lines(self))
@@ -100,7 +120,10 @@ def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "Accumulation is exact for this loss.", "bold green"
     else:
         count = len(verdict.causes)
-        yield f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}.", "bold red"
+        yield (
+            f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}.",
+            "bold red",
+        )
     for number, each in enumerate(verdict.causes, 1):
         yield "", ""
         yield f"{number}. {each.name}", "bold"
@@ -114,14 +137,18 @@ def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "", ""
         yield f"Against the whole batch, in {verdict.dtype}:", ""
     for row in verdict.rows:
-        result = row.error or f"largest relative difference {row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
+        result = row.error or (
+            f"largest relative difference {row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
+        )
         yield f"   {row.split}: {result}", "" if row.ok else "red"
     for text in verdict.notes:
         yield from ((line, "dim") for line in _wrapped(text, "Note: "))
 
 
 def _wrapped(text: str, first: str = "   ") -> list[str]:
-    return textwrap.wrap(text, 110, initial_indent=first, subsequent_indent="   ", break_long_words=False)
+    return textwrap.wrap(
+        text, 110, initial_indent=first, subsequent_indent="   ", break_long_words=False
+    )
 
 
 def verify(
@@ -136,61 +163,65 @@ def verify(
     bitwise: bool = False,
     **kwargs: Tree,
 ) -> Verdict:
-    """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line that fixes it.
+    """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line
+    that fixes it.
 
-    The fold over n micro-batches, in order, and over two uneven ones in another order is compared with the whole batch,
-    in float64 if grad_fn can compute in it. Where the results differ, batches in which two groups of rows repeat tell
-    what kind of function the loss is.
+    The fold over n micro-batches, in order, and over two uneven ones in another order is compared
+    with the whole batch, in float64 if grad_fn can compute in it. Where the results differ, batches
+    in which two groups of rows repeat tell what kind of function the loss is.
 
-    A step of `coupled` is compared with the gradient of its loss_fn(params, s), where s is the fold of summary_fn for
-    the whole batch as one micro-batch. What is then wrong is the summary, in the words for a loss, or "wrong fold", as
-    concat() for a mean.
+    A step of `coupled` is compared with the gradient of its loss_fn(params, s), where s is the fold
+    of summary_fn for the whole batch as one micro-batch. What is then wrong is the summary, in the
+    words for a loss, or "wrong fold", as concat() for a mean.
 
-    The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven tokens",
-    "wrong weight", "weight not additive", "totals not additive", "divided twice" by totals and by the fold,
-    "total of zero" where that makes the loss NaN, "divided by n", "regulariser", "other normaliser",
-    "batch statistics", "in-batch negatives", "coupled rows", "row order", "fixed rows" where their number is written
-    down, "randomness", "state", "per-example output", "params unused", "by steps", "wrong gradient" where torch.func
-    computes another one, "first-order step", "small remainder" where the difference is less than 1e-5, as of an epsilon
+    The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven
+    tokens", "wrong weight", "weight not additive", "totals not additive", "divided twice" by totals
+    and by the fold, "total of zero" where that makes the loss NaN, "divided by n", "regulariser",
+    "other normaliser", "batch statistics", "in-batch negatives", "coupled rows", "row order",
+    "fixed rows" where their number is written down, "randomness", "state", "per-example output",
+    "params unused", "by steps", "wrong gradient" where torch.func computes another one,
+    "first-order step", "small remainder" where the difference is less than 1e-5, as of an epsilon
     in a count, and "not decomposable" where none of these explains it.
 
-    A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the loss is divided by a
-    number which equals n, maybe by chance; that its value alone differs, by less than 1e-5; that every gradient is as
-    small as rounding; or that there are no gradients.
+    A note tells what may be wrong, or could not be looked at, and leaves `.ok` as it is: that the
+    loss is divided by a number which equals n, maybe by chance; that its value alone differs, by
+    less than 1e-5; that every gradient is as small as rounding; or that there are no gradients.
 
-    Differences are relative: to the largest value that was added up to a leaf, plus a share of the largest of all
-    leaves, plus a floor. In float64 up to 1e-9 counts as rounding, and the share is a thousandth; where the loss
-    computes in float32, 1e-4 and a tenth; in 16 bits, 8 epsilons and a half. The floor is 8 epsilons over that limit:
-    2e-6 in float64, 0.01 in float32, 1 in 16 bits. If all gradients are smaller than the floor, it shrinks with the
-    largest of them, unless that is below 8 eps**0.75 of the loss: then a note says that nothing can be told. A mistake
-    that is smaller than this for these arguments goes unnoticed.
+    Differences are relative: to the largest value that was added up to a leaf, plus a share of the
+    largest of all leaves, plus a floor. In float64 up to 1e-9 counts as rounding, and the share is
+    a thousandth; where the loss computes in float32, 1e-4 and a tenth; in 16 bits, 8 epsilons and a
+    half. The floor is 8 epsilons over that limit: 2e-6 in float64, 0.01 in float32, 1 in 16 bits.
+    If all gradients are smaller than the floor, it shrinks with the largest of them, unless that is
+    below 8 eps**0.75 of the loss: then a note says that nothing can be told. A mistake that is
+    smaller than this for these arguments goes unnoticed.
 
-    No argument is changed, and the global random generators are restored. The loss is called several times, and so is
-    whatever it prints or stores.
+    No argument is changed, and the global random generators are restored. The loss is called
+    several times, and so is whatever it prints or stores.
 
     Args:
-        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`; or a step of `coupled`, which brings its
-            n, fold, weight, in_axes and totals.
-        *args: Parameters and one batch, of 16 rows or so. More rows show no more, as long as they differ as those in
-            training do.
-        n: The number of micro-batches that is to be used, or several. Default: 3, or that of the step.
+        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`; or a step of
+            `coupled`, which brings its n, fold, weight, in_axes and totals.
+        *args: Parameters and one batch, of 16 rows or so. More rows show no more, as long as they
+            differ as those in training do.
+        n: The number of micro-batches that is to be used, or several. Default: 3, or that of the
+            step.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
         totals: As for `accumulate`.
         seed: Of the order of rows, and of the groups that are looked at.
-        bitwise: Whether to ask as well that the same micro-batches, of rows // n rows each, give the same bits in any
-            order, as `reproducible` promises. The causes are then also "order of sums", where they do not;
-            "order of kernels", where they do not although the sums are exact; and "bits not repeatable", where not even
-            two calls with the same arguments do.
+        bitwise: Whether to ask as well that the same micro-batches, of rows // n rows each, give
+            the same bits in any order, as `reproducible` promises. The causes are then also "order
+            of sums", where they do not; "order of kernels", where they do not although the sums are
+            exact; and "bits not repeatable", where not even two calls with the same arguments do.
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
         A Verdict.
 
     Raises:
-        FuncgaError: For what `accumulate` refuses, fewer than two rows or than n, NaN among the arguments, or a
-            gradient that is not finite.
+        FuncgaError: For what `accumulate` refuses, fewer than two rows or than n, NaN among the
+            arguments, or a gradient that is not finite.
 
     Example:
         >>> w, x = torch.ones(3), torch.randn(16, 3)
@@ -207,9 +238,10 @@ def verify(
         check_options(job, fold, weight, in_axes, totals)
     if owner_of(grad_fn) is not None:
         raise FuncgaError(
-            "verify evaluates a gradient function with parameters of its own choice, and this one brings its own. Give "
-            "it the loss as a function of the parameters: "
-            "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), on the module that was wrapped."
+            "verify evaluates a gradient function with parameters of its own choice, and this one "
+            "brings its own. Give it the loss as a function of the parameters: "
+            "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), on the module that "
+            "was wrapped."
         )
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
@@ -221,7 +253,9 @@ def verify(
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
     counted = None if totals is None else Totals(totals, None)
-    program = given = Program(grad_fn, fold, weight, in_axes, n=counts[0] if counts else None, totals=counted)
+    program = given = Program(
+        grad_fn, fold, weight, in_axes, n=counts[0] if counts else None, totals=counted
+    )
     backend = program.backend(args, kwargs)
     program = replace(given, fold=_plain_folds(fold, backend))
     if job is not None:
@@ -231,11 +265,14 @@ def verify(
     _check_rows(counts, rows)
     if job is not None:
         counts = counts or counts_of(job, rows)
-    arguments.cut(0, 1, arguments.state)  # refuses what has no rows to be cut, such as a sparse tensor
+    arguments.cut(
+        0, 1, arguments.state
+    )  # refuses what has no rows to be cut, such as a sparse tensor
     _check_finite((args, kwargs), backend)
     probe = Probe(program, backend, args, kwargs, precise=False)
     states = random_states(probe)
-    # In float64 if that is possible, where rounding hides next to nothing; else as the arguments are.
+    # In float64 if that is possible, where rounding hides next to nothing; else as the arguments
+    # are.
     try:
         with probe.framework.precision(precise=True):
             precise = _precise(program, backend, args, kwargs)
@@ -243,7 +280,9 @@ def verify(
                 verdict = _verdict(precise, counts, seed, [])
         with probe.framework.precision(precise=False):
             if isinstance(precise, str):
-                verdict = _verdict(Probe(program, backend, args, kwargs, precise=False), counts, seed, [precise])
+                verdict = _verdict(
+                    Probe(program, backend, args, kwargs, precise=False), counts, seed, [precise]
+                )
             if bitwise and job is None:
                 return _with_bits(verdict, probe, given, counts, seed)
         return verdict
@@ -254,10 +293,14 @@ def verify(
 def _plain_folds(fold: FoldTree, backend: Backend) -> Tree:
     """The folds without exact sums, which change nothing but the rounding."""
     folds, structure = backend.trees.flatten(fold)
-    return backend.trees.unflatten(structure, [plain(each) if isinstance(each, Fold) else each for each in folds])
+    return backend.trees.unflatten(
+        structure, [plain(each) if isinstance(each, Fold) else each for each in folds]
+    )
 
 
-def _with_bits(verdict: Verdict, probe: Probe, program: Program, counts: list[int], seed: int) -> Verdict:
+def _with_bits(
+    verdict: Verdict, probe: Probe, program: Program, counts: list[int], seed: int
+) -> Verdict:
     """The Verdict that says of the bits, too."""
     probe.values(probe.every)
     n = counts[0] if counts else min(3, probe.rows)
@@ -277,37 +320,47 @@ def _counts(n: int | Sequence[int] | None) -> list[int]:
     several = n if isinstance(n, tuple | list) else [n]
     counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in several]
     if not counts or min(counts) < 2:
-        raise FuncgaError(f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8.")
+        raise FuncgaError(
+            f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8."
+        )
     return list(dict.fromkeys(counts))
 
 
 def _check_rows(counts: Sequence[int], rows: int) -> None:
     if rows < 2:
         raise FuncgaError(
-            "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises more with 16 or so. "
-            "Give it a whole batch."
+            "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises "
+            "more with 16 or so. Give it a whole batch."
         )
     if counts and max(counts) > rows:
         raise FuncgaError(
-            f"n={max(counts)} micro-batches were asked of a batch of {rows} rows: a micro-batch has at least one. "
-            f"Write n={rows} or less, or give it a larger batch."
+            f"n={max(counts)} micro-batches were asked of a batch of {rows} rows: a micro-batch "
+            f"has at least one. Write n={rows} or less, or give it a larger batch."
         )
 
 
 def _check_finite(call: Tree, backend: Backend) -> None:
     """Raises FuncgaError for NaN among the arguments, with which nothing can be compared."""
     for i, leaf in enumerate(backend.trees.flatten(call)[0]):
-        if backend.arrays.is_array(leaf) and backend.arrays.kind(leaf.dtype) in ("float", "complex"):
+        if backend.arrays.is_array(leaf) and backend.arrays.kind(leaf.dtype) in (
+            "float",
+            "complex",
+        ):
             count = int(np.isnan(as_numbers(leaf, backend)).sum())
             if count:
-                path = leaf_paths(call, backend.trees, "")[i].removeprefix("[0]").removeprefix("[1]")
+                path = (
+                    leaf_paths(call, backend.trees, "")[i].removeprefix("[0]").removeprefix("[1]")
+                )
                 raise FuncgaError(
-                    f"the argument at {path} of the call is {backend.arrays.describe(leaf)} with {count} NaN: no two "
-                    f"results could be compared. Give verify arguments without NaN."
+                    f"the argument at {path} of the call is {backend.arrays.describe(leaf)} with "
+                    f"{count} NaN: no two results could be compared. Give verify arguments without "
+                    "NaN."
                 )
 
 
-def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Probe | str:
+def _precise(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> Probe | str:
     """The Probe with arguments in float64, or the note that says why there is none."""
     try:
         probe = Probe(program, backend, args, kwargs, precise=True)
@@ -322,7 +375,9 @@ def _precise(program: Program, backend: Backend, args: tuple[Tree, ...], kwargs:
 
 
 def _verdict(probe: Probe, counts: list[int], seed: int, notes: list[str]) -> Verdict:
-    """The Verdict: first what makes comparisons meaningless, then the splits and what explains them."""
+    """The Verdict: first what makes comparisons meaningless, then the splits and what explains
+    them.
+    """
     job = whole_of(probe)
     causes = unevaluated(probe) if job is None else unevaluated_step(probe, job)
     if causes:
@@ -343,8 +398,9 @@ def _check_gradient(probe: Probe) -> None:
     bad = [i for i in probe.additive() if not np.isfinite(probe.whole[i]).all()]
     if bad:
         raise FuncgaError(
-            f"{probe.paths[bad[0]]} of grad_fn is not finite for the whole batch ({len(bad)} leaves are not): nothing "
-            f"can be compared with it. Give verify parameters and rows for which the loss and its gradients are finite."
+            f"{probe.paths[bad[0]]} of grad_fn is not finite for the whole batch ({len(bad)} "
+            "leaves are not): nothing can be compared with it. Give verify parameters and rows for "
+            "which the loss and its gradients are finite."
         )
 
 
@@ -353,21 +409,34 @@ def _is_weightless(probe: Probe) -> bool:
     if probe.program.weight is None or probe.weigh(probe.every) != 0:
         return False
     leaves = zip(probe.folds, probe.whole, strict=True)
-    return any(fold.normalizer.divides_by == "weight" and leaf is not None and np.any(leaf) for fold, leaf in leaves)
+    return any(
+        fold.normalizer.divides_by == "weight" and leaf is not None and np.any(leaf)
+        for fold, leaf in leaves
+    )
 
 
 def _without_weight(probe: Probe, counts: list[int], seed: int, notes: list[str]) -> Verdict:
-    """The Verdict for a weight that is 0 everywhere; what it should be is what there is to say without it."""
+    """The Verdict for a weight that is 0 everywhere; what it should be is what there is to say
+    without it.
+    """
     verdict = _verdict(probe.under(probe.program.fold, None), counts, seed, notes)
     lines = [each.fix for each in verdict.causes if each.name == "uneven tokens"]
-    line = lines[0] if lines else "drop weight=: by default a micro-batch weighs as many as it has rows"
+    line = (
+        lines[0]
+        if lines
+        else "drop weight=: by default a micro-batch weighs as many as it has rows"
+    )
     rest = [each for each in verdict.causes if each.name != "uneven tokens"]
     causes = (cause("wrong weight: zero", line=line, rows=probe.rows), *rest)
     return replace(verdict, ok=False, causes=causes, notes=(*verdict.notes, note("without weight")))
 
 
-def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: int, notes: list[str]) -> Verdict:
-    """The Verdict of a function of which all calls agree: n micro-batches, and uneven ones, against the whole batch."""
+def _compared(
+    probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: int, notes: list[str]
+) -> Verdict:
+    """The Verdict of a function of which all calls agree: n micro-batches, and uneven ones,
+    against the whole batch.
+    """
     random = np.random.default_rng(seed)
     parts = uneven(probe, random)
     limit, small = fitted(probe, limit, seen.epsilon, parts)
@@ -379,9 +448,12 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     if causes and probe.threaded:
         return Verdict(False, tuple(causes), (), probe.dtype, (*notes, note("nothing else")))
     causes += unused(probe) + of_totals(probe, parts)
-    # The heart of it: the splits, what explains them, and what remains where that is next to nothing.
+    # The heart of it: the splits, what explains them, and what remains where that is next to
+    # nothing.
     splits = compare(probe, ns, limit, parts)
-    reasons, remainder = without_remainder(probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit)
+    reasons, remainder = without_remainder(
+        probe, splits, diagnose(probe, splits, seen.draws, limit, random), limit
+    )
     reasons = reasons or late_state(probe, seen, limit)
     division, doubts = divided(probe, counts[0] if len(counts) == 1 else None, limit)
     # A division by n makes a mean under sum() right, for this n.
@@ -392,7 +464,9 @@ def _compared(probe: Probe, seen: Seen, limit: Limit, counts: list[int], seed: i
     causes += reasons + division + wrong_gradient(probe, limit)
     gradients = isinstance(probe.program.grad_fn, GradientFunction) or bool(probe.gradient_leaves())
     notes = [*notes, *small, *remainder, *doubts, *_of_comparison(probe, splits, gradients)]
-    return Verdict(not causes, tuple(causes), tuple(splits.rows), probe.dtype, tuple(notes), gradients)
+    return Verdict(
+        not causes, tuple(causes), tuple(splits.rows), probe.dtype, tuple(notes), gradients
+    )
 
 
 def _of_comparison(probe: Probe, splits: Splits, gradients: bool) -> list[str]:

@@ -1,7 +1,8 @@
 """Causes: why micro-batches do not give the result of the whole batch, and the line that fixes it.
 
-What two groups of rows show of the loss, its Kind, is compared with what its fold takes it for. A mean needs a weight
-that is what the loss divides by; a sum needs none; what is neither of them has no fold. The texts are in causes.toml.
+What two groups of rows show of the loss, its Kind, is compared with what its fold takes it for. A
+mean needs a weight that is what the loss divides by; a sum needs none; what is neither of them has
+no fold. The texts are in causes.toml.
 """
 
 import importlib.resources
@@ -15,7 +16,14 @@ from functools import cache, cached_property
 import numpy as np
 
 from funcga._types import Tree
-from funcga._verify.denominators import Mixture, at_least_one, divided_twice, lines, not_additive, spoilt_by_zero
+from funcga._verify.denominators import (
+    Mixture,
+    at_least_one,
+    divided_twice,
+    lines,
+    not_additive,
+    spoilt_by_zero,
+)
 from funcga._verify.divisors import ROWS, Count, counts, form
 from funcga._verify.probe import Limit, Probe, Rows, relative
 from funcga._verify.remedies import coupled_line
@@ -42,7 +50,11 @@ class Cause:
 
 @cache
 def _texts() -> dict[str, dict[str, str]]:
-    source = importlib.resources.files("funcga._verify").joinpath("causes.toml").read_text(encoding="utf-8")
+    source = (
+        importlib.resources.files("funcga._verify")
+        .joinpath("causes.toml")
+        .read_text(encoding="utf-8")
+    )
     return tomllib.loads(source)
 
 
@@ -51,7 +63,9 @@ def cause(key: str, **words: object) -> Cause:
     name = key.partition(":")[0]
     texts = _texts().get(name, {}) | _texts()[key]
     words = {"subject": "loss"} | words
-    what, fix, evidence = (" ".join(texts[part].split()).format(**words) for part in ("what", "fix", "evidence"))
+    what, fix, evidence = (
+        " ".join(texts[part].split()).format(**words) for part in ("what", "fix", "evidence")
+    )
     return Cause(name, what, fix, evidence)
 
 
@@ -60,8 +74,12 @@ def note(key: str, **words: object) -> str:
     return " ".join(_texts()["notes"][key].split()).format(**words)
 
 
-def diagnose(probe: Probe, splits: Splits, draws: bool, limit: Limit, random: np.random.Generator) -> list[Cause]:
-    """The causes of what the splits have shown; at least one if a leaf failed or a split could not be computed."""
+def diagnose(
+    probe: Probe, splits: Splits, draws: bool, limit: Limit, random: np.random.Generator
+) -> list[Cause]:
+    """The causes of what the splits have shown; at least one if a leaf failed or a split could
+    not be computed.
+    """
     # Where the order of the rows alone changes the result, groups of rows show nothing more.
     if probe.additive(splits.reordered):
         row = splits.rows[-1]
@@ -82,7 +100,9 @@ def diagnose(probe: Probe, splits: Splits, draws: bool, limit: Limit, random: np
     return [*causes.values()]
 
 
-def _pairs(probe: Probe, splits: Splits, random: np.random.Generator) -> Iterator[tuple[Rows, Rows]]:
+def _pairs(
+    probe: Probe, splits: Splits, random: np.random.Generator
+) -> Iterator[tuple[Rows, Rows]]:
     """Two groups of rows each: few at first, then all."""
     size = min(GROUP, probe.rows // 2)
     for _ in range(3 if probe.rows > 2 else 1):
@@ -92,7 +112,9 @@ def _pairs(probe: Probe, splits: Splits, random: np.random.Generator) -> Iterato
 
 
 def _grouped(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
-    """The leaves that are looked at together: arrays under one fold in one part of the output, or one scalar."""
+    """The leaves that are looked at together: arrays under one fold in one part of the output,
+    or one scalar.
+    """
 
     def key(i: int) -> tuple[Fold, str]:
         return probe.folds[i], (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0]
@@ -105,7 +127,8 @@ def _grouped(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """Some leaves under one fold, and the Kind that two groups of rows, a and b, have shown of them.
+    """Some leaves under one fold, and the Kind that two groups of rows, a and b, have shown of
+    them.
 
     parts: two parts of the whole batch, on which what a and b suggest is tried.
     """
@@ -137,7 +160,13 @@ class Case:
         """The Cause of this entry, for these leaves."""
         where = self.probe.paths[self.leaves[0]]
         ratio = self.ratio if self.kind.ratios else None
-        usual = {"where": where, "a": len(self.a), "b": len(self.b), "ratio": ratio, "subject": self.probe.subject}
+        usual = {
+            "where": where,
+            "a": len(self.a),
+            "b": len(self.b),
+            "ratio": ratio,
+            "subject": self.probe.subject,
+        }
         return cause(key, **usual | words)
 
     @cached_property
@@ -149,21 +178,28 @@ class Case:
     def agrees(self) -> bool:
         """Whether the fold weighs A and B as the loss does, which takes a mean."""
         a, b, _ = self.weights
-        return self.linear and abs(a - self.ratio * b) <= 100 * self.limit.relative * max(a, self.ratio * b)
+        return self.linear and abs(a - self.ratio * b) <= 100 * self.limit.relative * max(
+            a, self.ratio * b
+        )
 
     @cached_property
     def divisor(self) -> Count | None:
-        """What the loss divides by: rows, or the first expression of the batch that fits every part of it."""
+        """What the loss divides by: rows, or the first expression of the batch that fits every
+        part of it.
+        """
         return next((count for count in (ROWS, *counts(self.probe)) if self._fits(count.of)), None)
 
     def _fits(self, count: Callable[[Rows], float]) -> bool:
-        """Whether the loss is a mean over what this counts: of A and B, and of two parts of the whole batch."""
+        """Whether the loss is a mean over what this counts: of A and B, and of two parts of the
+        whole batch.
+        """
         tolerance = 100 * self.limit.relative
         # A and B first, which costs no call of the loss.
         left, right = count(self.a), self.ratio * count(self.b)
         if left == 0 or not abs(left - right) <= tolerance * max(left, right):
             return False
-        # Then two parts of the whole batch: the mean of both, weighed by their counts, must be that of all rows.
+        # Then two parts of the whole batch: the mean of both, weighed by their counts, must be that
+        # of all rows.
         values = [self.probe.try_values(rows) for rows in self.parts]
         parts = [[leaves[i] for i in self.leaves] for leaves in values if leaves is not None]
         # A loss that refuses some batches is given the benefit of the doubt.
@@ -178,7 +214,9 @@ class Case:
         return True
 
     def reweighs(self) -> bool:
-        """Whether A weighs more or less for each B at other parameters: then no count is what the loss divides by."""
+        """Whether A weighs more or less for each B at other parameters: then no count is what
+        the loss divides by.
+        """
         moved = self.probe.moved()
         if moved is None:
             return False
@@ -186,10 +224,15 @@ class Case:
         if kind.name != self.kind.name:
             return kind.name in ("statistics", "coupled", "two means")
         tolerance = max(1e-5, 100 * self.limit.relative)
-        return any(abs(x - y) > tolerance * (x + y) for x, y in zip(self.kind.ratios, kind.ratios, strict=True))
+        return any(
+            abs(x - y) > tolerance * (x + y)
+            for x, y in zip(self.kind.ratios, kind.ratios, strict=True)
+        )
 
 
-def _case(probe: Probe, leaves: Sequence[int], pair: tuple[Rows, Rows], splits: Splits, limit: Limit) -> Case:
+def _case(
+    probe: Probe, leaves: Sequence[int], pair: tuple[Rows, Rows], splits: Splits, limit: Limit
+) -> Case:
     return Case(probe, leaves, *pair, respond(probe, *pair, leaves, limit), splits.parts, limit)
 
 
@@ -211,7 +254,11 @@ def causes_of(case: Case) -> list[Cause]:
         return [case.cause("by steps")]
     if kind == "mean":
         return _of_mean(case)
-    weight = "" if case.probe.program.weight else " (and weight=..., if it is to be divided by tokens and not by rows)"
+    weight = (
+        ""
+        if case.probe.program.weight
+        else " (and weight=..., if it is to be divided by tokens and not by rows)"
+    )
     causes = [case.cause("sum under mean", weight=weight)] if case.linear else _not_additive(case)
     return causes + ([case.cause("regulariser")] if kind == "sum and constant" else [])
 
@@ -229,13 +276,23 @@ def _of_several(case: Case) -> Cause:
 
 
 def of_totals(probe: Probe, parts: tuple[Rows, Rows]) -> list[Cause]:
-    """What is wrong with the totals of a step: they do not add up, divide beside the fold, or spoil the loss at 0."""
+    """What is wrong with the totals of a step: they do not add up, divide beside the fold, or
+    spoil the loss at 0.
+    """
     if probe.program.totals is None:
         return []
-    apart, where, twice = not_additive(probe, parts), spoilt_by_zero(probe, parts), divided_twice(probe)
+    apart, where, twice = (
+        not_additive(probe, parts),
+        spoilt_by_zero(probe, parts),
+        divided_twice(probe),
+    )
     causes = [] if apart is None else [cause("totals not additive", **apart._asdict())]
     causes += [] if twice is None else [cause("divided twice", where=twice)]
-    return causes + ([] if where is None else [cause("total of zero", path=where, line=at_least_one(probe, where))])
+    return causes + (
+        []
+        if where is None
+        else [cause("total of zero", path=where, line=at_least_one(probe, where))]
+    )
 
 
 def _of_coupled(case: Case) -> Cause:
@@ -251,7 +308,9 @@ def _of_coupled(case: Case) -> Cause:
 
 
 def _of_sums(case: Case, growth: str) -> Cause:
-    return case.cause("coupled rows", line=coupled_line(case.probe, "sums", "funcga.sum()"), growth=growth)
+    return case.cause(
+        "coupled rows", line=coupled_line(case.probe, "sums", "funcga.sum()"), growth=growth
+    )
 
 
 def _of_parameters(case: Case) -> Cause:
@@ -260,10 +319,12 @@ def _of_parameters(case: Case) -> Cause:
 
 
 def _grows(probe: Probe, rows: Rows) -> bool:
-    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are repeated.
+    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are
+    repeated.
 
-    Each time that their number is doubled a logarithm grows by the same; where a row is no candidate of its own, by
-    less and less more than that. What grows as a power of it, as a norm does, grows by the same factor each time.
+    Each time that their number is doubled a logarithm grows by the same; where a row is no
+    candidate of its own, by less and less more than that. What grows as a power of it, as a norm
+    does, grows by the same factor each time.
     """
     times = (2, 4, 8, 16)
     values = np.array([probe.loss(rows * k) for k in times])
@@ -320,13 +381,16 @@ def _summed(case: Case) -> Cause:
 
 
 def _without_count(case: Case) -> list[Cause]:
-    """Why what weighs A and B in a mean is no count, one that adds up over rows and stays with other parameters."""
+    """Why what weighs A and B in a mean is no count, one that adds up over rows and stays with
+    other parameters.
+    """
     if case.reweighs():
         return [_of_parameters(case)]
     rest = tuple(row for row in case.probe.every if row not in {*case.a, *case.b})
     if not rest:
         return []
-    # Against a third group, A and B together must weigh as much as A and as B do. `rest` is that group.
+    # Against a third group, A and B together must weigh as much as A and as B do. `rest` is that
+    # group.
     ratios: list[float] = []
     for rows in (case.a, case.a + case.b):
         kind = respond(case.probe, rows, rest, case.leaves, case.limit)
@@ -345,13 +409,18 @@ def _without_count(case: Case) -> list[Cause]:
 def _not_additive(case: Case) -> list[Cause]:
     """A weight that does not add up, where it counts."""
     a, b, both = case.weights
-    counts_nothing = case.probe.program.weight is None or case.fold.normalizer.divides_by != "weight"
+    counts_nothing = (
+        case.probe.program.weight is None or case.fold.normalizer.divides_by != "weight"
+    )
     if counts_nothing or abs(a + b - both) <= 1e-6 * max(a + b, both):
         return []
     divisor = case.divisor if case.kind.name == "mean" else None
     line = divisor.line if divisor else f"count, do not average: {form(case.probe).line}"
     if divisor is ROWS:
-        line = "drop weight=: by default a micro-batch weighs as much as it has rows, which is what the loss counts"
+        line = (
+            "drop weight=: by default a micro-batch weighs as much as it has rows, which is what "
+            "the loss counts"
+        )
     return [case.cause("weight not additive", line=line, weight_a=a, weight_b=b, both=both)]
 
 
@@ -359,7 +428,9 @@ def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
     """The Cause of a difference that no kind of loss explains, by what stands out."""
     row = max(splits.rows, key=lambda row: -1 if math.isnan(row.relative) else row.relative)
     if splits.failed:
-        difference = f"{probe.paths[splits.failed[0]]} differs by {row.relative:.1e}, limit {row.limit:.0e}"
+        difference = (
+            f"{probe.paths[splits.failed[0]]} differs by {row.relative:.1e}, limit {row.limit:.0e}"
+        )
     else:
         row = next(row for row in splits.rows if row.error)
         difference = str(row.error)
@@ -370,7 +441,9 @@ def _unexplained(probe: Probe, splits: Splits, limit: Limit) -> Cause:
         return cause("not decomposable: keyword", keyword=keyword, **words)
     if not splits.failed and not probe.takes_a_row_fewer():  # nothing is wrong but that it raises
         return cause("fixed rows: loss", **words)
-    other = next((probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive), None)
+    other = next(
+        (probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive), None
+    )
     if other is not None:
         return cause("not decomposable: fold", other=other, **words)
     return cause(f"not decomposable{': 16 bits' if limit.relative > 1e-3 else ''}", **words)
@@ -381,13 +454,24 @@ def _has_rows(probe: Probe, value: Tree) -> bool:
     return any(leaf.shape[:1] == (probe.rows,) for leaf in leaves)
 
 
-# A difference of less than this may be a small term of the loss, or rounding where large numbers cancel.
+# A difference of less than this may be a small term of the loss, or rounding where large numbers
+# cancel.
 _SMALL = 1e-5
-_VAGUE = {"batch statistics", "coupled rows", "in-batch negatives", "other normaliser", "not decomposable"}
+_VAGUE = {
+    "batch statistics",
+    "coupled rows",
+    "in-batch negatives",
+    "other normaliser",
+    "not decomposable",
+}
 
 
-def without_remainder(probe: Probe, splits: Splits, causes: list[Cause], limit: Limit) -> tuple[list[Cause], list[str]]:
-    """(causes, notes): these causes, or in their place what explains a very small difference: one cause, or a note."""
+def without_remainder(
+    probe: Probe, splits: Splits, causes: list[Cause], limit: Limit
+) -> tuple[list[Cause], list[str]]:
+    """(causes, notes): these causes, or in their place what explains a very small difference:
+    one cause, or a note.
+    """
     worst = max((math.inf if row.error else row.relative for row in splits.rows), default=0.0)
     if not limit.relative < worst <= _SMALL or not {each.name for each in causes} <= _VAGUE:
         return causes, []
@@ -403,5 +487,7 @@ def without_remainder(probe: Probe, splits: Splits, causes: list[Cause], limit: 
 
 def _is_right(probe: Probe, splits: Splits, failed: list[int], limit: Limit) -> bool:
     """Whether the fold is exact for all that failed, within a limit above the difference."""
-    cases = [_case(probe, leaves, splits.parts, splits, limit) for leaves in _grouped(probe, failed)]
+    cases = [
+        _case(probe, leaves, splits.parts, splits, limit) for leaves in _grouped(probe, failed)
+    ]
     return all(case.kind.name != "unknown" and not causes_of(case) for case in cases)

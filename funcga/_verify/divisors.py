@@ -1,9 +1,11 @@
-"""Divisors: the number that a loss divides by: a count in the batch, or the number of micro-batches in its own code.
+"""Divisors: the number that a loss divides by: a count in the batch, or the number of micro-batches
+in its own code.
 
-Counts are expressions of the batch that people write for a weight, each tried on groups of rows elsewhere. A loss that
-is divided by the number of micro-batches is as wrong for one micro-batch as for n, so no comparison of the two shows
-it. Its code is looked at instead: the numbers that it reads under a name that speaks of accumulation, or that are the n
-which is asked for. Each is doubled in a copy of the function, and nothing of the user's is changed.
+Counts are expressions of the batch that people write for a weight, each tried on groups of rows
+elsewhere. A loss that is divided by the number of micro-batches is as wrong for one micro-batch as
+for n, so no comparison of the two shows it. Its code is looked at instead: the numbers that it
+reads under a name that speaks of accumulation, or that are the n which is asked for. Each is
+doubled in a copy of the function, and nothing of the user's is changed.
 """
 
 import copy
@@ -43,12 +45,16 @@ ROWS = Count("", "", len)
 
 
 def counts(probe: Probe) -> Iterator[Count]:
-    """The counts that people write, of every leaf that is split: simplest first, and those of labels before all.
+    """The counts that people write, of every leaf that is split: simplest first, and those of
+    labels before all.
 
-    Labels say what a loss is over. A mask of what is attended to may well count the same in this batch, and not in the
-    next one.
+    Labels say what a loss is over. A mask of what is attended to may well count the same in this
+    batch, and not in the next one.
     """
-    for leaf in sorted(_split_leaves(probe), key=lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)):
+    for leaf in sorted(
+        _split_leaves(probe),
+        key=lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE),
+    ):
         for expression, counted in _expressions(leaf):
             yield Count(leaf.parameters, expression, partial(_total, counted))
 
@@ -56,7 +62,11 @@ def counts(probe: Probe) -> Iterator[Count]:
 def rows_of(probe: Probe) -> Count:
     """The number of rows, counted in the first leaf that is split."""
     leaf = next(_split_leaves(probe))
-    return Count(leaf.parameters, f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})", len)
+    return Count(
+        leaf.parameters,
+        f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})",
+        len,
+    )
 
 
 def _total(counted: Array, rows: Rows) -> float:
@@ -64,7 +74,9 @@ def _total(counted: Array, rows: Rows) -> float:
 
 
 def form(probe: Probe) -> Count:
-    """The form of a count where none fits: that of labels, if anything in the batch looks like labels."""
+    """The form of a count where none fits: that of labels, if anything in the batch looks like
+    labels.
+    """
     leaves = [*_split_leaves(probe)]
     whole = [leaf for leaf in leaves if np.equal(leaf.values, np.round(leaf.values)).all()]
     for leaf in (whole or leaves[-1:])[:1]:
@@ -73,7 +85,9 @@ def form(probe: Probe) -> Count:
 
 
 class _Leaf(NamedTuple):
-    """A leaf that is split: its numbers, rows first, and how the body of a lambda with these parameters calls it."""
+    """A leaf that is split: its numbers, rows first, and how the body of a lambda with these
+    parameters calls it.
+    """
 
     values: Array
     name: str
@@ -82,9 +96,14 @@ class _Leaf(NamedTuple):
 
 
 def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
-    # weight= is called with every argument that is split, so these are the parameters of the lambda.
-    arguments = zip(argument_names(probe.program.grad_fn, len(probe.args)), probe.arguments.parts, strict=True)
-    split = [(name, part) for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)]
+    # weight= is called with every argument that is split, so these are the parameters of the
+    # lambda.
+    arguments = zip(
+        argument_names(probe.program.grad_fn, len(probe.args)), probe.arguments.parts, strict=True
+    )
+    split = [
+        (name, part) for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)
+    ]
     # An argument of *args has no name of its own, so the lambda invents one.
     invented = iter(["batch", "y", "z", *(f"x{i}" for i in range(len(split)))])
     names = [name if name.isidentifier() else next(invented) for name, _ in split]
@@ -93,7 +112,9 @@ def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
         for path, leaf, axis in zip(paths, part.leaves, part.axes, strict=True):
             values = as_numbers(leaf, probe.backend)
             if isinstance(axis, int) and values is not None and not np.iscomplexobj(values):
-                yield _Leaf(np.moveaxis(values, axis, 0), path, axis % values.ndim, ", ".join(names))
+                yield _Leaf(
+                    np.moveaxis(values, axis, 0), path, axis % values.ndim, ", ".join(names)
+                )
 
 
 def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
@@ -117,8 +138,11 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
         # The sum of a mask is what it counts already.
         if {*unique} <= {0, 1}:
             continue
-        # The usual values of what is ignored, then the most frequent one and the largest, which padding may be.
-        for ignored in dict.fromkeys((-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))):
+        # The usual values of what is ignored, then the most frequent one and the largest, which
+        # padding may be.
+        for ignored in dict.fromkeys(
+            (-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))
+        ):
             if ignored in unique:
                 yield f"({spelled} != {ignored}).sum()", part != ignored
         if (part < 0).any():
@@ -129,8 +153,8 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
 class Variant(NamedTuple):
     """A function in which one number, which it calls by this name, is doubled.
 
-    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it stands, is usual for
-    it; 2 if it merely equals n.
+    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it
+    stands, is usual for it; 2 if it merely equals n.
     """
 
     name: str
@@ -139,8 +163,8 @@ class Variant(NamedTuple):
     doubt: int
 
 
-# A count of micro-batches whatever its value; what is one if its value is the n that is asked for, unless the batch has
-# this size as well; and what may be one then.
+# A count of micro-batches whatever its value; what is one if its value is the n that is asked for,
+# unless the batch has this size as well; and what may be one then.
 _SURE = re.compile(
     r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
     r"iter_?size|virtual_?batch",
@@ -157,9 +181,11 @@ _DEPTH = 8
 def variants(
     value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
 ) -> Iterator[Variant]:
-    """The value, a function or what one reads, with each number doubled that may be the number of micro-batches.
+    """The value, a function or what one reads, with each number doubled that may be the number of
+    micro-batches.
 
-    name: what the value is called. code: that of the function which reads it, by the names in which settings are read.
+    name: what the value is called. code: that of the function which reads it, by the names in which
+    settings are read.
     """
     number = _number(value)
     if number is not None:
@@ -170,13 +196,15 @@ def variants(
     if depth > _DEPTH or isinstance(value, types.ModuleType | type):
         return
     is_function = isinstance(value, types.FunctionType)
-    # In a library only functions are followed, such as the loss in the closure of torch.func.grad(loss).
+    # In a library only functions are followed, such as the loss in the closure of
+    # torch.func.grad(loss).
     is_library = is_function and _is_library(value.__globals__.get("__name__"))
     for part in _parts(value, name, code):
         if is_library and not callable(part.value):
             continue
         for variant in variants(part.value, n, part.name, part.code, depth + 1):
-            # A function that is called may return a part of the loss: there a literal tells nothing.
+            # A function that is called may return a part of the loss: there a literal tells
+            # nothing.
             is_in_call = is_function and not is_library and variant.name == repr(variant.value)
             doubt = 2 if is_in_call else variant.doubt
             yield variant._replace(function=part.put(variant.function), doubt=doubt)
@@ -192,7 +220,8 @@ def _number(value: Any) -> float | None:
     """The value of a number, or of an array without axes."""
     if isinstance(value, bool) or not (isinstance(value, Real) or has_no_axes(value)):
         return None
-    # A random key and a complex number have no such value, and one that is being compiled has none yet.
+    # A random key and a complex number have no such value, and one that is being compiled has none
+    # yet.
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -217,7 +246,8 @@ def _doubt(name: str, number: float, n: int | None) -> int | None:
 
 
 class _Part(NamedTuple):
-    """What a function reads, or settings hold: its name, its value, and `put`: the whole with another value there.
+    """What a function reads, or settings hold: its name, its value, and `put`: the whole with
+    another value there.
 
     code: what names the entries and attributes of the value that are read.
     """
@@ -264,8 +294,12 @@ def _of_partial(function: partial[Any]) -> Iterator[_Part]:
     yield _Part("", target, lambda changed: partial(changed, *args, **keywords))
     # The arguments of a partial have the names of the parameters that they fill.
     code = _code(target)
-    for index, (name, value) in enumerate(zip(code.co_varnames if code else (), args, strict=False)):
-        put = lambda changed, index=index: partial(target, *args[:index], changed, *args[index + 1 :], **keywords)
+    for index, (name, value) in enumerate(
+        zip(code.co_varnames if code else (), args, strict=False)
+    ):
+        put = lambda changed, index=index: partial(
+            target, *args[:index], changed, *args[index + 1 :], **keywords
+        )
         yield _Part(name, value, put, code)
     for name, value in keywords.items():
         yield _Part(name, value, partial(_with_keyword, function, name), code)
@@ -292,11 +326,15 @@ def _of_function(function: types.FunctionType) -> Iterator[_Part]:
     for name in sorted(_names(code) & variables.keys()):
         value = variables[name]
         if _number(value) is not None or not _is_library(type(value).__module__):
-            put = lambda changed, name=name: _rebuilt(function, globals={**variables, name: changed})
+            put = lambda changed, name=name: _rebuilt(
+                function, globals={**variables, name: changed}
+            )
             yield _Part(name, value, put, code)
     # A default is overridden as a keyword argument.
     last = code.co_varnames[: code.co_argcount][-len(function.__defaults__ or ()) :]
-    defaults = dict(zip(last, function.__defaults__ or (), strict=False)) | (function.__kwdefaults__ or {})
+    defaults = dict(zip(last, function.__defaults__ or (), strict=False)) | (
+        function.__kwdefaults__ or {}
+    )
     for name, value in defaults.items():
         yield _Part(name, value, partial(_with_keyword, function, name))
 
@@ -308,19 +346,27 @@ def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType
         "globals": function.__globals__,
         "closure": function.__closure__,
     }
-    rebuilt = types.FunctionType(name=function.__name__, argdefs=function.__defaults__, **(parts | changes))
+    rebuilt = types.FunctionType(
+        name=function.__name__, argdefs=function.__defaults__, **(parts | changes)
+    )
     rebuilt.__kwdefaults__ = function.__kwdefaults__
     return rebuilt
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The globals, attributes and texts, such as keys, that the code and functions inside of it have."""
+    """The globals, attributes and texts, such as keys, that the code and functions inside of it
+    have.
+    """
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(*inner)
+    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(
+        *inner
+    )
 
 
 def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
-    """The entries of a dict, and the attributes of an object, which the code names; no functions."""
+    """The entries of a dict, and the attributes of an object, which the code names; no
+    functions.
+    """
     names = sorted(_names(code)) if code else []
     if isinstance(value, dict):
         for key in names:
@@ -332,7 +378,9 @@ def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator
             # A property is not evaluated: it might do anything.
             part = inspect.getattr_static(value, attribute, None)
             if part is not None and not callable(part):
-                yield _Part(f"{name}.{attribute}", part, partial(_with_attribute, value, attribute), code)
+                yield _Part(
+                    f"{name}.{attribute}", part, partial(_with_attribute, value, attribute), code
+                )
 
 
 def _with_attribute(value: Any, name: str, part: object) -> Any:
@@ -347,7 +395,12 @@ def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
     code = function.__code__
     for index, value in enumerate(code.co_consts):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and n is not None and n >= 3 and (value == n or (value and abs(1 / value - n) < 1e-6)):
+        if (
+            is_number
+            and n is not None
+            and n >= 3
+            and (value == n or (value and abs(1 / value - n) < 1e-6))
+        ):
             consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
             changed = _rebuilt(function, code=code.replace(co_consts=consts))
             yield Variant(repr(value), value, changed, 1 if _divides_all(code, value) else 2)

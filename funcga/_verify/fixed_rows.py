@@ -1,7 +1,7 @@
 """A number of rows that is written down in a step of `coupled`, such as torch.arange(8) for labels.
 
-The step is right for batches of that size alone. With another number of rows the loss raises an error, or it treats the
-first rows apart from the others: then their order makes a difference.
+The step is right for batches of that size alone. With another number of rows the loss raises an
+error, or it treats the first rows apart from the others: then their order makes a difference.
 """
 
 from funcga._coupled import Coupled
@@ -9,7 +9,9 @@ from funcga._verify.causes import Cause, cause, note
 from funcga._verify.probe import Limit, Probe, Rows
 
 
-def of_order(probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows]) -> tuple[list[Cause], list[str]]:
+def of_order(
+    probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows]
+) -> tuple[list[Cause], list[str]]:
     """(causes, notes) of a loss that knows a number of rows, or that depends on their order."""
     every, order = probe.every, parts[0] + parts[1]
     # The parts have been evaluated already.
@@ -23,12 +25,17 @@ def of_order(probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows])
     if not any(fold.reducer.monoid.axis is not None for fold in of_leaves):
         return [], []  # nothing has an order
     # Of other numbers of rows first one that has been evaluated already.
-    other = next((rows for rows in (parts[0], every + every) if probe.try_values(rows) is not None), None)
+    other = next(
+        (rows for rows in (parts[0], every + every) if probe.try_values(rows) is not None), None
+    )
     if _differ(probe, limit, every, order):
         size = _first_rows(probe, limit)
         if size is None:
             return [], [note("row order")]
-        changed = f"of all exchanges of two neighbouring rows only that of rows {size} and {size + 1} changes it"
+        changed = (
+            f"of all exchanges of two neighbouring rows only that of rows {size} and {size + 1} "
+            "changes it"
+        )
     elif other is not None and _differ(probe, limit, other, tuple(sorted(other))):
         size = probe.rows
         changed = f"the order of the rows changes it for {len(other)} rows, and not for {size}"
@@ -38,7 +45,9 @@ def of_order(probe: Probe, job: Coupled, limit: Limit, parts: tuple[Rows, Rows])
 
 
 def _differ(probe: Probe, limit: Limit, left: Rows, right: Rows) -> bool:
-    """Whether the loss of the same rows in two orders differs; False where it cannot be evaluated."""
+    """Whether the loss of the same rows in two orders differs; False where it cannot be
+    evaluated.
+    """
     values = [probe.try_values(rows) for rows in (left, right)]
     if values[0] is None or values[1] is None:
         return False
@@ -46,7 +55,9 @@ def _differ(probe: Probe, limit: Limit, left: Rows, right: Rows) -> bool:
 
 
 def _first_rows(probe: Probe, limit: Limit) -> int | None:
-    """How many rows at the beginning are treated apart from the others, whatever their number; None if none are."""
+    """How many rows at the beginning are treated apart from the others, whatever their number;
+    None if none are.
+    """
     found = []
     for row in range(1, probe.rows):
         if _differ(probe, limit, probe.every, _exchanged(probe.every, row)):

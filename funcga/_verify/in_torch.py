@@ -1,4 +1,6 @@
-"""What `verify` asks of torch about a user's function: what it computes in, and what it depends on."""
+"""What `verify` asks of torch about a user's function: what it computes in, and what it depends
+on.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -16,9 +18,13 @@ from torch_backend.modules.checks import modules_in
 
 
 def precision(precise: bool) -> AbstractContextManager[None]:
-    """A context in which floats are computed with in all of their bits, and with `precise` float64 exists."""
+    """A context in which floats are computed with in all of their bits, and with `precise`
+    float64 exists.
+    """
     # Convolutions on CUDA are in TF32 by default; matrix products are not.
-    return torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
+    return (
+        torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
+    )
 
 
 def copy(array: torch.Tensor) -> torch.Tensor:
@@ -48,16 +54,23 @@ def restore(state: RandomState) -> None:
         torch.cuda.set_rng_state_all(on_devices)
 
 
-def watch(function: GradFn, args: Tree, kwargs: Tree) -> tuple[list[torch.Tensor], str, float, bool]:
+def watch(
+    function: GradFn, args: Tree, kwargs: Tree
+) -> tuple[list[torch.Tensor], str, float, bool]:
     """(values, program, eps, draws) of a call.
 
-    values, program: arrays and a text that two calls of a pure function share. eps: of the coarsest float dtype that
-    it computes in. draws: whether it draws random numbers.
+    values, program: arrays and a text that two calls of a pure function share. eps: of the coarsest
+    float dtype that it computes in. draws: whether it draws random numbers.
     """
     with _Watch() as seen:
         output = function(*args, **kwargs)
     values = [leaf.detach() for leaf in trees.flatten(output)[0] if arrays.is_array(leaf)]
-    return values, "", max((torch.finfo(dtype).eps for dtype in seen.dtypes), default=0.0), seen.draws
+    return (
+        values,
+        "",
+        max((torch.finfo(dtype).eps for dtype in seen.dtypes), default=0.0),
+        seen.draws,
+    )
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,25 +91,32 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_write(error: Exception) -> bool:
-    """Whether an error says that a function writes to what it closes over, which a transform forbids."""
+    """Whether an error says that a function writes to what it closes over, which a transform
+    forbids.
+    """
     return "mutate a captured Tensor" in str(error)
 
 
 def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree) -> Tree | None:
-    """What a gradient function returns, computed in another way than by a step; None where there is none.
+    """What a gradient function returns, computed in another way than by a step; None where there is
+    none.
 
-    transform: torch.func's, for a gradient function of funcga's. A function of the user's own runs as inside of a loss
-    that is differentiated: steps in it then return results with a graph.
+    transform: torch.func's, for a gradient function of funcga's. A function of the user's own runs
+    as inside of a loss that is differentiated: steps in it then return results with a graph.
     """
     # torch.func leaves hooks of parameters out.
-    if transform is not None and any(p._backward_hooks for m in _modules(function) for p in m.parameters()):
+    if transform is not None and any(
+        p._backward_hooks for m in _modules(function) for p in m.parameters()
+    ):
         return None
     try:
         if transform is not None:
             return transform(*args, **kwargs)
         with recording_loss():
             return function(*args, **kwargs)
-    except Exception:  # checkpoints, saved-tensor hooks and some custom functions are not for torch.func
+    except (
+        Exception
+    ):  # checkpoints, saved-tensor hooks and some custom functions are not for torch.func
         return None
 
 
@@ -111,7 +131,9 @@ def batch_normalisers(function: Callable[..., object]) -> list[str]:
 
 
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
-    """The loss_fn(module, *batch) of a pure_loss whose gradient a function is; None for other ones."""
+    """The loss_fn(module, *batch) of a pure_loss whose gradient a function is; None for other
+    ones.
+    """
     pure = _pure_loss(function)
     return None if pure is None or pure.buffers else pure.loss_fn
 

@@ -1,8 +1,10 @@
-"""A step of `coupled`: its results against the gradient of the whole batch, whose summary is that of one micro-batch.
+"""A step of `coupled`: its results against the gradient of the whole batch, whose summary is that
+of one micro-batch.
 
-That gradient is the framework's own, of loss_fn(params, s) with s the fold of summary_fn's output for all rows. A step
-can differ from it only if what summary_fn makes of several micro-batches does not fold to what it makes of all rows. So
-summary_fn is looked at like any other function whose outputs are folded.
+That gradient is the framework's own, of loss_fn(params, s) with s the fold of summary_fn's output
+for all rows. A step can differ from it only if what summary_fn makes of several micro-batches does
+not fold to what it makes of all rows. So summary_fn is looked at like any other function whose
+outputs are folded.
 """
 
 from collections.abc import Sequence
@@ -36,7 +38,9 @@ from funcga.folds import FoldTree, mean, sum
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """The loss of the whole batch, as a function of summary_fn's arguments: its summary is that of one micro-batch."""
+    """The loss of the whole batch, as a function of summary_fn's arguments: its summary is that
+    of one micro-batch.
+    """
 
     job: Coupled
     backend: Backend
@@ -57,9 +61,13 @@ class Whole:
         """The fold of one summary."""
         trees, arrays = self.backend.trees, self.backend.arrays
         leaves, structure = trees.flatten(summary)
-        of_leaves = broadcast_folds(self.job.program.fold, summary, len(leaves), self.backend, "summary")
+        of_leaves = broadcast_folds(
+            self.job.program.fold, summary, len(leaves), self.backend, "summary"
+        )
         results = []
-        for leaf, (fold, _), path in zip(leaves, of_leaves, leaf_paths(summary, trees, "summary"), strict=True):
+        for leaf, (fold, _), path in zip(
+            leaves, of_leaves, leaf_paths(summary, trees, "summary"), strict=True
+        ):
             if leaf is not None and not fold.reducer.monoid.ordered:
                 array = arrays.as_array(leaf)
                 leaf_fold = bind(fold, array, lambda path=path: path, arrays)  # type: ignore[misc]
@@ -84,7 +92,9 @@ def whole_of(probe: Probe) -> Coupled | None:
 def check_options(
     job: Coupled, fold: FoldTree, weight: WeightFn | None, in_axes: Tree, totals: TotalsFn | None
 ) -> None:
-    """Raises FuncgaError for options that a step brings, and for one whose parameters are those of a module."""
+    """Raises FuncgaError for options that a step brings, and for one whose parameters are those
+    of a module.
+    """
     is_default = {
         "fold": fold == mean(),
         "weight": weight is None,
@@ -98,8 +108,9 @@ def check_options(
         )
     if owner_of(job.program.grad_fn) is not None:
         raise FuncgaError(
-            "verify evaluates a step with parameters of its own choice, and this one brings its own. Give it "
-            "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8), of the module that was wrapped."
+            "verify evaluates a step with parameters of its own choice, and this one brings its "
+            "own. Give it funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, "
+            "n=8), of the module that was wrapped."
         )
 
 
@@ -112,14 +123,18 @@ def whole_program(job: Coupled, backend: Backend) -> Program:
 
 
 def counts_of(job: Coupled, rows: int) -> list[int]:
-    """How many micro-batches the step makes of so many rows; nothing if it makes one, or cannot make so many."""
+    """How many micro-batches the step makes of so many rows; nothing if it makes one, or cannot
+    make so many.
+    """
     program = job.program
     n = program.n if program.microbatch_size is None else -(-rows // program.microbatch_size)
     return [n] if n is not None and 2 <= n <= rows else []
 
 
 def unevaluated(probe: Probe, job: Coupled) -> list[Cause]:
-    """What is wrong where there is no gradient of the whole batch, though there is one of fewer rows."""
+    """What is wrong where there is no gradient of the whole batch, though there is one of fewer
+    rows.
+    """
     try:
         return unwritten(probe)
     except FuncgaError:
@@ -135,7 +150,9 @@ def unevaluated(probe: Probe, job: Coupled) -> list[Cause]:
 
 
 class StepCase(NamedTuple):
-    """A step, the Probe of its whole batch, and how they are compared: into n micro-batches, and into two parts."""
+    """A step, the Probe of its whole batch, and how they are compared: into n micro-batches, and
+    into two parts.
+    """
 
     probe: Probe
     job: Coupled
@@ -148,11 +165,15 @@ class StepCase(NamedTuple):
     @property
     def is_threaded(self) -> bool:
         """Whether state is threaded from one micro-batch to the next."""
-        return any(axis is CARRY for _, axis in self.job.program.read(self.probe.args, self.probe.backend))
+        return any(
+            axis is CARRY for _, axis in self.job.program.read(self.probe.args, self.probe.backend)
+        )
 
 
 def compared(case: StepCase) -> tuple[list[Cause], list[Measured], list[str]]:
-    """(causes, rows, notes): n micro-batches, and uneven ones of the rows in another order, against one."""
+    """(causes, rows, notes): n micro-batches, and uneven ones of the rows in another order,
+    against one.
+    """
     probe, limit = case.probe, case.limit
     try:
         rows = _splits(case)
@@ -175,14 +196,20 @@ def compared(case: StepCase) -> tuple[list[Cause], list[Measured], list[str]]:
 def _splits(case: StepCase) -> list[Measured]:
     probe, (long, short) = case.probe, case.parts
     # State goes through the rows in their order only.
-    split, order = ("uneven", probe.every) if case.is_threaded else ("uneven, permuted", long + short)
+    split, order = (
+        ("uneven", probe.every) if case.is_threaded else ("uneven, permuted", long + short)
+    )
     cuts = [(f"n = {n}", probe.every, groups(probe.rows, n, None), {"n": n}) for n in case.counts]
     cuts.append((split, order, groups(probe.rows, None, len(long)), {"microbatch_size": len(long)}))
     scales, leaves, rows = scales_of(probe, case.limit, case.parts), probe.additive(), []
     for split, of_rows, sizes, options in cuts:
         lengths = tuple(length for _, length in starts(sizes))
         run = partial(_result, probe, case.job, of_rows, options)
-        rows.append(measured(probe, split, lengths, run, probe.values(of_rows), scales, case.limit, leaves)[0])
+        rows.append(
+            measured(probe, split, lengths, run, probe.values(of_rows), scales, case.limit, leaves)[
+                0
+            ]
+        )
     return rows
 
 
@@ -191,10 +218,19 @@ def _result(probe: Probe, job: Coupled, rows: Rows, options: dict[str, int]) -> 
     program, gradient = job.program, job.gradient
     totals = None if program.totals is None else program.totals.function
     step = coupled(
-        program.grad_fn, gradient.loss_fn, fold=program.fold, weight=program.weight, in_axes=program.in_axes,
-        totals=totals, argnums=gradient.argnums, has_aux=gradient.has_aux, **options,
-    )  # fmt: skip
-    kwargs = {name: value for name, value in probe.kwargs.items() if totals is None or name != "totals"}
+        program.grad_fn,
+        gradient.loss_fn,
+        fold=program.fold,
+        weight=program.weight,
+        in_axes=program.in_axes,
+        totals=totals,
+        argnums=gradient.argnums,
+        has_aux=gradient.has_aux,
+        **options,
+    )
+    kwargs = {
+        name: value for name, value in probe.kwargs.items() if totals is None or name != "totals"
+    }
     loss, grads = step(*probe.gathered(rows), **kwargs)
     return probe.numbers((loss[0] if gradient.has_aux else loss, grads))
 
@@ -207,15 +243,25 @@ def _unexplained(rows: Sequence[Measured], where: str) -> Cause:
 
 # --- what is wrong with a summary
 
-# These causes are named for a summary as for a loss. Any other means that it is no sum or mean over single rows.
+# These causes are named for a summary as for a loss. Any other means that it is no sum or mean over
+# single rows.
 _AS_OF_A_LOSS = {
-    "sum under mean", "mean under sum", "mean under per_weight", "by steps", "uneven tokens", "wrong weight",
-    "weight not additive", "row order", "randomness",
-}  # fmt: skip
+    "sum under mean",
+    "mean under sum",
+    "mean under per_weight",
+    "by steps",
+    "uneven tokens",
+    "wrong weight",
+    "weight not additive",
+    "row order",
+    "randomness",
+}
 
 
 def _unfolded(summary: Probe, part: Rows) -> list[Cause]:
-    """What needs no comparison: folds over micro-batches, and a row for each example that is not collected."""
+    """What needs no comparison: folds over micro-batches, and a row for each example that is not
+    collected.
+    """
     for fold, path in zip(summary.folds, summary.paths, strict=True):
         if fold.reducer.over_steps:
             return [cause("by steps: moments", where=path)]
@@ -233,7 +279,9 @@ def _of_summary(case: StepCase) -> list[Cause]:
     if added:
         said = diagnose(summary, splits, case.seen.draws, limit, case.random)
         # What is said of a loss that couples its rows has its own words for a summary.
-        causes = [each for each in said if each.name in _AS_OF_A_LOSS] or [_of_leaf(case, summary, splits, added[0])]
+        causes = [each for each in said if each.name in _AS_OF_A_LOSS] or [
+            _of_leaf(case, summary, splits, added[0])
+        ]
     elif splits.failed:
         causes = [_of_leaf(case, summary, splits, splits.failed[0])]
     return causes
@@ -242,35 +290,61 @@ def _of_summary(case: StepCase) -> list[Cause]:
 def _probe_of_summary(case: StepCase) -> Probe:
     """The Probe of summary_fn, with the totals of the whole batch."""
     probe, program = case.probe, case.job.program
-    program = replace(program, n=None, microbatch_size=None, across=None, totals=None, memory=Memory())
-    summary = Probe(program, probe.backend, probe.args, probe.kwargs, probe.precise, subject="summary")
+    program = replace(
+        program, n=None, microbatch_size=None, across=None, totals=None, memory=Memory()
+    )
+    summary = Probe(
+        program, probe.backend, probe.args, probe.kwargs, probe.precise, subject="summary"
+    )
     summary.values(summary.every)
     return summary
 
 
 def _of_leaf(case: StepCase, summary: Probe, splits: Splits, leaf_index: int) -> Cause:
     """Why a leaf of the summary is not that of the whole batch."""
-    fold, path, whole = summary.folds[leaf_index], summary.paths[leaf_index], summary.whole[leaf_index]
+    fold, path, whole = (
+        summary.folds[leaf_index],
+        summary.paths[leaf_index],
+        summary.whole[leaf_index],
+    )
     axis, (first, second) = fold.reducer.monoid.axis, splits.parts
     if axis is not None and whole.shape[axis] == summary.rows:
         # Rows in another order are to have the same summaries, in that order.
         permuted = summary.values(first + second)[leaf_index]
         (difference,) = case.limit.differences([permuted], [np.take(whole, first + second, axis)])
         if difference > case.limit.relative:
-            key = f"randomness: by position, {summary.backend.name}" if case.seen.draws else "row order"
+            key = (
+                f"randomness: by position, {summary.backend.name}"
+                if case.seen.draws
+                else "row order"
+            )
             return cause(key, subject="summary", difference=difference, where=path)
     elif (better := _better_fold(case, summary, leaf_index)) is not None:
-        return cause("wrong fold", where=path, better=better, place="" if path == "summary" else f", at {path}")
+        return cause(
+            "wrong fold",
+            where=path,
+            better=better,
+            place="" if path == "summary" else f", at {path}",
+        )
     if axis is None and not fold.reducer.additive:
         return _unexplained(splits.rows, path)
     layers = summary.framework.batch_normalisers(summary.program.grad_fn)
-    words = f", as {', '.join(layers[:3])} does" if layers else ", as BatchNorm in training mode or a variance does"
+    words = (
+        f", as {', '.join(layers[:3])} does"
+        if layers
+        else ", as BatchNorm in training mode or a variance does"
+    )
     return cause("batch statistics: summary", where=path, layers=words)
 
 
 def _better_fold(case: StepCase, summary: Probe, leaf_index: int) -> str | None:
-    """A stock fold under which two parts of the batch have the leaf of all rows, as it is written."""
-    whole, values = summary.whole[leaf_index], [summary.values(part)[leaf_index] for part in case.parts]
+    """A stock fold under which two parts of the batch have the leaf of all rows, as it is
+    written.
+    """
+    whole, values = (
+        summary.whole[leaf_index],
+        [summary.values(part)[leaf_index] for part in case.parts],
+    )
     if not values[0].shape == values[1].shape == whole.shape:
         return None
     weights = [summary.weigh(part) for part in case.parts]
@@ -283,9 +357,14 @@ def _better_fold(case: StepCase, summary: Probe, leaf_index: int) -> str | None:
     if of_leaves[leaf_index].reducer.additive:
         return None
     of_leaves[leaf_index] = folds.mean()
-    as_mean = summary.under(summary.backend.trees.unflatten(structure, of_leaves), summary.program.weight)
+    as_mean = summary.under(
+        summary.backend.trees.unflatten(structure, of_leaves), summary.program.weight
+    )
     splits = compare(as_mean, [], case.limit, case.parts)
     for each in diagnose(as_mean, splits, case.seen.draws, case.limit, case.random):
         if each.name in ("uneven tokens", "wrong weight"):
-            return f"funcga.mean(), {each.fix if each.fix.startswith('weight=') else 'and drop weight='}"
+            return (
+                "funcga.mean(), "
+                f"{each.fix if each.fix.startswith('weight=') else 'and drop weight='}"
+            )
     return None

@@ -1,6 +1,8 @@
-"""The probe: what a gradient function returns for any rows of the batch, and which differences are rounding.
+"""The probe: what a gradient function returns for any rows of the batch, and which differences are
+rounding.
 
-Everything that is compared is a NumPy array of float64 or complex128, whatever the framework computes in.
+Everything that is compared is a NumPy array of float64 or complex128, whatever the framework
+computes in.
 """
 
 import copy
@@ -38,8 +40,8 @@ Leaves = list[Array]
 class Probe:
     """A gradient function and its arguments, ready to be called with any rows of them.
 
-    Each choice of rows is computed once. `precise` says that the arguments were cast to float64, and `subject` whether
-    the function returns a "loss" and its gradient, or a "summary".
+    Each choice of rows is computed once. `precise` says that the arguments were cast to float64,
+    and `subject` whether the function returns a "loss" and its gradient, or a "summary".
     """
 
     def __init__(
@@ -112,18 +114,27 @@ class Probe:
         return [as_numbers(leaf, self.backend) for leaf in self.backend.trees.flatten(tree)[0]]
 
     def loss(self, rows: Rows) -> float:
-        """The value of the loss, of the function whose gradient grad_fn is, or in its output; NaN where none is."""
+        """The value of the loss, of the function whose gradient grad_fn is, or in its output;
+        NaN where none is.
+        """
         grad_fn = self.program.grad_fn
         scalars = [i for i in self.additive() if self.whole[i].ndim == 0]
         # What is called may not be the loss, or may refuse these rows.
         try:
             if scalars and not isinstance(grad_fn, GradientFunction):
                 return float(np.real(self.values(rows)[scalars[0]]))
-            loss_fn = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else inspect.unwrap(grad_fn)
+            loss_fn = (
+                grad_fn.loss_fn
+                if isinstance(grad_fn, GradientFunction)
+                else inspect.unwrap(grad_fn)
+            )
             numbers = self.numbers(loss_fn(*self.gathered(rows), **self.kwargs))
         except Exception:
             return math.nan
-        return next((float(np.real(leaf)) for leaf in numbers if leaf is not None and leaf.ndim == 0), math.nan)
+        return next(
+            (float(np.real(leaf)) for leaf in numbers if leaf is not None and leaf.ndim == 0),
+            math.nan,
+        )
 
     def weigh(self, rows: Rows) -> float:
         """The weight of these rows."""
@@ -141,7 +152,14 @@ class Probe:
         if program.totals is not None:
             totals = program.totals.function
             del kwargs["totals"]
-        step = accumulate(program.grad_fn, n, fold=fold, weight=program.weight, in_axes=program.in_axes, totals=totals)
+        step = accumulate(
+            program.grad_fn,
+            n,
+            fold=fold,
+            weight=program.weight,
+            in_axes=program.in_axes,
+            totals=totals,
+        )
         return self.numbers(step(*self.args, **kwargs))
 
     def given(self, **kwargs: Tree) -> "Probe":
@@ -163,11 +181,15 @@ class Probe:
         `change` makes the new leaves of the old ones. By default it moves every array of floats.
         """
         grad_fn, trees = self.program.grad_fn, self.backend.trees
-        trained = grad_fn.arg_indices(len(self.args)) if isinstance(grad_fn, GradientFunction) else (0,)
+        trained = (
+            grad_fn.arg_indices(len(self.args)) if isinstance(grad_fn, GradientFunction) else (0,)
+        )
         if any(self.arguments.parts[i].axes for i in trained):
             return None
         leaves, structure = trees.flatten(tuple(self.args[i] for i in trained))
-        changed = dict(zip(trained, trees.unflatten(structure, (change or self._shifted)(leaves)), strict=True))
+        changed = dict(
+            zip(trained, trees.unflatten(structure, (change or self._shifted)(leaves)), strict=True)
+        )
         # A copy, not a new Probe: in JAX the step is compiled already.
         moved = copy.copy(self)
         moved.args = tuple(changed.get(i, arg) for i, arg in enumerate(self.args))
@@ -181,18 +203,28 @@ class Probe:
     def _shifted(self, leaves: list[Array]) -> list[Array]:
         arrays = self.backend.arrays
         is_float = [arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float" for leaf in leaves]
-        return [leaf * 1.25 + 0.1 if moves else leaf for leaf, moves in zip(leaves, is_float, strict=True)]
+        return [
+            leaf * 1.25 + 0.1 if moves else leaf
+            for leaf, moves in zip(leaves, is_float, strict=True)
+        ]
 
     @cached_property
     def folds(self) -> list[Fold]:
         """The Fold of every leaf."""
         leaves = self.backend.trees.flatten(self.output)[0]
-        return [at_leaf.value for at_leaf in broadcast_folds(self.program.fold, self.output, len(leaves), self.backend)]
+        return [
+            at_leaf.value
+            for at_leaf in broadcast_folds(
+                self.program.fold, self.output, len(leaves), self.backend
+            )
+        ]
 
     @cached_property
     def paths(self) -> list[str]:
         """The path of every leaf."""
-        return leaf_paths(self.output, self.backend.trees, "output" if self.subject == "loss" else self.subject)
+        return leaf_paths(
+            self.output, self.backend.trees, "output" if self.subject == "loss" else self.subject
+        )
 
     @property
     def dtype(self) -> str:
@@ -203,15 +235,21 @@ class Probe:
     def epsilon(self) -> float:
         """The machine epsilon of the coarsest dtype of the leaves, that of float64 at least."""
         leaves = filter(self.backend.arrays.is_array, self.backend.trees.flatten(self.output)[0])
-        return max([2.0**-52, *(epsilon(str(leaf.dtype).removeprefix("torch.")) for leaf in leaves)])
+        return max(
+            [2.0**-52, *(epsilon(str(leaf.dtype).removeprefix("torch.")) for leaf in leaves)]
+        )
 
     def additive(self, leaves: Sequence[int] | None = None) -> list[int]:
-        """Those of these leaves, or of all, whose fold adds up values, as it must for a loss and its gradients."""
+        """Those of these leaves, or of all, whose fold adds up values, as it must for a loss and
+        its gradients.
+        """
         indices = range(len(self.folds)) if leaves is None else leaves
         return [i for i in indices if self.whole[i] is not None and self.folds[i].reducer.additive]
 
     def gradient_leaves(self) -> list[int]:
-        """The leaves that have the shape of a parameter, as gradients have; if some have its name as well, these."""
+        """The leaves that have the shape of a parameter, as gradients have; if some have its
+        name as well, these.
+        """
         parameters = [*self._parameters()]
         shapes = {shape for _, shape in parameters}
         # A scalar is the value of a loss, unless all parameters are scalars; then the first one is.
@@ -222,7 +260,10 @@ class Probe:
         named = [
             i
             for i in shaped
-            if any(self.paths[i].endswith(name) and self.whole[i].shape == shape for name, shape in parameters)
+            if any(
+                self.paths[i].endswith(name) and self.whole[i].shape == shape
+                for name, shape in parameters
+            )
         ]
         return named or shaped
 
@@ -265,7 +306,9 @@ def _copied(tree: Tree, backend: Backend, precise: bool, copy: Callable[[Array],
 
 
 def as_numbers(leaf: object, backend: Backend) -> Array:
-    """The leaf as a NumPy array of float64 or complex128; None for anything that is not a number."""
+    """The leaf as a NumPy array of float64 or complex128; None for anything that is not a
+    number.
+    """
     arrays = backend.arrays
     if leaf is None or not (arrays.is_array(leaf) or isinstance(leaf, int | float | complex)):
         return None
@@ -298,9 +341,10 @@ def restore(probe: Probe, states: RandomStates) -> None:
 class Limit(NamedTuple):
     """How far two results may be apart: rounding, and no more.
 
-    A leaf is compared `relative` to the largest of what was added up to it, so that gradients which cancel are not
-    accused. The bias of an attention key has a gradient that is nothing but rounding of much larger numbers, so a
-    `share` of the largest of all leaves counts as well. A `floor` is for where every gradient is zero but for rounding.
+    A leaf is compared `relative` to the largest of what was added up to it, so that gradients which
+    cancel are not accused. The bias of an attention key has a gradient that is nothing but rounding
+    of much larger numbers, so a `share` of the largest of all leaves counts as well. A `floor` is
+    for where every gradient is zero but for rounding.
     """
 
     relative: float
@@ -308,9 +352,17 @@ class Limit(NamedTuple):
     floor: float
 
     def scales(self, parts: Sequence[Leaves]) -> list[float]:
-        """What a difference in each leaf is relative to, from its values in several parts of the batch."""
-        sizes = [max((_largest(part[i]) for part in parts), default=0.0) for i in range(len(parts[0]))]
-        arrays = [size for size, leaf in zip(sizes, parts[0], strict=True) if leaf is not None and leaf.ndim]
+        """What a difference in each leaf is relative to, from its values in several parts of the
+        batch.
+        """
+        sizes = [
+            max((_largest(part[i]) for part in parts), default=0.0) for i in range(len(parts[0]))
+        ]
+        arrays = [
+            size
+            for size, leaf in zip(sizes, parts[0], strict=True)
+            if leaf is not None and leaf.ndim
+        ]
         top = max(arrays or sizes, default=0.0)
         return [size + self.share * top + self.floor / self.relative for size in sizes]
 
@@ -323,8 +375,9 @@ class Limit(NamedTuple):
 def limit_of(eps: float) -> Limit:
     """The Limit for what is computed with this machine epsilon.
 
-    float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums of some thousand
-    terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by one or two epsilons.
+    float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums
+    of some thousand terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by
+    one or two epsilons.
     """
     # float64, float32, then 16 bits.
     if eps < 1e-12:
@@ -335,7 +388,9 @@ def limit_of(eps: float) -> Limit:
 
 
 def relative(left: Array, right: Array, scale: float) -> float:
-    """The largest difference over the scale; infinite if the shapes differ, NaN if an element of one alone is."""
+    """The largest difference over the scale; infinite if the shapes differ, NaN if an element of
+    one alone is.
+    """
     if left.shape != right.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):

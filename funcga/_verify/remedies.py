@@ -1,4 +1,6 @@
-"""Remedies: the line of `coupled` that stands for a loss which needs the whole batch, with the user's own names."""
+"""Remedies: the line of `coupled` that stands for a loss which needs the whole batch, with the
+user's own names.
+"""
 
 from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
@@ -6,9 +8,11 @@ from funcga._verify.probe import Probe
 
 
 def coupled_line(probe: Probe, summary: str, fold: str = "") -> str:
-    """The call of `coupled` for this loss; `summary` says in a word what is folded, `fold` by what if not concat().
+    """The call of `coupled` for this loss; `summary` says in a word what is folded, `fold` by what
+    if not concat().
 
-    How a loss is taken apart cannot be told from outside: the user writes its two parts in the place of two words.
+    How a loss is taken apart cannot be told from outside: the user writes its two parts in the
+    place of two words.
     """
     grad_fn = probe.program.grad_fn
     gradient = grad_fn if isinstance(grad_fn, GradientFunction) else None
@@ -41,7 +45,13 @@ def _options(probe: Probe, gradient: GradientFunction | None, fold: str) -> str:
 
 def _named(names: list[str]) -> list[str]:
     """The names of arguments, with invented ones for those of *args, which have none."""
-    invented = iter([name for name in ("batch", "y", "z", *(f"x{i}" for i in range(len(names)))) if name not in names])
+    invented = iter(
+        [
+            name
+            for name in ("batch", "y", "z", *(f"x{i}" for i in range(len(names))))
+            if name not in names
+        ]
+    )
     return [
         name if name.isidentifier() else "params" if arg_index == 0 else next(invented)
         for arg_index, name in enumerate(names)

@@ -1,11 +1,13 @@
 """Responses: how a result responds to the way in which the rows are cut, and to rows that repeat.
 
-First the fold over n micro-batches, in order and cut unevenly in another order, is compared with the whole batch.
-Where they differ, two groups of rows tell what kind of function the loss is. F(i, j) is the gradient of a batch that
-has a group A of rows i times and another one, B, j times. Repeating the whole batch k times separates a sum S from the
-rest M: F = k S + M. A sum is additive in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights
-proportional to what the loss counts. Two means that count different things are a rational function of the share
-t = i / (i + j), with two poles. Anything else that repetition leaves as it is depends on statistics of the batch.
+First the fold over n micro-batches, in order and cut unevenly in another order, is compared with
+the whole batch. Where they differ, two groups of rows tell what kind of function the loss is. F(i,
+j) is the gradient of a batch that has a group A of rows i times and another one, B, j times.
+Repeating the whole batch k times separates a sum S from the rest M: F = k S + M. A sum is additive
+in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights proportional to
+what the loss counts. Two means that count different things are a rational function of the share t =
+i / (i + j), with two poles. Anything else that repetition leaves as it is depends on statistics of
+the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +52,9 @@ class Measured(NamedTuple):
 class Splits(NamedTuple):
     """What the splits have shown, as indices of leaves.
 
-    failed: those that differ, without carried state; carried: those of carried state that differ; reordered: those that
-    change when the rows of the whole batch come in another order. parts: two uneven parts of the rows.
+    failed: those that differ, without carried state; carried: those of carried state that differ;
+    reordered: those that change when the rows of the whole batch come in another order. parts: two
+    uneven parts of the rows.
     """
 
     rows: list[Measured]
@@ -61,7 +64,8 @@ class Splits(NamedTuple):
     parts: tuple[Rows, Rows]
 
 
-# The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has as many.
+# The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has
+# as many.
 GROUP = 4
 
 
@@ -73,7 +77,8 @@ def uneven(probe: Probe, random: np.random.Generator) -> tuple[Rows, Rows]:
 
 
 def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Rows]) -> Splits:
-    """The Splits over n micro-batches, for each n, and over these two parts, compared with the whole batch.
+    """The Splits over n micro-batches, for each n, and over these two parts, compared with the
+    whole batch.
 
     What grad_fn raises for a part of the batch is noted; errors of funcga's own are raised.
     """
@@ -86,8 +91,13 @@ def compare(probe: Probe, ns: Sequence[int], limit: Limit, parts: tuple[Rows, Ro
         rows.append(row)
         return apart
 
-    # Carried state and collected rows depend on the order, and moments on the number of micro-batches.
-    compared = [i for i, fold in enumerate(probe.folds) if probe.whole[i] is not None and not fold.reducer.over_steps]
+    # Carried state and collected rows depend on the order, and moments on the number of
+    # micro-batches.
+    compared = [
+        i
+        for i, fold in enumerate(probe.folds)
+        if probe.whole[i] is not None and not fold.reducer.over_steps
+    ]
     unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
     failed: set[int] = set()
     reordered: set[int] = set()
@@ -116,7 +126,9 @@ def measured(
     limit: Limit,
     leaves: Sequence[int],
 ) -> tuple[Measured, set[int]]:
-    """(row, apart): how far what `run` returns is from what is expected, and which of these leaves are too far."""
+    """(row, apart): how far what `run` returns is from what is expected, and which of these
+    leaves are too far.
+    """
     try:
         result = run()
     except Exception as error:
@@ -142,11 +154,16 @@ def scales_of(probe: Probe, limit: Limit, parts: tuple[Rows, Rows]) -> list[floa
         for fold in probe.folds
     ]
     scales = limit.scales([probe.whole, *some])
-    return [scale / total if is_divided else scale for scale, is_divided in zip(scales, divided, strict=True)]
+    return [
+        scale / total if is_divided else scale
+        for scale, is_divided in zip(scales, divided, strict=True)
+    ]
 
 
 def _folded(probe: Probe, parts: Sequence[Rows]) -> Leaves:
-    """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not of the fold."""
+    """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not of
+    the fold.
+    """
     values, weights = [probe.values(part) for part in parts], [probe.weigh(part) for part in parts]
     results: Leaves = []
     for fold, *leaves in zip(probe.folds, *values, strict=True):
@@ -160,7 +177,10 @@ def _folded(probe: Probe, parts: Sequence[Rows]) -> Leaves:
 def folded(fold: Fold, values: Sequence[Array], weights: Sequence[float]) -> Array:
     """The fold of these NumPy arrays."""
     with np.errstate(invalid="ignore"):
-        lifted = [fold.reducer.lift(np, value, weight) for value, weight in zip(values, weights, strict=True)]
+        lifted = [
+            fold.reducer.lift(np, value, weight)
+            for value, weight in zip(values, weights, strict=True)
+        ]
         reduced = lifted[0]
         for more in lifted[1:]:
             reduced = fold.reducer.monoid.combine(np, reduced, more)
@@ -170,9 +190,10 @@ def folded(fold: Fold, values: Sequence[Array], weights: Sequence[float]) -> Arr
 class Kind(NamedTuple):
     """What kind of function of its rows some leaves are.
 
-    name: "nothing", "sum", "sum and constant", "sum and mean", "mean", "two means", "power", "statistics", "coupled",
-    or "unknown" where it could not be evaluated. ratios: of a mean, how much A weighs for each B; of a power, a sum
-    over something to the power 1 - `power`, how much of that A has for each B.
+    name: "nothing", "sum", "sum and constant", "sum and mean", "mean", "two means", "power",
+    "statistics", "coupled", or "unknown" where it could not be evaluated. ratios: of a mean, how
+    much A weighs for each B; of a power, a sum over something to the power 1 - `power`, how much of
+    that A has for each B.
     """
 
     name: str
@@ -180,7 +201,8 @@ class Kind(NamedTuple):
     power: float = 0.0
 
 
-# How often each group of rows is in a batch, and the values there: a list of arrays, later one vector of size 1.
+# How often each group of rows is in a batch, and the values there: a list of arrays, later one
+# vector of size 1.
 Point = tuple[int, ...]
 _Points = dict[Point, Array]
 _POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
@@ -188,8 +210,8 @@ _NEEDED = {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)}
 
 # What an exact fit to values in float64 leaves.
 _EXACT = 1e-6
-# Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the last one or less; of
-# a logarithm it is 0.58, of what is linear in k 1.
+# Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the
+# last one or less; of a logarithm it is 0.58, of what is linear in k 1.
 _SETTLING = 0.45
 
 
@@ -202,14 +224,19 @@ def respond(probe: Probe, a: Rows, b: Rows, leaves: Sequence[int], limit: Limit)
     vectors = _scaled(points, scales)
     kind = classify(vectors, 10 * limit.relative)
     if kind.name == "two means":
-        # Of two groups alone, a mean over pairs of rows of two kinds looks like two means. A third group tells.
+        # Of two groups alone, a mean over pairs of rows of two kinds looks like two means. A third
+        # group tells.
         rest = [row for row in probe.every if row not in {*a, *b}]
-        if len(rest) >= len(a) and not _fits_three(probe, (a, b, tuple(rest[: len(a)])), leaves, vectors, scales):
+        if len(rest) >= len(a) and not _fits_three(
+            probe, (a, b, tuple(rest[: len(a)])), leaves, vectors, scales
+        ):
             return Kind("statistics")
     return kind
 
 
-def _evaluated(probe: Probe, parts: Sequence[Rows], leaves: Sequence[int], points: Sequence[Point]) -> _Points:
+def _evaluated(
+    probe: Probe, parts: Sequence[Rows], leaves: Sequence[int], points: Sequence[Point]
+) -> _Points:
     """The values at these points where the loss can be evaluated and is finite."""
     values: _Points = {}
     for point in points:
@@ -217,7 +244,9 @@ def _evaluated(probe: Probe, parts: Sequence[Rows], leaves: Sequence[int], point
         result = probe.try_values(rows)
         if result is not None and all(np.isfinite(result[leaf]).all() for leaf in leaves):
             flat = [result[leaf].ravel() for leaf in leaves]
-            values[point] = [np.concatenate([x.real, x.imag]) if np.iscomplexobj(x) else x for x in flat]
+            values[point] = [
+                np.concatenate([x.real, x.imag]) if np.iscomplexobj(x) else x for x in flat
+            ]
     return values
 
 
@@ -257,16 +286,20 @@ def classify(f: _Points, tolerance: float) -> Kind:
 
 
 def _as_growth(f: _Points) -> Kind:
-    """The Kind of what grows with repetitions in another way: whether it settles, or goes on growing."""
+    """The Kind of what grows with repetitions in another way: whether it settles, or goes on
+    growing.
+    """
     first, second = (float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2))
     return Kind("statistics" if second < _SETTLING * first else "coupled")
 
 
 def _as_power(f: _Points, near: _Near) -> Kind | None:
-    """The Kind of a sum over a count to some power, F(i, j) = (i S + j T) / (i c + j d)**(1 - p), if it is one.
+    """The Kind of a sum over a count to some power, F(i, j) = (i S + j T) / (i c + j d)**(1 - p),
+    if it is one.
 
-    Repeated k times it grows as k**p. Of a sum over the root of its rows the counts are those of rows, and of a norm,
-    which is the gradient's sum over the root of a sum as well, they are sums of squares.
+    Repeated k times it grows as k**p. Of a sum over the root of its rows the counts are those of
+    rows, and of a norm, which is the gradient's sum over the root of a sum as well, they are sums
+    of squares.
     """
     if not f.keys() >= {(2, 1), (3, 0)}:
         return None
@@ -276,7 +309,9 @@ def _as_power(f: _Points, near: _Near) -> Kind | None:
         return None
     p = float(np.log2(growth))
     grows = all(near(f[2 * i, 2 * j], growth * f[i, j]) for i, j in ((1, 0), (0, 1), (1, 1)))
-    (x, y), _, rank, _ = np.linalg.lstsq(np.stack([f[1, 0], f[0, 1]], axis=1), f[1, 1], rcond=_EXACT)
+    (x, y), _, rank, _ = np.linalg.lstsq(
+        np.stack([f[1, 0], f[0, 1]], axis=1), f[1, 1], rcond=_EXACT
+    )
     if not grows or not near(f[3, 0], 3**p * f[1, 0]) or rank < 2 or min(x, y) <= 0:
         return None
     # x and y are the shares of A and B in the count, to the power 1 - p; shares add up to 1.
@@ -290,7 +325,9 @@ def _as_power(f: _Points, near: _Near) -> Kind | None:
 
 
 def _share(f: _Points, near: _Near) -> float | None:
-    """The s of F(1, 1) = s F(1, 0) + (1 - s) F(0, 1), by least squares; None where there is none between 0 and 1."""
+    """The s of F(1, 1) = s F(1, 0) + (1 - s) F(0, 1), by least squares; None where there is none
+    between 0 and 1.
+    """
     apart = f[1, 0] - f[0, 1]
     if near(apart, 0):
         return 0.5 if near(f[1, 1], f[1, 0]) else None
@@ -301,13 +338,17 @@ def _share(f: _Points, near: _Near) -> float | None:
 
 
 def _as_means(f: _Points, near: _Near, tolerance: float) -> Kind:
-    """The Kind of what stays as it is when the batch repeats: a mean, two of them, or another statistic."""
+    """The Kind of what stays as it is when the batch repeats: a mean, two of them, or another
+    statistic.
+    """
     share = _share(f, near)
     # The ratio that one mixture shows must hold for every other.
     if share is not None:
         ratio = share / (1 - share)
         mixed = [point for point in ((2, 1), (1, 2), (3, 1), (1, 3)) if point in f]
-        if all(near(f[i, j], (i * ratio * f[1, 0] + j * f[0, 1]) / (i * ratio + j)) for i, j in mixed):
+        if all(
+            near(f[i, j], (i * ratio * f[1, 0] + j * f[0, 1]) / (i * ratio + j)) for i, j in mixed
+        ):
             return Kind("mean", (ratio,))
     ratios = _two_ratios(f) if tolerance < _EXACT else None
     return Kind("statistics") if ratios is None else Kind("two means", ratios)
@@ -316,12 +357,16 @@ def _as_means(f: _Points, near: _Near, tolerance: float) -> Kind:
 def _two_ratios(f: _Points) -> tuple[float, float] | None:
     """What two means count, as ratios of A to B; None if F is no sum of two means.
 
-    With D(t) = 1 + alpha t + beta t**2 the product D F is a polynomial of degree 2, so alpha and beta solve a linear
-    system from which these polynomials are projected out. The ratios follow from the roots of D. A double root, or
-    none, is a product of means, as in a variance or in a load-balancing loss.
+    With D(t) = 1 + alpha t + beta t**2 the product D F is a polynomial of degree 2, so alpha and
+    beta solve a linear system from which these polynomials are projected out. The ratios follow
+    from the roots of D. A double root, or none, is a product of means, as in a variance or in a
+    load-balancing loss.
     """
-    # Seven points: three go to the polynomial of degree 2, two to alpha and beta, and two test the fit.
-    points = [point for point in ((0, 1), (1, 3), (1, 2), (1, 1), (2, 1), (3, 1), (1, 0)) if point in f]
+    # Seven points: three go to the polynomial of degree 2, two to alpha and beta, and two test the
+    # fit.
+    points = [
+        point for point in ((0, 1), (1, 3), (1, 2), (1, 1), (2, 1), (3, 1), (1, 0)) if point in f
+    ]
     if len(points) < 7:
         return None
     t = np.array([i / (i + j) for i, j in points])
@@ -344,9 +389,15 @@ def _two_ratios(f: _Points) -> tuple[float, float] | None:
 
 
 def _fits_three(
-    probe: Probe, parts: tuple[Rows, Rows, Rows], leaves: Sequence[int], left: _Points, scales: list[float]
+    probe: Probe,
+    parts: tuple[Rows, Rows, Rows],
+    leaves: Sequence[int],
+    left: _Points,
+    scales: list[float],
 ) -> bool:
-    """Whether the two means of A and B, and those of A and C, are the same two means of A, B and C."""
+    """Whether the two means of A and B, and those of A and C, are the same two means of A, B and
+    C.
+    """
     a, _, c = parts
     right = _scaled(_evaluated(probe, (a, c), leaves, _POINTS), scales)
     whole = _scaled(_evaluated(probe, parts, leaves, [(1, 1, 1)]), scales)
@@ -357,14 +408,21 @@ def _fits_three(
     # A and C may count as much as each other in both means, which then are one.
     if ratios is None or others is None:
         return classify(right, _EXACT).name == "mean"
-    points = {(i, j, 0): f for (i, j), f in left.items()} | {(i, 0, k): f for (i, k), f in right.items()} | whole
+    points = (
+        {(i, j, 0): f for (i, j), f in left.items()}
+        | {(i, 0, k): f for (i, k), f in right.items()}
+        | whole
+    )
     times, values = np.array([*points]), np.stack([*points.values()])
     size = max(1.0, np.abs(whole[1, 1, 1]).max())
     # The two ratios of A to C come in either order.
     for matched in (others, others[::-1]):
-        # A mean of groups is the sum of their own means, each times its share of what is counted. Fit those means.
+        # A mean of groups is the sum of their own means, each times its share of what is counted.
+        # Fit those means.
         counted = [times * (1, 1 / b, 1 / c) for b, c in zip(ratios, matched, strict=True)]
-        shares = np.concatenate([count / count.sum(axis=1, keepdims=True) for count in counted], axis=1)
+        shares = np.concatenate(
+            [count / count.sum(axis=1, keepdims=True) for count in counted], axis=1
+        )
         fitted = shares @ np.linalg.lstsq(shares, values, rcond=None)[0]
         if np.abs(fitted - values).max() <= _EXACT * size:
             return True

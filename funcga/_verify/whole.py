@@ -1,7 +1,9 @@
-"""The whole batch: mistakes that calls with one batch show, and no comparison of micro-batches with it would.
+"""The whole batch: mistakes that calls with one batch show, and no comparison of micro-batches with
+it would.
 
-A call that writes, draws or remembers makes every comparison meaningless. Parameters that are not used, a division by
-the number of micro-batches and a gradient that is not the loss's are wrong in a micro-batch as in the whole batch.
+A call that writes, draws or remembers makes every comparison meaningless. Parameters that are not
+used, a division by the number of micro-batches and a gradient that is not the loss's are wrong in a
+micro-batch as in the whole batch.
 """
 
 from functools import partial
@@ -16,12 +18,23 @@ from funcga._trees import to_jax, to_torch
 from funcga._types import Array, Tree
 from funcga._verify.causes import Cause, cause, note
 from funcga._verify.divisors import Variant, variants
-from funcga._verify.probe import Leaves, Limit, Probe, Rows, largest, limit_of, random_states, restore
+from funcga._verify.probe import (
+    Leaves,
+    Limit,
+    Probe,
+    Rows,
+    largest,
+    limit_of,
+    random_states,
+    restore,
+)
 from funcga.folds import concat
 
 
 def unevaluated(probe: Probe) -> list[Cause]:
-    """State that a loss writes to where its framework raises: not even one gradient can be computed."""
+    """State that a loss writes to where its framework raises: not even one gradient can be
+    computed.
+    """
     try:
         probe.values(probe.every)
     except Exception as error:
@@ -34,7 +47,9 @@ def unevaluated(probe: Probe) -> list[Cause]:
 
 
 class Seen(NamedTuple):
-    """What one call has shown: values and a text that all calls of a pure function share, and how it computes."""
+    """What one call has shown: values and a text that all calls of a pure function share, and
+    how it computes.
+    """
 
     values: Leaves
     program: str
@@ -42,15 +57,20 @@ class Seen(NamedTuple):
     draws: bool
 
     def distance(self, other: "Seen", limit: Limit) -> float:
-        """The largest relative difference of two calls, each leaf relative to itself; infinite for other programs."""
+        """The largest relative difference of two calls, each leaf relative to itself; infinite
+        for other programs.
+        """
         if self.program != other.program or len(self.values) != len(other.values):
             return float("inf")
         # NaN in one of the two is no rounding, and np.max keeps it.
-        return float(np.max(limit._replace(share=0.0).differences(self.values, other.values), initial=0.0))
+        return float(
+            np.max(limit._replace(share=0.0).differences(self.values, other.values), initial=0.0)
+        )
 
 
 def impurities(probe: Probe) -> tuple[Seen, list[Cause]]:
-    """What is seen of a call, and what makes the next one different: written arguments, randomness, state.
+    """What is seen of a call, and what makes the next one different: written arguments, randomness,
+    state.
 
     The global random generators are as before.
     """
@@ -88,7 +108,10 @@ def _written(probe: Probe, before: Leaves, args: tuple[Tree, ...]) -> list[Cause
 
 
 def _changed(key: str, distance: float) -> Cause:
-    difference = f"two calls with the same arguments differ by {distance:.1e}, relative to the largest element"
+    difference = (
+        f"two calls with the same arguments differ by {distance:.1e}, relative to the largest "
+        "element"
+    )
     if distance == float("inf"):
         difference = "the function traces to another program the second time"
     return cause(key, difference=difference)
@@ -96,13 +119,17 @@ def _changed(key: str, distance: float) -> Cause:
 
 def late_state(probe: Probe, seen: Seen, limit: Limit) -> list[Cause]:
     """State that shows only after calls with other rows."""
-    first, again = (seen._replace(values=values) for values in (probe.whole, probe.call(probe.every)))
+    first, again = (
+        seen._replace(values=values) for values in (probe.whole, probe.call(probe.every))
+    )
     distance = first.distance(again, limit)
     return [] if distance <= limit.relative else [_changed("state", distance)]
 
 
 def per_example(probe: Probe, part: Rows) -> tuple[list[Cause], Probe]:
-    """Outputs that have a row for each example, added up or joined along another axis; and the Probe with concat()."""
+    """Outputs that have a row for each example, added up or joined along another axis; and the
+    Probe with concat().
+    """
     some = probe.try_values(part)
     # The splits tell of a loss that refuses some batches.
     if some is None:
@@ -112,27 +139,46 @@ def per_example(probe: Probe, part: Rows) -> tuple[list[Cause], Probe]:
         if x is None or y is None or x.shape == y.shape:
             continue
         # The axis whose length follows the number of rows.
-        axis = next((k for k, (of_x, of_y) in enumerate(zip(x.shape, y.shape, strict=False)) if of_x != of_y), 0)
+        axis = next(
+            (
+                k
+                for k, (of_x, of_y) in enumerate(zip(x.shape, y.shape, strict=False))
+                if of_x != of_y
+            ),
+            0,
+        )
         monoid = folds[i].reducer.monoid
         if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
             continue
         folds[i] = concat(axis)
         words = {"whole": [*x.shape], "part": [*y.shape], "rows": probe.rows, "some": len(part)}
-        of_subject = {"loss": "per-example output", "summary": "per-example output: summary"}[probe.subject]
+        of_subject = {"loss": "per-example output", "summary": "per-example output: summary"}[
+            probe.subject
+        ]
         key = of_subject if monoid.axis is None else "per-example output: axis"
         causes.append(cause(key, where=probe.paths[i], axis=axis or "", **words))
     if not causes or probe.threaded:
         return causes[:1], probe
     structure = probe.backend.trees.flatten(probe.output)[1]
-    return causes[:1], probe.under(probe.backend.trees.unflatten(structure, folds), probe.program.weight)
+    return causes[:1], probe.under(
+        probe.backend.trees.unflatten(structure, folds), probe.program.weight
+    )
 
 
-def fitted(probe: Probe, limit: Limit, epsilon: float, parts: tuple[Rows, Rows]) -> tuple[Limit, list[str]]:
-    """The Limit with a floor that is below the largest gradient; a note if that may be nothing but rounding.
+def fitted(
+    probe: Probe, limit: Limit, epsilon: float, parts: tuple[Rows, Rows]
+) -> tuple[Limit, list[str]]:
+    """The Limit with a floor that is below the largest gradient; a note if that may be nothing but
+    rounding.
 
-    A gradient is of about the size of its loss, and what rounding leaves of one that is zero of that size times eps.
+    A gradient is of about the size of its loss, and what rounding leaves of one that is zero of
+    that size times eps.
     """
-    evaluated = [(rows, values) for rows in (probe.every, *parts) if (values := probe.try_values(rows)) is not None]
+    evaluated = [
+        (rows, values)
+        for rows in (probe.every, *parts)
+        if (values := probe.try_values(rows)) is not None
+    ]
     top = max(largest(values) for _, values in evaluated)
     # The usual case: gradients stand out from the floor.
     if not 0 < top < limit.floor / limit.relative:
@@ -143,7 +189,9 @@ def fitted(probe: Probe, limit: Limit, epsilon: float, parts: tuple[Rows, Rows])
 
 
 def unused(probe: Probe) -> list[Cause]:
-    """Parameters that the loss does not use: every gradient is zero, and nothing changes with them."""
+    """Parameters that the loss does not use: every gradient is zero, and nothing changes with
+    them.
+    """
     gradients, moved = probe.gradient_leaves(), probe.moved()
     if not gradients or moved is None or any(np.any(probe.whole[i]) for i in gradients):
         return []
@@ -154,10 +202,12 @@ def unused(probe: Probe) -> list[Cause]:
 
 
 def wrong_gradient(probe: Probe, limit: Limit) -> list[Cause]:
-    """A gradient that misses a part of the loss; nothing where there is no second way to compute one.
+    """A gradient that misses a part of the loss; nothing where there is no second way to compute
+    one.
 
-    What is cut off from its graph inside of a loss is missing from every micro-batch alike. So the gradient of the
-    whole batch is computed once more, by the framework's own transform or with steps in the loss that have graphs.
+    What is cut off from its graph inside of a loss is missing from every micro-batch alike. So the
+    gradient of the whole batch is computed once more, by the framework's own transform or with
+    steps in the loss that have graphs.
     """
     grad_fn, args = probe.program.grad_fn, probe.gathered(probe.every)
     ours = grad_fn if isinstance(grad_fn, GradientFunction) else None
@@ -174,7 +224,9 @@ def wrong_gradient(probe: Probe, limit: Limit) -> list[Cause]:
     if not 10 * limit.relative < worst < float("inf"):
         return []
     if ours is None:
-        return [cause("first-order step", where=probe.paths[differences.index(worst)], difference=worst)]
+        return [
+            cause("first-order step", where=probe.paths[differences.index(worst)], difference=worst)
+        ]
     # Differences of the loss itself say which of the two is its gradient.
     return [cause("wrong gradient", difference=worst)] if _is_gradient(probe, other, steps) else []
 
@@ -188,19 +240,27 @@ def _gradient(probe: Probe, output: Tree) -> Leaves:
 
 
 def _is_gradient(probe: Probe, one: Leaves, other: Leaves) -> bool:
-    """Whether the loss changes as the one gradient says, and not as the other, along what they differ by."""
+    """Whether the loss changes as the one gradient says, and not as the other, along what they
+    differ by.
+    """
     difference = [None if x is None else np.real(x - y) for x, y in zip(one, other, strict=True)]
     size, step = largest(difference), 1e-5 if probe.precise else 1e-2
     if not 0 < size < float("inf"):
         return False
     direction = [None if part is None else part / size for part in difference]
-    ahead, behind = (probe.moved(partial(_along, probe, direction, amount)) for amount in (step, -step))
+    ahead, behind = (
+        probe.moved(partial(_along, probe, direction, amount)) for amount in (step, -step)
+    )
     if ahead is None or behind is None:
         return False
     # The derivative of the loss along the direction, and what either gradient says that it is.
     slope = (ahead.loss(probe.every) - behind.loss(probe.every)) / (2 * step)
     claims = [
-        sum(float((np.real(x) * v).sum()) for x, v in zip(leaves, direction, strict=True) if v is not None)
+        sum(
+            float((np.real(x) * v).sum())
+            for x, v in zip(leaves, direction, strict=True)
+            if v is not None
+        )
         for leaves in (one, other)
     ]
     return abs(slope - claims[0]) < 0.1 * abs(slope - claims[1])
@@ -217,16 +277,23 @@ def _along(probe: Probe, direction: Leaves, amount: float, leaves: list[Array]) 
 
 
 def divided(probe: Probe, n: int | None, limit: Limit) -> tuple[list[Cause], list[str]]:
-    """(causes, notes) of a loss that is divided by the number of micro-batches: a note where n may be chance.
+    """(causes, notes) of a loss that is divided by the number of micro-batches: a note where n may
+    be chance.
 
-    With such a number doubled, the whole output is halved, or twice as large. Only then is it accused, and only if its
-    name says what it stands for: that a temperature or a number of channels equals n is no mistake.
+    With such a number doubled, the whole output is halved, or twice as large. Only then is it
+    accused, and only if its name says what it stands for: that a temperature or a number of
+    channels equals n is no mistake.
     """
     # Metrics beside the gradients need not have the factor. A leaf of zeros has any.
-    gradients, nonzero = probe.gradient_leaves(), [i for i in probe.additive() if np.any(probe.whole[i])]
+    gradients, nonzero = (
+        probe.gradient_leaves(),
+        [i for i in probe.additive() if np.any(probe.whole[i])],
+    )
     leaves = [i for i in nonzero if i in gradients] or nonzero
     grad_fn = partial(probe.program.grad_fn, **probe.kwargs)
-    for variant in sorted(variants(grad_fn, n), key=lambda variant: variant.doubt) if leaves else ():
+    for variant in (
+        sorted(variants(grad_fn, n), key=lambda variant: variant.doubt) if leaves else ()
+    ):
         try:
             step = accumulate(variant.function, 1, fold=probe.plain, in_axes=probe.program.in_axes)
             changed = probe.numbers(step(*probe.gathered(probe.every)))
@@ -234,7 +301,9 @@ def divided(probe: Probe, n: int | None, limit: Limit) -> tuple[list[Cause], lis
         except Exception:
             continue
         factor = 0.5 if variant.value > 1 else 2.0
-        if _is_scaled([probe.whole[i] for i in leaves], [changed[i] for i in leaves], factor, limit):
+        if _is_scaled(
+            [probe.whole[i] for i in leaves], [changed[i] for i in leaves], factor, limit
+        ):
             return _accused(probe, leaves, variant)
     return [], []
 
@@ -243,11 +312,15 @@ def _is_scaled(before: Leaves, after: Leaves, factor: float, limit: Limit) -> bo
     """Whether arrays, or where there are none the scalars, are this many times as large."""
     has_arrays, size = any(x.ndim for x in before), largest(before)
     pairs = [(x, y) for x, y in zip(before, after, strict=True) if x.ndim or not has_arrays]
-    return size > 0 and all(np.abs(y - factor * x).max(initial=0.0) <= limit.relative * size for x, y in pairs)
+    return size > 0 and all(
+        np.abs(y - factor * x).max(initial=0.0) <= limit.relative * size for x, y in pairs
+    )
 
 
 def _accused(probe: Probe, leaves: list[int], variant: Variant) -> tuple[list[Cause], list[str]]:
-    """The cause, or a note where the number may stand for something else, such as an axis of the batch."""
+    """The cause, or a note where the number may stand for something else, such as an axis of the
+    batch.
+    """
     split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
     sizes = {size for leaf in split for size in leaf.shape}
     name, value = variant.name, variant.value
@@ -256,5 +329,14 @@ def _accused(probe: Probe, leaves: list[int], variant: Variant) -> tuple[list[Ca
         return [], [note("factor", operation=operation)]
     summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
     doubt = ", if it stands for the number of micro-batches" if name == repr(value) else ""
-    words = {"name": name, "value": value, "twice": 2 * value, "size": "half" if value > 1 else "twice"}
-    return [cause(f"divided by n{': summed' if summed else ''}", operation=operation, doubt=doubt, **words)], []
+    words = {
+        "name": name,
+        "value": value,
+        "twice": 2 * value,
+        "size": "half" if value > 1 else "twice",
+    }
+    return [
+        cause(
+            f"divided by n{': summed' if summed else ''}", operation=operation, doubt=doubt, **words
+        )
+    ], []

@@ -1,4 +1,5 @@
-"""A gradient function that is called by itself, on autograd: its gradients are those of one backward pass.
+"""A gradient function that is called by itself, on autograd: its gradients are those of one
+backward pass.
 
 Only torch has this file: JAX has one way to take a gradient.
 """
@@ -23,7 +24,14 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine.backward import Pass, are_alone, autocasting, ran_backward
 from torch_backend.engine.layout import Leaves
 from torch_backend.engine.others import applied, reach
-from torch_backend.engine.window import Arrivals, Engine, changed_in_place, detached, explain, tensors_of
+from torch_backend.engine.window import (
+    Arrivals,
+    Engine,
+    changed_in_place,
+    detached,
+    explain,
+    tensors_of,
+)
 from torch_backend.gradients import needs_autograd, recorded_gradients
 from torch_backend.modules.functional import noted, recomputing
 
@@ -43,10 +51,12 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
 
 
 class Alone(Engine):
-    """A window of one micro-batch, in which nothing is added: aux may be anything, and each dtype is the leaf's own.
+    """A window of one micro-batch, in which nothing is added: aux may be anything, and each dtype
+    is the leaf's own.
 
-    The results have no graph, but for this: if autograd records what the caller does, and the loss leads to somebody
-    else's tensor that requires grad, such as a parameter that loss_fn closes over, their graph leads there too.
+    The results have no graph, but for this: if autograd records what the caller does, and the loss
+    leads to somebody else's tensor that requires grad, such as a parameter that loss_fn closes
+    over, their graph leads there too.
     """
 
     detaches_aux = False
@@ -67,10 +77,15 @@ class Alone(Engine):
         return any(_requires_grad(trees.flatten(tree)[0]) for tree in (*others, *kwargs.values()))
 
     def value(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """What the gradient function returns at these arguments, once begun with them; or `_ON_FUNC`."""
+        """What the gradient function returns at these arguments, once begun with them; or
+        `_ON_FUNC`.
+        """
         args = self.detached(args)
         kwargs = {name: detached(value, recorded=True) for name, value in kwargs.items()}
-        called = [self.leaves[index].tree if index in self.leaves else arg for index, arg in enumerate(args)]
+        called = [
+            self.leaves[index].tree if index in self.leaves else arg
+            for index, arg in enumerate(args)
+        ]
         leaves = tuple(tensors_of(self.leaves))
         versions = sum(map(_private.version, leaves))
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
@@ -89,15 +104,22 @@ class Alone(Engine):
         return self.gradient.compose(loss if self.leads_elsewhere else loss.detach(), aux, grads)
 
     def _run(
-        self, args: list[Tree], kwargs: dict[str, Tree], leaves: tuple[torch.Tensor, ...], arrivals: Arrivals | None
+        self,
+        args: list[Tree],
+        kwargs: dict[str, Tree],
+        leaves: tuple[torch.Tensor, ...],
+        arrivals: Arrivals | None,
     ) -> tuple[torch.Tensor, Tree, list[torch.Tensor] | None]:
-        """(the loss, its aux, the gradients of the leaves or None), by a forward and a backward pass."""
+        """(the loss, its aux, the gradients of the leaves or None), by a forward and a backward
+        pass.
+        """
         noted.calls = []
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, args, kwargs)
             if {*map(type, map(_GRAD, leaves))} - {type(None)}:
                 raise ran_backward()
-            # A checkpoint runs parts of the loss again in the backward pass, and needs the parameters in the module.
+            # A checkpoint runs parts of the loss again in the backward pass, and needs the
+            # parameters in the module.
             with recomputing(applied.last is self.since) if noted.calls else recording_loss():
                 try:
                     if arrivals is not None:
@@ -107,9 +129,13 @@ class Alone(Engine):
                     explain(error, self.leaves, arrivals)
                     raise
 
-    def _gradients(self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor] | None:
+    def _gradients(
+        self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]
+    ) -> list[torch.Tensor] | None:
         """The gradients of the leaves; None where torch.func has to find them."""
-        self.leads_elsewhere = False  # whether the loss has a graph that leads to somebody else's tensor
+        self.leads_elsewhere = (
+            False  # whether the loss has a graph that leads to somebody else's tensor
+        )
         if not (loss.requires_grad and leaves):
             return _taken(leaves)
         others: list[torch.Tensor] = []
@@ -122,7 +148,11 @@ class Alone(Engine):
                 return None
             with _refused_recomputing():
                 return recorded_gradients(loss, leaves)
-        autocast = autocasting({leaf.device.type for leaf in leaves}) if _private.is_any_autocast_enabled() else []
+        autocast = (
+            autocasting({leaf.device.type for leaf in leaves})
+            if _private.is_any_autocast_enabled()
+            else []
+        )
         backward = Pass(lambda: self.around, autocast, all(map(_IS_CPU, leaves)))
         if custom:
             backward.run_by_hand(loss, 1.0, leaves, others)
@@ -136,10 +166,12 @@ class Alone(Engine):
         if not _requires_grad(tensors):
             return aux
         is_kept = [
-            not _requires_grad([leaf]) or (self.keeps_graphs and _foreign(reach(leaf, ids)[0])) for leaf in tensors
+            not _requires_grad([leaf]) or (self.keeps_graphs and _foreign(reach(leaf, ids)[0]))
+            for leaf in tensors
         ]
         return trees.unflatten(
-            structure, [leaf if kept else leaf.detach() for leaf, kept in zip(tensors, is_kept, strict=True)]
+            structure,
+            [leaf if kept else leaf.detach() for leaf, kept in zip(tensors, is_kept, strict=True)],
         )
 
 
@@ -167,12 +199,16 @@ def _requires_grad(leaves: Iterable[Any]) -> bool:
 
 
 def _foreign(leaves: list[torch.Tensor]) -> bool:
-    """Whether one of these is not a leaf that a pure_loss has put into a module, for a parameter that is left out."""
+    """Whether one of these is not a leaf that a pure_loss has put into a module, for a parameter
+    that is left out.
+    """
     return not all(hasattr(leaf, "_stands_in") for leaf in leaves)
 
 
 def _taken(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The gradients that are left in the leaves, in memory of their own; zeros where there is none."""
+    """The gradients that are left in the leaves, in memory of their own; zeros where there is
+    none.
+    """
     gradients = [*map(_GRAD, leaves)]
     kinds = {*map(type, gradients)}
     if type(None) in kinds:
@@ -183,10 +219,17 @@ def _taken(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     if kinds <= {torch.Tensor, type(None)} and {*map(_LAYOUT, gradients)} <= {torch.strided}:
         alone = are_alone(gradients)
         if not all(alone):
-            return [gradient if own else gradient.clone() for gradient, own in zip(gradients, alone, strict=True)]
+            return [
+                gradient if own else gradient.clone()
+                for gradient, own in zip(gradients, alone, strict=True)
+            ]
     return gradients
 
 
 def _like(argument: Leaves, gradients: Iterator[torch.Tensor]) -> Tree:
-    """The tree of an argument with the next gradients in the place of its leaves; None stays None."""
-    return trees.unflatten(argument.structure, [None if leaf is None else next(gradients) for leaf in argument.leaves])
+    """The tree of an argument with the next gradients in the place of its leaves; None stays
+    None.
+    """
+    return trees.unflatten(
+        argument.structure, [None if leaf is None else next(gradients) for leaf in argument.leaves]
+    )

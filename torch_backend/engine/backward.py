@@ -2,16 +2,18 @@
 
 Only torch has this file: XLA fuses the sum into the loop by itself.
 
-The accumulator of a parameter stands as the `.grad` of its leaf, and the weight is the cotangent: autograd adds every
-gradient in place as soon as it is there and frees it, so that no tree of gradients ever exists. The first gradient
-becomes the accumulator itself, unless somebody else may hold its memory; a float32 accumulator of a 16-bit leaf begins
-with zeros, and takes each gradient in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds
-its gradient in and frees it at once.
+The accumulator of a parameter stands as the `.grad` of its leaf, and the weight is the cotangent:
+autograd adds every gradient in place as soon as it is there and frees it, so that no tree of
+gradients ever exists. The first gradient becomes the accumulator itself, unless somebody else may
+hold its memory; a float32 accumulator of a 16-bit leaf begins with zeros, and takes each gradient
+in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds its gradient in
+and frees it at once.
 
-Functions written in Python may run backward passes of their own, as a reentrant checkpoint does. A pass that is
-restricted to the leaves skips such a function silently if none of its inputs leads to a leaf, and some functions refuse
-a restricted pass. A leaf can also get its gradient in several pieces. So where a graph has such a function, the whole
-backward pass is run, as a hand-written loop would run it. Tensors of others get their own `.grad` back afterwards.
+Functions written in Python may run backward passes of their own, as a reentrant checkpoint does. A
+pass that is restricted to the leaves skips such a function silently if none of its inputs leads to
+a leaf, and some functions refuse a restricted pass. A leaf can also get its gradient in several
+pieces. So where a graph has such a function, the whole backward pass is run, as a hand-written loop
+would run it. Tensors of others get their own `.grad` back afterwards.
 """
 
 import operator
@@ -32,27 +34,35 @@ from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.others import Surroundings, applied, left_alone, reach
 
 # Read for all leaves at once, these take a fraction of the time.
-_GRAD, _IS_CPU, _NBYTES, _CDATA = (operator.attrgetter(name) for name in ("grad", "is_cpu", "nbytes", "_cdata"))
+_GRAD, _IS_CPU, _NBYTES, _CDATA = (
+    operator.attrgetter(name) for name in ("grad", "is_cpu", "nbytes", "_cdata")
+)
 
 
 @dataclass(eq=False)
 class Pass:
     """Backward passes restricted to leaves.
 
-    `around`: what a function's own backward pass may write to. `autocast`: the types of devices that it is on for.
-    `on_host`: whether all leaves are there.
+    `around`: what a function's own backward pass may write to. `autocast`: the types of devices
+    that it is on for. `on_host`: whether all leaves are there.
     """
 
     around: Callable[[], Surroundings]
     autocast: list[str]
     on_host: bool
 
-    def run(self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for the forward pass."""
+    def run(
+        self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...]
+    ) -> None:
+        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for
+        the forward pass.
+        """
         with ExitStack() as outside:
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
-            _private.run_backward(loss, _cotangent(loss, seed), inputs, self.on_host and loss.is_cpu)
+            _private.run_backward(
+                loss, _cotangent(loss, seed), inputs, self.on_host and loss.is_cpu
+            )
 
     def run_by_hand(
         self,
@@ -61,16 +71,23 @@ class Pass:
         inputs: tuple[torch.Tensor, ...],
         others: list[torch.Tensor],
     ) -> None:
-        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad` afterwards."""
+        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad`
+        afterwards.
+        """
         around = self.around()
         foreign = {id(leaf): leaf for leaf in (*others, *around.leaves)}
         for leaf in inputs:
             foreign.pop(id(leaf), None)
         in_graph = {*map(id, others)}
-        # What the whole pass leaves in the `.grad`s of others is read before they get their own back.
+        # What the whole pass leaves in the `.grad`s of others is read before they get their own
+        # back.
         with left_alone([*foreign.values()]):
             self.run(loss, seed, ())
-            written = [leaf for key, leaf in foreign.items() if leaf.grad is not None and key not in in_graph]
+            written = [
+                leaf
+                for key, leaf in foreign.items()
+                if leaf.grad is not None and key not in in_graph
+            ]
         around.check(written)
 
 
@@ -81,37 +98,58 @@ def _cotangent(loss: torch.Tensor, seed: float | torch.Tensor) -> torch.Tensor:
 
 
 class Backward(Pass):
-    """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices in the output.
+    """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices
+    in the output.
 
-    The cotangent is 1 for micro-batches of equal weight. Otherwise it is the weight's share, if every leaf is a
-    weighted sum, the loss's dtype holds that number, and nothing is float16, which would overflow. Where it cannot be,
-    a hook scales the gradients in the accumulator's dtype.
+    The cotangent is 1 for micro-batches of equal weight. Otherwise it is the weight's share, if
+    every leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which
+    would overflow. Where it cannot be, a hook scales the gradients in the accumulator's dtype.
 
-    `around`: what a function's own backward pass may write to; `since`: what was `applied.last` before the window.
-    `seeds`: whether the cotangent may be a weight. `mixes`: whether leaves are merged over fewer replicas than the
-    window, so that they have what the losses of the others add to them.
+    `around`: what a function's own backward pass may write to; `since`: what was `applied.last`
+    before the window. `seeds`: whether the cotangent may be a weight. `mixes`: whether leaves are
+    merged over fewer replicas than the window, so that they have what the losses of the others add
+    to them.
     """
 
     def __init__(
-        self, buffers: Buffers, leaves: dict[int, torch.Tensor], around: Callable[[], Surroundings], since: object,
-        seeds: bool = True, mixes: bool = False,
-    ):  # fmt: skip
-        self.buffers, self.layout, self.leaves, self.inputs = buffers, buffers.layout, leaves, tuple(leaves.values())
+        self,
+        buffers: Buffers,
+        leaves: dict[int, torch.Tensor],
+        around: Callable[[], Surroundings],
+        since: object,
+        seeds: bool = True,
+        mixes: bool = False,
+    ):
+        self.buffers, self.layout, self.leaves, self.inputs = (
+            buffers,
+            buffers.layout,
+            leaves,
+            tuple(leaves.values()),
+        )
         self.around, self.since, self.seeds = around, since, seeds and self.layout.takes_seeds
         self.mixes = mixes
         # The leaves that autograd adds to sums: as a rule all.
         added = self.layout.added
-        self.adding = self.inputs if len(added) == len(self.inputs) else tuple(self.inputs[at.position] for at in added)
-        # From here until `release` buffers and leaves share the accumulators: autograd adds to `leaf.grad` in place.
+        self.adding = (
+            self.inputs
+            if len(added) == len(self.inputs)
+            else tuple(self.inputs[at.position] for at in added)
+        )
+        # From here until `release` buffers and leaves share the accumulators: autograd adds to
+        # `leaf.grad` in place.
         reduced = buffers.reduced
         if self.layout.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
         self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
-        # Whether gradients of other processes' losses came to a pass that does not weigh them, and the weights so far.
+        # Whether gradients of other processes' losses came to a pass that does not weigh them, and
+        # the weights so far.
         self.unweighed, self.weights = False, set[Scalar]()
-        self.attached = True  # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
+        # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
+        self.attached = True
         self.autocast = (
-            autocasting({leaf.device.type for leaf in self.inputs}) if _private.is_any_autocast_enabled() else []
+            autocasting({leaf.device.type for leaf in self.inputs})
+            if _private.is_any_autocast_enabled()
+            else []
         )
         self.on_host = all(map(_IS_CPU, self.inputs))
         self._survey()
@@ -121,7 +159,8 @@ class Backward(Pass):
         """Gives the leaves the accumulators that there are before the first gradient."""
         for leaf, (_, _, index, _, wide) in zip(self.adding, self.layout.added, strict=True):
             if wide is not None:
-                # A sum in a wider dtype begins with zeros: autograd could only begin it in the gradient's own dtype.
+                # A sum in a wider dtype begins with zeros: autograd could only begin it in the
+                # gradient's own dtype.
                 leaf.grad_dtype = None  # .grad may have another dtype than the leaf
                 if reduced[index] is None:
                     reduced[index] = torch.zeros_like(leaf, dtype=wide, requires_grad=False)
@@ -129,17 +168,25 @@ class Backward(Pass):
                 leaf.grad = reduced[index]
 
     def settle(self) -> None:
-        """Accepts all writes to accumulators so far: funcga itself made them, and not a backward pass of loss_fn."""
+        """Accepts all writes to accumulators so far: funcga itself made them, and not a backward
+        pass of loss_fn.
+        """
         self.writes = self._count_writes()
 
     def _survey(self) -> None:
-        """Notes how far the sums have come: which accumulators there are, and whether a pass needs hooks."""
+        """Notes how far the sums have come: which accumulators there are, and whether a pass
+        needs hooks.
+        """
         accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
-        self.hooked = bool(not self.attached or self.layout.others or self.layout.dtensors or self.mixes)
+        self.hooked = bool(
+            not self.attached or self.layout.others or self.layout.dtensors or self.mixes
+        )
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
-        self.accumulators: list[torch.Tensor] = accumulators if self.begun and not self.hooked else []
+        self.accumulators: list[torch.Tensor] = (
+            accumulators if self.begun and not self.hooked else []
+        )
 
     def _count_writes(self) -> int:
         """A number that changes with everything that is added to a leaf's `.grad`."""
@@ -155,17 +202,23 @@ class Backward(Pass):
         moving: Sequence[torch.Tensor] = (),
         communicates: bool = False,
     ) -> float | None:
-        """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves them as `.grad`.
+        """Folds the gradients of this loss in, with this weight; to the leaves `moving` it leaves
+        them as `.grad`.
 
-        A loss that `communicates` leaves the gradients of other processes' losses here as well, whatever its own
-        weight. Returns the share of the weight. Raises FuncgaError if loss_fn ran a backward pass of its own before.
+        A loss that `communicates` leaves the gradients of other processes' losses here as well,
+        whatever its own weight. Returns the share of the weight. Raises FuncgaError if loss_fn ran
+        a backward pass of its own before.
         """
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if self._count_writes() != self.writes:
             raise ran_backward()
         share = self.buffers.share(weight)
         # The cotangent, None for no pass at all; and whether it gives the gradients their weight.
-        seed, has_weight = (1.0, True) if share == 1.0 else self._seed(loss, weight, share, bool(moving), communicates)
+        seed, has_weight = (
+            (1.0, True)
+            if share == 1.0
+            else self._seed(loss, weight, share, bool(moving), communicates)
+        )
         self.seed = seed
         if self.mixes:
             self._note(weight, communicates, has_weight)
@@ -187,23 +240,32 @@ class Backward(Pass):
         return share
 
     def _note(self, weight: Scalar, communicates: bool, has_weight: bool) -> None:
-        """Notes the weight of a pass, and whether what other processes' losses add came to it unweighed."""
+        """Notes the weight of a pass, and whether what other processes' losses add came to it
+        unweighed.
+        """
         self.weights.add(weight)
         self.unweighed |= communicates and not has_weight
 
     def _seed(
-        self, loss: torch.Tensor, weight: Scalar, share: float | None, moves: bool, communicates: bool
+        self,
+        loss: torch.Tensor,
+        weight: Scalar,
+        share: float | None,
+        moves: bool,
+        communicates: bool,
     ) -> "tuple[float | torch.Tensor | None, bool]":
-        """The cotangent for a share that is not 1, and whether autograd is to add what comes of it to weighted sums."""
+        """The cotangent for a share that is not 1, and whether autograd is to add what comes of
+        it to weighted sums.
+        """
         may_seed = self.seeds and not moves and (communicates or not self.autocast)
         if share is None:
-            # What other processes add to a gradient has to have its weight before it travels. Otherwise a mask is
-            # better, which keeps the NaN of a weight of 0 out.
+            # What other processes add to a gradient has to have its weight before it travels.
+            # Otherwise a mask is better, which keeps the NaN of a weight of 0 out.
             conditions = communicates, self.mixes, may_seed, loss.dtype.itemsize >= 4
             return (weight, True) if all(conditions) else (1.0, False)
-        # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate in its backward
-        # pass, and other processes wait for that. The gradients that they send here have their weights, so they are
-        # added.
+        # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate
+        # in its backward pass, and other processes wait for that. The gradients that they send here
+        # have their weights, so they are added.
         if self.layout.only_weighted and not moves and share == 0:
             is_alone = not (dist.is_available() and dist.is_initialized())
             return (None, True) if is_alone else (0.0, communicates)
@@ -212,19 +274,29 @@ class Backward(Pass):
         return 1.0, False
 
     def _attach(self, has_weight: bool) -> None:
-        """Lets autograd add to the accumulators, to those of weighted sums only if gradients come with the weight."""
+        """Lets autograd add to the accumulators, to those of weighted sums only if gradients
+        come with the weight.
+        """
         self.check_grads()
         for added in self.layout.added:
             is_attached = has_weight or added.plain
-            self.inputs[added.position].grad = self.buffers.reduced[added.sum_index] if is_attached else None
+            self.inputs[added.position].grad = (
+                self.buffers.reduced[added.sum_index] if is_attached else None
+            )
         self.attached = has_weight
         self._survey()
 
     def _run_with_care(
-        self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
+        self,
+        loss: torch.Tensor,
+        seed: float | torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        weight: Scalar,
         has_weight: bool,
-    ) -> None:  # fmt: skip
-        """A pass outside of autocast, or with hooks, or in which functions written in Python may run their own."""
+    ) -> None:
+        """A pass outside of autocast, or with hooks, or in which functions written in Python may
+        run their own.
+        """
         layout = self.layout
         # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
         waiting = {*layout.others, *layout.dtensors}
@@ -235,7 +307,8 @@ class Backward(Pass):
         if applied.last is not self.since:
             others, custom = reach(loss, {*map(id, inputs)})
         if custom:
-            # A leaf may get several gradients in such a pass, so each is taken when the pass is over, without a hook.
+            # A leaf may get several gradients in such a pass, so each is taken when the pass is
+            # over, without a hook.
             self.run_by_hand(loss, seed, inputs, others)
         elif not waiting:
             self.run(loss, seed, inputs)
@@ -246,18 +319,26 @@ class Backward(Pass):
 
     def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
         """Folds in what no hook has taken, and zeros where no gradient came."""
-        for leaf_index in [leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None]:
+        for leaf_index in [
+            leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None
+        ]:
             self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
         self._add_zeros(waiting.intersection(self.layout.others), weight)
 
     def _run_hooked(
-        self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...], weight: Scalar,
+        self,
+        loss: torch.Tensor,
+        seed: float | torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        weight: Scalar,
         waiting: set[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
-        # The hooks run after autograd has added the gradient to `.grad`, so they find it whole there.
+        # The hooks run after autograd has added the gradient to `.grad`, so they find it whole
+        # there.
         handles = [
-            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting)) for leaf_index in waiting
+            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting))
+            for leaf_index in waiting
         ]
         try:
             self.run(loss, seed, inputs)
@@ -275,8 +356,16 @@ class Backward(Pass):
 
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
-        reduced, sums, gradients = self.buffers.reduced, self.layout.added_sums, [*map(_GRAD, self.adding)]
-        arrived = [at for at, index in enumerate(sums) if reduced[index] is None and gradients[at] is not None]
+        reduced, sums, gradients = (
+            self.buffers.reduced,
+            self.layout.added_sums,
+            [*map(_GRAD, self.adding)],
+        )
+        arrived = [
+            at
+            for at, index in enumerate(sums)
+            if reduced[index] is None and gradients[at] is not None
+        ]
         dense = [arrays.strided(gradients[at]) for at in arrived]
         # Later gradients are added in place, so nobody else may hold this memory.
         for at, begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
@@ -296,7 +385,9 @@ class Backward(Pass):
 
         Raises FuncgaError if a `.grad` was replaced during the window.
         """
-        if not self.accumulators or any(map(operator.is_not, map(_GRAD, self.inputs), self.accumulators)):
+        if not self.accumulators or any(
+            map(operator.is_not, map(_GRAD, self.inputs), self.accumulators)
+        ):
             self.check_grads()
         for leaf in self.inputs:
             leaf.grad = None
@@ -306,16 +397,21 @@ class Backward(Pass):
             index = layout.index_of[leaf_index]
             if reduced[index] is None:
                 dtype = layout.folds[index].accumulator_dtype
-                reduced[index] = torch.zeros_like(self.leaves[leaf_index], dtype=dtype, requires_grad=False)
+                reduced[index] = torch.zeros_like(
+                    self.leaves[leaf_index], dtype=dtype, requires_grad=False
+                )
 
     def check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
         for added in self.layout.added:
             is_attached = self.attached or added.plain
-            if self.inputs[added.position].grad is not (self.buffers.reduced[added.sum_index] if is_attached else None):
+            if self.inputs[added.position].grad is not (
+                self.buffers.reduced[added.sum_index] if is_attached else None
+            ):
                 raise FuncgaError(
-                    "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for instance, and what was "
-                    "accumulated in it. Leave that line out: gradients are returned, not kept in the module."
+                    "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "
+                    "instance, and what was accumulated in it. Leave that line out: gradients are "
+                    "returned, not kept in the module."
                 )
 
 
@@ -327,22 +423,25 @@ def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Removabl
 def ran_backward() -> FuncgaError:
     """The error for a loss that runs a backward pass into its own parameters."""
     return FuncgaError(
-        "loss_fn called .backward(): the gradients that it leaves in the parameters would be added to those of the "
-        "loss. Return the loss and leave that to funcga; for a gradient inside of the loss use torch.autograd.grad or "
-        "torch.func.grad."
+        "loss_fn called .backward(): the gradients that it leaves in the parameters would be added "
+        "to those of the loss. Return the loss and leave that to funcga; for a gradient inside of "
+        "the loss use torch.autograd.grad or torch.func.grad."
     )
 
 
 def is_alone(gradient: torch.Tensor) -> bool:
-    """Whether nobody else holds the memory of a gradient, and the memory is no larger than the gradient."""
+    """Whether nobody else holds the memory of a gradient, and the memory is no larger than the
+    gradient.
+    """
     return are_alone([gradient])[0]
 
 
 def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
     """The same of each of these gradients."""
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
-    # Two references to the memory are expected: that of the gradient, and the one in `storages`. Memory that is not
-    # torch's own, such as a NumPy array's, cannot be resized. Its owner does not count as a reference.
+    # Two references to the memory are expected: that of the gradient, and the one in `storages`.
+    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
+    # count as a reference.
     return [
         count == 2 and held == needed and resizable
         for count, held, needed, resizable in zip(
@@ -357,7 +456,11 @@ def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
 
 def holds(dtype: torch.dtype, number: float) -> bool:
     """Whether this dtype holds a number exactly, or rounds it no more than float32 does."""
-    return number == 1 or dtype.itemsize >= 4 or torch.tensor(number, dtype=dtype, device="cpu").item() == number
+    return (
+        number == 1
+        or dtype.itemsize >= 4
+        or torch.tensor(number, dtype=dtype, device="cpu").item() == number
+    )
 
 
 def autocasting(devices: Iterable[str]) -> list[str]:
@@ -365,4 +468,8 @@ def autocasting(devices: Iterable[str]) -> list[str]:
     if not _private.is_any_autocast_enabled():  # as usual
         return []
     types = {"cpu", *devices}
-    return [type for type in types if torch.amp.is_autocast_available(type) and torch.is_autocast_enabled(type)]
+    return [
+        type
+        for type in types
+        if torch.amp.is_autocast_available(type) and torch.is_autocast_enabled(type)
+    ]

@@ -1,4 +1,5 @@
-"""The accumulators of one window, updated in place: what funcga's mathematics says, in one kernel for all leaves.
+"""The accumulators of one window, updated in place: what funcga's mathematics says, in one kernel
+for all leaves.
 
 Only torch has this file: XLA updates the carry of a loop in place by itself.
 """
@@ -18,16 +19,23 @@ from torch_backend.engine.layout import Layout, Quotients
 
 
 class Buffers:
-    """What one window has folded so far. It is made by the window, owned by it and emptied into the result.
+    """What one window has folded so far. It is made by the window, owned by it and emptied into the
+    result.
 
-    `reduced` has the accumulator of each reduced leaf of the output; None before the first micro-batch. `passed` has
-    threaded leaves of the backward pass, until `add` returns them. `collected` has the rows of each micro-batch.
+    `reduced` has the accumulator of each reduced leaf of the output; None before the first
+    micro-batch. `passed` has threaded leaves of the backward pass, until `add` returns them.
+    `collected` has the rows of each micro-batch.
     """
 
     def __init__(self, layout: Layout):
-        self.layout, self.outputs, self.folds, self.pure = layout, layout.outputs, layout.folds, layout.pure
-        # The host counts the weights that it can see, and `counted` has those that only a device knows. Nothing waits
-        # for the device before the end.
+        self.layout, self.outputs, self.folds, self.pure = (
+            layout,
+            layout.outputs,
+            layout.folds,
+            layout.pure,
+        )
+        # The host counts the weights that it can see, and `counted` has those that only a device
+        # knows. Nothing waits for the device before the end.
         self.weight: Scalar = 0
         self.steps = 0
         self.counted: Tally | None = None
@@ -36,22 +44,28 @@ class Buffers:
         # micro-batch have asked for: the weight in the unit, whether it is not 0, and a 0.
         self.factors_of: torch.Tensor | None = None
         self.factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        # What is held of a weighted sum is the sum divided by the unit. None before the first weight.
+        # What is held of a weighted sum is the sum divided by the unit. None before the first
+        # weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
         self.reduced: list[Reduced] = [None] * len(self.folds)
         self.normalized: set[int] = set()  # sums that are divided already
-        self.borrowed: set[int] = set()  # of a step that is compiled: what may be the memory of an argument
+        self.borrowed: set[int] = (
+            set()
+        )  # of a step that is compiled: what may be the memory of an argument
         self.passed: dict[int, torch.Tensor] = {}
-        self.collected: dict[int, list[torch.Tensor]] = {leaf_index: [] for leaf_index in self.outputs.collected}
+        self.collected: dict[int, list[torch.Tensor]] = {
+            leaf_index: [] for leaf_index in self.outputs.collected
+        }
 
     # --- the unit of weighted sums
 
     def share(self, weight: Scalar) -> float | None:
-        """A weight in the unit that weighted sums are held in, 1 at most; None if only the device knows it.
+        """A weight in the unit that weighted sums are held in, 1 at most; None if only the device
+        knows it.
 
-        The unit is the first weight, so micro-batches of equal weight are added as they are. A unit that is fixed
-        stays, and shares may then be more than 1.
+        The unit is the first weight, so micro-batches of equal weight are added as they are. A unit
+        that is fixed stays, and shares may then be more than 1.
         """
         if isinstance(weight, torch.Tensor):
             self.unit = self.unit or 1.0
@@ -59,13 +73,14 @@ class Buffers:
         if not weight:
             return 0.0
         if self.unit is None:
-            # Where shapes are symbols, the weight is one: it equals that of the next micro-batch whatever it is.
+            # Where shapes are symbols, the weight is one: it equals that of the next micro-batch
+            # whatever it is.
             self.unit = weight if torch.compiler.is_compiling() else float(weight)
         if weight == self.unit:
             return 1.0
-        # A share that is no power of two may be rounded, as 1/3 is. The unit itself then becomes a power of two:
-        # dividing by that is exact. For a heavier micro-batch the unit grows, because a share can be the cotangent of a
-        # backward pass in float16, which overflows early.
+        # A share that is no power of two may be rounded, as 1/3 is. The unit itself then becomes a
+        # power of two: dividing by that is exact. For a heavier micro-batch the unit grows, because
+        # a share can be the cotangent of a backward pass in float16, which overflows early.
         stays = self.unit_is_fixed or torch.compiler.is_compiling()
         if not stays and (weight > self.unit or not sums.is_power_of_two(weight / self.unit)):
             self.hold_in(_power_above(max(float(weight), self.unit)))
@@ -73,7 +88,9 @@ class Buffers:
 
     def hold_in(self, unit: float) -> None:
         """Rescales the weighted sums to this unit."""
-        begun = [self.reduced[index] for index in self.layout.weighted if self.reduced[index] is not None]
+        begun = [
+            self.reduced[index] for index in self.layout.weighted if self.reduced[index] is not None
+        ]
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(local_tensors(begun), self.unit / unit)
         self.unit = unit
@@ -87,9 +104,13 @@ class Buffers:
     # --- a micro-batch
 
     def add(self, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
-        """Folds the leaves of one micro-batch in, and returns those that are threaded to the next."""
+        """Folds the leaves of one micro-batch in, and returns those that are threaded to the
+        next.
+        """
         layout, share = self.layout, self.share(weight)
-        values = {index: arrays.strided(leaves[self.outputs.reduced[index]]) for index in layout.rest}
+        values = {
+            index: arrays.strided(leaves[self.outputs.reduced[index]]) for index in layout.rest
+        }
         self._add_sums(layout.rest_plain, values, 1)
         if share is None:
             self._add_masked(layout.rest_weighted, values, weight)
@@ -101,12 +122,21 @@ class Buffers:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[leaf_index].append(arrays.strided(leaves[leaf_index]).clone())
         self._count(weight)
-        state = [self.passed.pop(leaf_index, leaves[leaf_index]) for leaf_index in self.outputs.threads]
-        # Copied, because state may be a view of the micro-batch, which is freed next, or of a buffer of grad_fn's.
-        return state if self.pure else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
+        state = [
+            self.passed.pop(leaf_index, leaves[leaf_index]) for leaf_index in self.outputs.threads
+        ]
+        # Copied, because state may be a view of the micro-batch, which is freed next, or of a
+        # buffer of grad_fn's.
+        return (
+            state
+            if self.pure
+            else [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
+        )
 
     def add_value(self, value: torch.Tensor, weight: Scalar, share: float) -> None:
-        """`add` where one weighted sum is all that is added: usually the loss, beside gradients that autograd adds."""
+        """`add` where one weighted sum is all that is added: usually the loss, beside gradients
+        that autograd adds.
+        """
         index = self.layout.loss_index
         # A weight of 0 adds nothing, not even a NaN.
         if self.reduced[index] is not None:
@@ -162,24 +192,34 @@ class Buffers:
         # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
         self.reduced[index] = combined.clone() if combined is value else combined
 
-    def _add_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
+    def _add_sums(
+        self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float
+    ) -> None:
         """Adds factor * value to each of these sums."""
         begun = [index for index in indices if self.reduced[index] is not None]
         if begun and factor:
             accumulators = [self.reduced[index] for index in begun]
             more = [redistributed(values[index], self.reduced[index]) for index in begun]
             if torch.compiler.is_compiling():
-                for index, total in zip(begun, ordered.added(accumulators, more, factor), strict=True):
+                for index, total in zip(
+                    begun, ordered.added(accumulators, more, factor), strict=True
+                ):
                     self.reduced[index] = total
                 self.borrowed.difference_update(begun)
             else:
-                sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
+                sums.add_scaled(
+                    local_tensors(accumulators), local_tensors(more), factor, donate=True
+                )
         # Some sums begin before others: those whose memory is a bucket that will be sent.
-        first = indices if not begun else [index for index in indices if self.reduced[index] is None]
+        first = (
+            indices if not begun else [index for index in indices if self.reduced[index] is None]
+        )
         if first:
             self._begin_sums(first, values, factor)
 
-    def _begin_sums(self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float) -> None:
+    def _begin_sums(
+        self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float
+    ) -> None:
         """Makes accumulators of factor * value, in memory of their own."""
         dtypes = [self.folds[index].accumulator_dtype for index in indices]
         if factor == 1 and torch.compiler.is_compiling():
@@ -193,7 +233,10 @@ class Buffers:
             # Copied and scaled in one kernel, where there would be two.
             accumulators = [*torch._foreach_mul(local_values, factor)]
         else:
-            accumulators = [value.to(dtype, copy=True) for value, dtype in zip(local_values, dtypes, strict=True)]
+            accumulators = [
+                value.to(dtype, copy=True)
+                for value, dtype in zip(local_values, dtypes, strict=True)
+            ]
             if not factor:
                 torch._foreach_zero_(accumulators)
             elif factor != 1:
@@ -201,8 +244,12 @@ class Buffers:
         for index, accumulator in zip(indices, accumulators, strict=True):
             self.reduced[index] = as_dtensor(accumulator, values[index])
 
-    def _add_masked(self, indices: list[int], values: Mapping[int, torch.Tensor], weight: torch.Tensor) -> None:
-        """Adds weight * value to each sum, for a weight on a device. One leaf at a time, so that one mask is alive."""
+    def _add_masked(
+        self, indices: list[int], values: Mapping[int, torch.Tensor], weight: torch.Tensor
+    ) -> None:
+        """Adds weight * value to each sum, for a weight on a device. One leaf at a time, so that
+        one mask is alive.
+        """
         for index in indices:
             value, dtype = values[index], self.folds[index].accumulator_dtype
             factor, counts, zero = self._factor(weight, value.device, dtype)
@@ -215,10 +262,14 @@ class Buffers:
                 product = torch.where(counts, local(value).to(dtype), zero) * factor
                 self._add_sums([index], {index: as_dtensor(product, value)}, 1)
             else:
-                accumulator, more = local_tensors([self.reduced[index], redistributed(value, self.reduced[index])])
+                accumulator, more = local_tensors(
+                    [self.reduced[index], redistributed(value, self.reduced[index])]
+                )
                 accumulator.addcmul_(torch.where(counts, more.to(dtype), zero), factor)
 
-    def _factor(self, weight: torch.Tensor, *kind: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _factor(
+        self, weight: torch.Tensor, *kind: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weight on a device and in a dtype, whether it is not 0, and a 0 to select."""
         if weight is not self.factors_of:
             self.factors_of, self.factors = weight, {}
@@ -239,18 +290,26 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
-        for index, value in () if {*map(type, self.reduced)} == {torch.Tensor} else enumerate(self.reduced):
+        for index, value in (
+            () if {*map(type, self.reduced)} == {torch.Tensor} else enumerate(self.reduced)
+        ):
             if type(value) is not torch.Tensor:
-                self.reduced[index] = without_partials(value, likes.get(self.outputs.reduced[index]))
+                self.reduced[index] = without_partials(
+                    value, likes.get(self.outputs.reduced[index])
+                )
 
     def result(self, state: list[Any]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output. The buffers are empty afterwards."""
+        """The normalised result, in the structure of grad_fn's output. The buffers are empty
+        afterwards.
+        """
         for index in self.borrowed:
             self.reduced[index] = self.reduced[index].clone()
         left = self._divide()
-        # The result takes the memory over: nothing of it stays here, where a later window could write to it.
+        # The result takes the memory over: nothing of it stays here, where a later window could
+        # write to it.
         results, self.reduced = self.reduced, [None] * len(self.reduced)
-        # Leaves that were divided in place only need their dtype. The others are normalised one by one.
+        # Leaves that were divided in place only need their dtype. The others are normalised one by
+        # one.
         for index in self.layout.cast:
             if index not in left:
                 results[index] = results[index].to(self.folds[index].result_dtype)
@@ -262,9 +321,13 @@ class Buffers:
         leaves: list[Any] = [None] * len(self.outputs.folds)
         for leaf_index, result in zip(self.outputs.reduced, results, strict=True):
             leaves[leaf_index] = result
-        for leaf_index, fold in zip(self.outputs.collected, self.outputs.collected_folds, strict=True):
+        for leaf_index, fold in zip(
+            self.outputs.collected, self.outputs.collected_folds, strict=True
+        ):
             chunks = self.collected.pop(leaf_index)
-            leaves[leaf_index] = torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(fold.result_dtype)
+            leaves[leaf_index] = torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(
+                fold.result_dtype
+            )
         for leaf_index, value in zip(self.outputs.threads, state, strict=True):
             leaves[leaf_index] = value
         return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
@@ -278,24 +341,32 @@ class Buffers:
     def _normalized(self, index: int, reduced: Reduced, folded: Tally) -> Reduced:
         fold = self.folds[index]
         self._check_known(index, reduced, folded)
-        if not (self.pure or torch.compiler.is_compiling()) and elementwise.fits(fold, largest(reduced)):
+        if not (self.pure or torch.compiler.is_compiling()) and elementwise.fits(
+            fold, largest(reduced)
+        ):
             return elementwise.normalized(fold, reduced, folded)
         return fold.normalize(reduced, folded)
 
     def _divide(self) -> list[int]:
-        """Divides means in place, and takes other weighted sums out of their unit. Returns which are not divided."""
+        """Divides means in place, and takes other weighted sums out of their unit. Returns which
+        are not divided.
+        """
         total, steps, unit = self.weight, self.steps, self.unit or 1.0
         if self.counted is not None:
             folded = self.tally
             total, steps = folded.total, folded.steps
         left = [*self.layout.undivided]
-        for indices, by, weighted in self._quotients_left() if self.normalized else self.layout.quotients:
+        for indices, by, weighted in (
+            self._quotients_left() if self.normalized else self.layout.quotients
+        ):
             divisor = total if by == "weight" else steps
             sums_here = local_tensors([*map(self.reduced.__getitem__, indices)])
             if not isinstance(divisor, torch.Tensor):
                 sums.divide(sums_here, float(divisor / unit if weighted else divisor))
             else:
-                _divide_on_device(sums_here, divisor, unit if weighted else 1.0, not weighted and by == "weight")
+                _divide_on_device(
+                    sums_here, divisor, unit if weighted else 1.0, not weighted and by == "weight"
+                )
         for index in self.layout.undivided_weighted:
             local(self.reduced[index]).mul_(unit)
         return left
@@ -303,15 +374,20 @@ class Buffers:
     def _quotients_left(self) -> list[Quotients]:
         """What is still to be divided, where some sums are divided already."""
         left = [
-            quotients._replace(indices=[index for index in quotients.indices if index not in self.normalized])
+            quotients._replace(
+                indices=[index for index in quotients.indices if index not in self.normalized]
+            )
             for quotients in self.layout.quotients
         ]
         return [quotients for quotients in left if quotients.indices]
 
 
-def _divide_on_device(sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float, plain: bool) -> None:
+def _divide_on_device(
+    sums_here: list[torch.Tensor], divisor: torch.Tensor, unit: float, plain: bool
+) -> None:
     """Divides in place by a number that the host does not see, in this unit; by 0, to zeros."""
-    # Of weight 0 nothing is added to weighted sums: they are zeros then, and any other divisor leaves them so.
+    # Of weight 0 nothing is added to weighted sums: they are zeros then, and any other divisor
+    # leaves them so.
     is_zero = divisor == 0
     nonzero = torch.where(is_zero, 1, divisor / unit)
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -1,15 +1,17 @@
-"""A compiled micro-step: the forward and backward pass of a compiled loss, and the sums, in one graph.
+"""A compiled micro-step: the forward and backward pass of a compiled loss, and the sums, in one
+graph.
 
 Only torch has this file: XLA compiles the loop as a whole.
 
-Autograd over a compiled loss runs two graphs, and adds every gradient outside of both. Here one graph computes the
-loss and its gradients, and adds these to accumulators that are its inputs, in place. The accumulators are zeros at
-first, and no gradient becomes one. The weight of a micro-batch is an input, too, so one graph serves for every
-micro-batch of a shape, whatever n.
+Autograd over a compiled loss runs two graphs, and adds every gradient outside of both. Here one
+graph computes the loss and its gradients, and adds these to accumulators that are its inputs, in
+place. The accumulators are zeros at first, and no gradient becomes one. The weight of a micro-batch
+is an input, too, so one graph serves for every micro-batch of a shape, whatever n.
 
-It is taken where nothing else has to see a gradient: all folds of gradients are sums of one kind, no parameter has a
-hook, nothing is merged over replicas, no state is threaded. If torch.compile refuses the micro-step as a whole, the
-loss is compiled alone, as it was given, and autograd adds its gradients.
+It is taken where nothing else has to see a gradient: all folds of gradients are sums of one kind,
+no parameter has a hook, nothing is merged over replicas, no state is threaded. If torch.compile
+refuses the micro-step as a whole, the loss is compiled alone, as it was given, and autograd adds
+its gradients.
 """
 
 import itertools
@@ -47,11 +49,20 @@ class MicroStep:
         self.run = compiled.compile_whole(_body(compiled.function))
         self.lasting: list[list[torch.Tensor]] = []
 
-    def taken(self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Zeros like the leaves, where those of an earlier window were: a CUDA graph writes to fixed addresses."""
-        likes = [(leaf.shape, leaf.stride(), leaf.device, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    def taken(
+        self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor]:
+        """Zeros like the leaves, where those of an earlier window were: a CUDA graph writes to
+        fixed addresses.
+        """
+        likes = [
+            (leaf.shape, leaf.stride(), leaf.device, dtype)
+            for leaf, dtype in zip(leaves, dtypes, strict=True)
+        ]
         for index, totals in enumerate(self.lasting):
-            if likes == [(total.shape, total.stride(), total.device, total.dtype) for total in totals]:
+            if likes == [
+                (total.shape, total.stride(), total.device, total.dtype) for total in totals
+            ]:
                 # Another thread finds others, so that no two windows have the same.
                 del self.lasting[index]
                 torch._foreach_zero_(totals)
@@ -67,28 +78,39 @@ class MicroStep:
 
 
 def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
-    """`micro_step(sums, params, inside, buffers, argnums, args, kwargs, factor, selects)`, which returns the loss.
+    """`micro_step(sums, params, inside, buffers, argnums, args, kwargs, factor, selects)`, which
+    returns the loss.
 
-    It adds the gradients by `params`, trees of the arguments `argnums`, to the sums: times `factor`, a 0-d tensor, if
-    there is one, and with `selects` nothing if that is 0. `inside` is the module of a PureLoss, else None, and
-    `buffers` are those of that module.
+    It adds the gradients by `params`, trees of the arguments `argnums`, to the sums: times
+    `factor`, a 0-d tensor, if there is one, and with `selects` nothing if that is 0. `inside` is
+    the module of a PureLoss, else None, and `buffers` are those of that module.
     """
 
     def micro_step(
-        sums: Sequence[torch.Tensor], params: tuple[Tree, ...], inside: Any, buffers: Mapping[str, torch.Tensor],
-        argnums: tuple[int, ...], args: Sequence[Tree], kwargs: Mapping[str, Tree], factor: torch.Tensor | None,
+        sums: Sequence[torch.Tensor],
+        params: tuple[Tree, ...],
+        inside: Any,
+        buffers: Mapping[str, torch.Tensor],
+        argnums: tuple[int, ...],
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        factor: torch.Tensor | None,
         selects: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         def loss_of(params: tuple[Tree, ...]) -> torch.Tensor:
             if inside is not None:
-                loss: torch.Tensor = inside.functional(loss_fn, params[0], buffers, args, kwargs, False)[0]
+                loss: torch.Tensor = inside.functional(
+                    loss_fn, params[0], buffers, args, kwargs, False
+                )[0]
                 return loss
             replaced = dict(zip(argnums, params, strict=True))
-            return loss_fn(*[replaced.get(argnum, arg) for argnum, arg in enumerate(args)], **kwargs)  # type: ignore[no-any-return]
+            args_here = [replaced.get(argnum, arg) for argnum, arg in enumerate(args)]
+            return loss_fn(*args_here, **kwargs)  # type: ignore[no-any-return]
 
         grads, loss = torch.func.grad_and_value(loss_of)(params)
         for total, gradient in zip(sums, trees.flatten(grads)[0], strict=True):
-            # In the accumulator's dtype, in which neither the gradient times its weight nor the sum overflows early.
+            # In the accumulator's dtype, in which neither the gradient times its weight nor the sum
+            # overflows early.
             more = gradient.to(total.dtype)
             if factor is not None:
                 more = more * factor.to(total.dtype)
@@ -97,8 +119,8 @@ def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
             total.add_(more)
         return loss  # type: ignore[no-any-return]
 
-    # torch.compile keeps what it has compiled with the code object of a function, up to a limit, and what it knows of
-    # shapes by its name. So each has a code object and a name of its own.
+    # torch.compile keeps what it has compiled with the code object of a function, up to a limit,
+    # and what it knows of shapes by its name. So each has a code object and a name of its own.
     assert isinstance(micro_step, types.FunctionType)
     micro_step.__code__ = micro_step.__code__.replace(co_name=f"micro_step_{next(_NUMBERS)}")
     return micro_step
@@ -127,7 +149,8 @@ _GRADIENTS: WeakKeyDictionary[Any, GradientFunction | None] = WeakKeyDictionary(
 
 
 def of_compiled_loss(grad_fn: Any) -> GradientFunction | None:
-    """The gradient function that `torch.compile` was given to make grad_fn of, with its loss compiled likewise.
+    """The gradient function that `torch.compile` was given to make grad_fn of, with its loss
+    compiled likewise.
 
     None if grad_fn is anything else.
     """
@@ -139,7 +162,9 @@ def of_compiled_loss(grad_fn: Any) -> GradientFunction | None:
         wrapped = vars(compiled.function).get("__wrapped__")
         gradient = wrapped if isinstance(wrapped, GradientFunction) else None
         if gradient is not None:
-            gradient = replace(gradient, loss_fn=_compiled_likewise(gradient.loss_fn, compiled.compile))
+            gradient = replace(
+                gradient, loss_fn=_compiled_likewise(gradient.loss_fn, compiled.compile)
+            )
         _GRADIENTS[grad_fn] = gradient
     return _GRADIENTS[grad_fn]
 
@@ -157,8 +182,12 @@ class Kind(NamedTuple):
     weighted: bool
 
 
-def kind_of(fold: Any, gradient: GradientFunction, arguments: Sequence[Leaves], backend: Backend) -> Kind | None:
-    """The Kind of the sums of gradients by these arguments; None if they are no sums, or sums of two kinds."""
+def kind_of(
+    fold: Any, gradient: GradientFunction, arguments: Sequence[Leaves], backend: Backend
+) -> Kind | None:
+    """The Kind of the sums of gradients by these arguments; None if they are no sums, or sums of
+    two kinds.
+    """
     if not all(_is_plain(leaf) for argument in arguments for leaf in argument.leaves):
         return None
     if gradient.with_value and not isinstance(fold, Fold):
@@ -166,11 +195,16 @@ def kind_of(fold: Any, gradient: GradientFunction, arguments: Sequence[Leaves], 
         fold = fold[1] if isinstance(fold, tuple | list) and len(fold) == 2 else None
     grads = tuple([argument.tree for argument in arguments])
     try:
-        outputs, _ = bind_outputs(fold, grads if isinstance(gradient.argnums, tuple) else grads[0], backend)
+        outputs, _ = bind_outputs(
+            fold, grads if isinstance(gradient.argnums, tuple) else grads[0], backend
+        )
     except FuncgaError:
         return None  # it is raised where the output of the first micro-batch is bound
     folds = outputs.reduced_folds
-    kinds, dtypes = {leaf_fold.adds for leaf_fold in folds}, [leaf_fold.accumulator_dtype for leaf_fold in folds]
+    kinds, dtypes = (
+        {leaf_fold.adds for leaf_fold in folds},
+        [leaf_fold.accumulator_dtype for leaf_fold in folds],
+    )
     is_one_sum = kinds in ({"weighted"}, {"plain"}) and {*dtypes} <= {*_FLOATS}
     return Kind(dtypes, kinds == {"weighted"}) if is_one_sum else None
 
@@ -186,7 +220,9 @@ def _is_plain(leaf: torch.Tensor | None) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether something around the step is to see what autograd does, or casts what the loss computes."""
+    """Whether something around the step is to see what autograd does, or casts what the loss
+    computes.
+    """
     return (
         _private.is_any_autocast_enabled()
         or _private.saves_by_hooks()
@@ -198,44 +234,70 @@ def is_watched() -> bool:
 class Sums:
     """The sums of one window, which a MicroStep adds to.
 
-    `argnums` are the arguments that are differentiated. `visit` is that of a PureLoss, whose parameters are the only
-    one of these. `weighs`: whether the user gives weights.
+    `argnums` are the arguments that are differentiated. `visit` is that of a PureLoss, whose
+    parameters are the only one of these. `weighs`: whether the user gives weights.
     """
 
     def __init__(
-        self, step: MicroStep, kind: Kind, leaves_of: Mapping[int, Leaves], loss_fn: LossFn, visit: Visit | None,
+        self,
+        step: MicroStep,
+        kind: Kind,
+        leaves_of: Mapping[int, Leaves],
+        loss_fn: LossFn,
+        visit: Visit | None,
         weighs: bool,
-    ):  # fmt: skip
-        self.step, self.kind, self.argnums, self.visit, self.weighs = step, kind, (*leaves_of,), visit, weighs
-        self.inside = loss_fn.calling if isinstance(loss_fn, PureLoss) and visit is not None else None
+    ):
+        self.step, self.kind, self.argnums, self.visit, self.weighs = (
+            step,
+            kind,
+            (*leaves_of,),
+            visit,
+            weighs,
+        )
+        self.inside = (
+            loss_fn.calling if isinstance(loss_fn, PureLoss) and visit is not None else None
+        )
         self.buffers: Mapping[str, torch.Tensor] = {}
         if visit is not None and visit.with_buffers:
             self.buffers = dict(visit.loss.module.named_buffers())
         # None of them is None, as `kind_of` has seen.
-        leaves = [leaf.detach() for argument in leaves_of.values() for leaf in argument.leaves if leaf is not None]
-        rest = iter(leaves)
-        self.params = tuple([
-            trees.unflatten(argument.structure, [*itertools.islice(rest, len(argument.leaves))])
+        leaves = [
+            leaf.detach()
             for argument in leaves_of.values()
-        ])  # fmt: skip
+            for leaf in argument.leaves
+            if leaf is not None
+        ]
+        rest = iter(leaves)
+        self.params = tuple(
+            [
+                trees.unflatten(argument.structure, [*itertools.islice(rest, len(argument.leaves))])
+                for argument in leaves_of.values()
+            ]
+        )
         self.lasts = step.replays and _is_on_cuda(leaves)
         if self.lasts:
             _keep_where_they_are(
-                leaves, [original for argument in leaves_of.values() for original in argument.originals]
+                leaves,
+                [original for argument in leaves_of.values() for original in argument.originals],
             )
         self.totals = step.taken(leaves, kind.dtypes) if self.lasts else zeros(leaves, kind.dtypes)
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
     def add(
-        self, args: Sequence[Tree], kwargs: Mapping[str, Tree], weight: Scalar, share: float | None, unit: float
+        self,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        weight: Scalar,
+        share: float | None,
+        unit: float,
     ) -> torch.Tensor | None:
         """Adds the gradients of a micro-batch with this share of the weight, and returns the loss.
 
-        The share is None for a weight that only a device knows, and then that is divided by the unit. The result is
-        None, and nothing is added, if torch.compile refuses the micro-step.
+        The share is None for a weight that only a device knows, and then that is divided by the
+        unit. The result is None, and nothing is added, if torch.compile refuses the micro-step.
         """
-        # Without a factor inductor frees each gradient sooner. The user's own weights may be 1 now and another number
-        # next, so these have one in every micro-batch, and one graph.
+        # Without a factor inductor frees each gradient sooner. The user's own weights may be 1 now
+        # and another number next, so these have one in every micro-batch, and one graph.
         has_factor = self.kind.weighted and (share != 1 or self.weighs)
         factor = self._factor(weight, share, unit) if has_factor else None
         # What is differentiated is passed apart. A PureLoss has it in its module.
@@ -247,9 +309,16 @@ class Sums:
         try:
             with torch.no_grad():
                 loss: torch.Tensor = self.step.run(
-                    self.totals, self.params, self.inside, self.buffers, self.argnums, args, kwargs, factor,
+                    self.totals,
+                    self.params,
+                    self.inside,
+                    self.buffers,
+                    self.argnums,
+                    args,
+                    kwargs,
+                    factor,
                     share is None,
-                )  # fmt: skip
+                )
         except _private.refusals_to_compile():
             self.step.is_refused = True
             return None
@@ -284,7 +353,9 @@ def zeros(leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list
 
 
 def _keep_where_they_are(leaves: Sequence[torch.Tensor], originals: Sequence[Any]) -> None:
-    """Lets a CUDA graph read leaves made of parameters from where these stay; it would copy them first."""
+    """Lets a CUDA graph read leaves made of parameters from where these stay; it would copy them
+    first.
+    """
     for original, leaf in zip(originals, leaves, strict=True):
         if isinstance(original, nn.Parameter):
             torch._dynamo.mark_static_address(leaf, guard=False)

@@ -1,4 +1,5 @@
-"""The window of a compiled loss: compiled micro-steps fold its micro-batches, or autograd where they cannot.
+"""The window of a compiled loss: compiled micro-steps fold its micro-batches, or autograd where
+they cannot.
 
 Only torch has this file: XLA compiles the loop as a whole.
 """
@@ -52,10 +53,14 @@ class _CompiledBuffers(Buffers):
 class CompiledWindow(Engine):
     """One window of a gradient whose loss is compiled. `step` is what the loss is compiled to."""
 
-    def __init__(self, program: Program, gradient: GradientFunction, backend: Backend, step: MicroStep):
+    def __init__(
+        self, program: Program, gradient: GradientFunction, backend: Backend, step: MicroStep
+    ):
         super().__init__(program, gradient, backend, None)
         self.step, self.last = step, program.memory.keep(_LastKind)
-        self.has_begun = self.is_uninterrupted = False  # a compiled micro-step visits the module by itself
+        self.has_begun = self.is_uninterrupted = (
+            False  # a compiled micro-step visits the module by itself
+        )
         self.sums: Sums | None = None  # None where autograd adds the gradients
 
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
@@ -72,7 +77,9 @@ class CompiledWindow(Engine):
                 self.buffers_of = partial(_CompiledBuffers, self.sums)
 
     def _may_be_compiled(self, arguments: Arguments) -> bool:
-        """Whether nothing else is to see the gradients of a micro-batch, or takes part in computing them."""
+        """Whether nothing else is to see the gradients of a micro-batch, or takes part in
+        computing them.
+        """
         if self.step.is_refused or self.hooked or not self.is_whole:
             return False
         if self.listener is not None or arguments.state or is_watched():
@@ -85,16 +92,26 @@ class CompiledWindow(Engine):
     def _kind(self) -> Kind | None:
         """What the sums of this window are like."""
         key = [
-            (argument.structure, [type(leaf) if leaf is None else leaf.dtype for leaf in argument.leaves])
+            (
+                argument.structure,
+                [type(leaf) if leaf is None else leaf.dtype for leaf in argument.leaves],
+            )
             for argument in self.leaves.values()
         ]
         if self.last.key != key:
             self.last.key = key
-            self.last.kind = kind_of(self.program.fold, self.gradient, [*self.leaves.values()], self.backend)
+            self.last.kind = kind_of(
+                self.program.fold, self.gradient, [*self.leaves.values()], self.backend
+            )
         return self.last.kind
 
     def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
+        last: bool,
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.backward is None:
@@ -104,7 +121,12 @@ class CompiledWindow(Engine):
         return []
 
     def _run(
-        self, sums: Sums, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
+        self,
+        sums: Sums,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
     ) -> bool:
         """Folds one micro-batch in by a compiled micro-step; False if autograd has to."""
         is_first, share, unit = self.backward is None, None, 1.0
@@ -113,7 +135,11 @@ class CompiledWindow(Engine):
         elif not isinstance(weight, torch.Tensor):
             share = float(bool(weight))  # the first weight is the unit
         # A weight of 0 adds nothing, not even a NaN.
-        loss = None if share == 0 and sums.kind.weighted else sums.add(args, kwargs, weight, share, unit)
+        loss = (
+            None
+            if share == 0 and sums.kind.weighted
+            else sums.add(args, kwargs, weight, share, unit)
+        )
         # Autograd finds out whether a loss that depends on nothing is an error.
         if loss is None or (is_first and not self.gradient.reached and sums.are_zeros):
             self._leave_to_autograd()

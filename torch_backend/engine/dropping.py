@@ -2,9 +2,10 @@
 
 Only torch has this file: in JAX a loop selects what it carries.
 
-Autograd adds gradients where it computes them, and cannot take them back. So a step that drops calls its gradient
-function for each micro-batch alone, looks at the value, and adds all of it or nothing. One micro-batch's gradients are
-held at a time. Where only a device knows the answer, nothing waits for it: what is added is selected.
+Autograd adds gradients where it computes them, and cannot take them back. So a step that drops
+calls its gradient function for each micro-batch alone, looks at the value, and adds all of it or
+nothing. One micro-batch's gradients are held at a time. Where only a device knows the answer,
+nothing waits for it: what is added is selected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,9 @@ NAN = float("nan")
 
 
 class DroppingBuffers(Buffers):
-    """Buffers that a micro-batch is added to if it passes a test; `rejected` counts those that do not."""
+    """Buffers that a micro-batch is added to if it passes a test; `rejected` counts those that
+    do not.
+    """
 
     def __init__(self, dropping: DroppingStep, layout: Layout):
         super().__init__(layout)
@@ -35,16 +38,24 @@ class DroppingBuffers(Buffers):
         self.state_before: list[Any] = []  # what is threaded, before the first one
 
     def add(self, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
-        """Folds the leaves of one micro-batch in, or none of them, and returns those that are threaded."""
+        """Folds the leaves of one micro-batch in, or none of them, and returns those that are
+        threaded.
+        """
         keep = self.kept = self.keeps(leaves, weight)
         if keep is True:
             return super().add(leaves, weight)
         for index in self.layout.rest:
-            if self.reduced[index] is None:  # it may be the first, and every other may be dropped, too
-                self.reduced[index] = self.folds[index].identity(leaves[self.outputs.reduced[index]])
+            if (
+                self.reduced[index] is None
+            ):  # it may be the first, and every other may be dropped, too
+                self.reduced[index] = self.folds[index].identity(
+                    leaves[self.outputs.reduced[index]]
+                )
         for leaf_index in self.layout.rest_collected:
             # Only observers collect anything here: of what is dropped, NaN.
-            self.collected[leaf_index].append(selected(keep, leaves[leaf_index], leaves[leaf_index] * NAN))
+            self.collected[leaf_index].append(
+                selected(keep, leaves[leaf_index], leaves[leaf_index] * NAN)
+            )
         if not isinstance(keep, torch.Tensor):
             self.rejected += 1
             return [leaves[leaf_index] for leaf_index in self.outputs.threads]
@@ -52,9 +63,15 @@ class DroppingBuffers(Buffers):
         return self._add_where(keep, leaves, weight)
 
     def keeps(self, leaves: Sequence[Any], weight: Scalar) -> bool | torch.Tensor:
-        """Whether a micro-batch of these leaves is folded; None for one that a wrapper of a module sums."""
-        present = [leaf_index for leaf_index in self.tested.leaf_indices if leaves[leaf_index] is not None]
-        return self.dropping.keeps(self.outputs, self.tested._replace(leaf_indices=present), leaves, weight)
+        """Whether a micro-batch of these leaves is folded; None for one that a wrapper of a
+        module sums.
+        """
+        present = [
+            leaf_index for leaf_index in self.tested.leaf_indices if leaves[leaf_index] is not None
+        ]
+        return self.dropping.keeps(
+            self.outputs, self.tested._replace(leaf_indices=present), leaves, weight
+        )
 
     def look_at(self, sums: Sequence[torch.Tensor]) -> None:
         """Drops the window if what a wrapper has summed is not finite."""
@@ -63,8 +80,8 @@ class DroppingBuffers(Buffers):
 
     def _add_where(self, keep: torch.Tensor, leaves: Sequence[Any], weight: Scalar) -> list[Any]:
         """`add`, where only a device knows whether to keep the micro-batch."""
-        # Not to be kept is to be of weight 0: of that not even a NaN is added to weighted sums. All other folds keep
-        # what they had. One leaf at a time, so that one copy is alive.
+        # Not to be kept is to be of weight 0: of that not even a NaN is added to weighted sums. All
+        # other folds keep what they had. One leaf at a time, so that one copy is alive.
         kept_weight, layout = _where(keep, weight, 0), self.layout
         values = {index: leaves[self.outputs.reduced[index]] for index in layout.rest}
         self.share(kept_weight)
@@ -73,7 +90,11 @@ class DroppingBuffers(Buffers):
             self._add_sums([index], {index: _where(keep, values[index], 0)}, 1)
         for index in layout.rest_others:
             before = self.reduced[index]  # which some folds overwrite
-            before = tuple([part.clone() for part in before]) if isinstance(before, tuple) else before.clone()
+            before = (
+                tuple([part.clone() for part in before])
+                if isinstance(before, tuple)
+                else before.clone()
+            )
             self._combine(index, values[index], weight)
             self.reduced[index] = selected(keep, self.reduced[index], before)
         self._count_on_device(arrays.tally(kept_weight)._replace(steps=keep.to(torch.int64)))
@@ -84,16 +105,27 @@ class DroppingBuffers(Buffers):
         keep = self.rejected == 0
         if self.dropping.scope == "microbatch" or keep is True:
             return super().result(state)
-        state = [selected(keep, *pair) for pair in zip(state, self.state_before or state, strict=True)]
+        state = [
+            selected(keep, *pair) for pair in zip(state, self.state_before or state, strict=True)
+        ]
         result = super().result(state)
-        # What observers fold stands before the value. What they collect is NaN for every micro-batch.
-        rows = [result[0][leaf_index] for leaf_index in self.outputs.collected] if self.outputs.before else []
+        # What observers fold stands before the value. What they collect is NaN for every
+        # micro-batch.
+        rows = (
+            [result[0][leaf_index] for leaf_index in self.outputs.collected]
+            if self.outputs.before
+            else []
+        )
         threaded, collected = {*map(id, state)}, {*map(id, rows)}
 
         def dropped(leaf: Any) -> Any:
             if id(leaf) in threaded or not isinstance(leaf, torch.Tensor):
                 return leaf
-            return selected(keep, leaf, leaf * NAN) if id(leaf) in collected else _or_zeros(keep, leaf, self.pure)
+            return (
+                selected(keep, leaf, leaf * NAN)
+                if id(leaf) in collected
+                else _or_zeros(keep, leaf, self.pure)
+            )
 
         leaves, structure = trees.flatten(result)
         return trees.unflatten(structure, [*map(dropped, leaves)])
@@ -109,16 +141,22 @@ def _or_zeros(keep: bool | torch.Tensor, leaf: torch.Tensor, pure: bool) -> torc
 
 
 def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:
-    """The value, or another one, on the devices of the value; a number where the answer is, in 64 bits."""
+    """The value, or another one, on the devices of the value; a number where the answer is, in
+    64 bits.
+    """
     if isinstance(value, torch.Tensor):
         return torch.where(keep.to(value.device), value, otherwise)
     wide = torch.float32 if keep.device.type == "mps" else torch.float64
-    number = torch.full((), value, dtype=torch.int64 if isinstance(value, int) else wide, device=keep.device)
+    number = torch.full(
+        (), value, dtype=torch.int64 if isinstance(value, int) else wide, device=keep.device
+    )
     return torch.where(keep, number, otherwise)
 
 
 def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
-    """What is left of a value `after` a micro-batch: itself if that is kept, else what it was `before`."""
+    """What is left of a value `after` a micro-batch: itself if that is kept, else what it was
+    `before`.
+    """
     if isinstance(after, tuple):
         return tuple([selected(keep, *pair) for pair in zip(after, before, strict=True)])
     if not isinstance(keep, torch.Tensor):
@@ -127,8 +165,11 @@ def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
 
 
 def fold_or_drop(window: Any, state: list[Any], *microbatch: Any, last: bool) -> list[Any]:
-    """Folds a micro-batch into a window, and returns the state after it: as it was, if the micro-batch is dropped."""
-    # grad_fn may write to the state, and what a dropped micro-batch has written there does not count.
+    """Folds a micro-batch into a window, and returns the state after it: as it was, if the
+    micro-batch is dropped.
+    """
+    # grad_fn may write to the state, and what a dropped micro-batch has written there does not
+    # count.
     before = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
     after = window.fold(*microbatch, last=last)
     if not before:
@@ -149,8 +190,12 @@ def statistics_of(module: nn.Module | None) -> list[tuple[torch.Tensor, torch.Te
     return [(buffer, buffer.detach().clone()) for buffer in buffers]
 
 
-def put_back(before: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: bool | torch.Tensor) -> None:
-    """Gives tensors the values that they had before what is not kept; `before` has each tensor and these."""
+def put_back(
+    before: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: bool | torch.Tensor
+) -> None:
+    """Gives tensors the values that they had before what is not kept; `before` has each tensor
+    and these.
+    """
     if keep is not True:
         with torch.no_grad():
             for tensor, values in before:

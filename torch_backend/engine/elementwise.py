@@ -2,9 +2,9 @@
 
 Only torch has this file: XLA makes one loop of such a fold, and has no arrays in between.
 
-Between a value and its accumulator such a fold has a dozen arrays. For a large leaf they would take several times its
-memory, and every operation would wait for that memory. Pieces of this size stay in the cache, and are large enough for
-torch to use all cores.
+Between a value and its accumulator such a fold has a dozen arrays. For a large leaf they would take
+several times its memory, and every operation would wait for that memory. Pieces of this size stay
+in the cache, and are large enough for torch to use all cores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,9 @@ _PIECE, _PIECE_ON_DEVICE = 2**16, 2**22
 
 
 def fits(fold: LeafFold, value: object) -> bool:
-    """Whether a value is folded here: a plain tensor, by a fold that looks at one element at a time."""
+    """Whether a value is folded here: a plain tensor, by a fold that looks at one element at a
+    time.
+    """
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, _private.FAKE)
     return is_plain and fold.fold.is_per_element and not torch.compiler.is_compiling()
 
@@ -29,17 +31,25 @@ def fits(fold: LeafFold, value: object) -> bool:
 def begun(fold: LeafFold, value: torch.Tensor) -> Reduced:
     """What is reduced of nothing, in memory of its own."""
     one = fold.identity(value.new_zeros([1] * value.ndim))
-    parts = [torch.empty_like(value, dtype=part.dtype, requires_grad=False).copy_(part) for part in parts_of(one)]
+    parts = [
+        torch.empty_like(value, dtype=part.dtype, requires_grad=False).copy_(part)
+        for part in parts_of(one)
+    ]
     return tuple(parts) if isinstance(one, tuple) else parts[0]
 
 
-def _is_added_exactly(fold: LeafFold, total: Sequence[torch.Tensor], value: torch.Tensor, weight: Scalar) -> bool:
-    """Adds to an exact sum on the host what funcga._exact says, in fewer passes; False, and nothing, if it cannot.
+def _is_added_exactly(
+    fold: LeafFold, total: Sequence[torch.Tensor], value: torch.Tensor, weight: Scalar
+) -> bool:
+    """Adds to an exact sum on the host what funcga._exact says, in fewer passes; False, and
+    nothing, if it cannot.
 
     Usually every term is below the limit, and eager kernels contract nothing.
     """
     (leading, *digits), lift = total, fold.fold.reducer.lift
-    if not (digits and isinstance(lift, Lift) and value.is_cpu and value.numel()) or isinstance(weight, torch.Tensor):
+    if not (digits and isinstance(lift, Lift) and value.is_cpu and value.numel()) or isinstance(
+        weight, torch.Tensor
+    ):
         return False
     form = format_of(torch, leading.dtype)
     unit, mask = unit_of(leading.ndim, lift.limit, form), (1 << form.digit) - 1
@@ -73,8 +83,12 @@ def combine(fold: LeafFold, reduced: Reduced, value: torch.Tensor, weight: Scala
                 target.copy_(part)
 
 
-def _exact_quotient(fold: LeafFold, total: Sequence[torch.Tensor], tally: Tally) -> torch.Tensor | None:
-    """The result of an exact sum on the host, which divides correctly; None if it may be below the normal numbers."""
+def _exact_quotient(
+    fold: LeafFold, total: Sequence[torch.Tensor], tally: Tally
+) -> torch.Tensor | None:
+    """The result of an exact sum on the host, which divides correctly; None if it may be below
+    the normal numbers.
+    """
     (leading, *digits), finish = total, fold.fold.normalizer.apply
     if not (digits and isinstance(finish, Finish) and leading.is_cpu):
         return None
@@ -88,9 +102,15 @@ def _exact_quotient(fold: LeafFold, total: Sequence[torch.Tensor], tally: Tally)
 
 
 def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> Reduced:
-    """The result. One array is in the memory of the first one that is reduced, if that has its dtype."""
+    """The result. One array is in the memory of the first one that is reduced, if that has its
+    dtype.
+    """
     parts = parts_of(reduced)
-    result = parts[0] if parts[0].dtype == fold.result_dtype else torch.empty_like(parts[0], dtype=fold.result_dtype)
+    result = (
+        parts[0]
+        if parts[0].dtype == fold.result_dtype
+        else torch.empty_like(parts[0], dtype=fold.result_dtype)
+    )
     for *piece, target in _pieces([*parts, result]):
         number: Reduced = _exact_quotient(fold, piece, tally)
         if number is None:
@@ -104,7 +124,11 @@ def normalized(fold: LeafFold, reduced: Reduced, tally: Tally) -> Reduced:
 
 def _like(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The value in the strides of an array that is accumulated."""
-    return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
+    return (
+        value
+        if value.stride() == part.stride()
+        else torch.empty_like(part, dtype=value.dtype).copy_(value)
+    )
 
 
 def _pieces(arrays: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

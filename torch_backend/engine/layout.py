@@ -1,6 +1,8 @@
-"""What becomes of each leaf of an output: decided once, the same for every window with outputs of one kind.
+"""What becomes of each leaf of an output: decided once, the same for every window with outputs of
+one kind.
 
-Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` only those that are reduced.
+Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` only those that are
+reduced.
 """
 
 import operator
@@ -20,10 +22,11 @@ from torch_backend.dtensor import is_dtensor
 
 
 class Added(NamedTuple):
-    """A sum that autograd adds to: where its leaf stands among those of the backward pass, and how it is added.
+    """A sum that autograd adds to: where its leaf stands among those of the backward pass, and how
+    it is added.
 
-    `sum_index`: its index among what is reduced. `plain`: added whatever the weight. `wide`: the dtype of the sum where
-    the gradients have another one, otherwise None.
+    `sum_index`: its index among what is reduced. `plain`: added whatever the weight. `wide`: the
+    dtype of the sum where the gradients have another one, otherwise None.
     """
 
     position: int
@@ -34,7 +37,9 @@ class Added(NamedTuple):
 
 
 class Quotients(NamedTuple):
-    """Sums that are divided by one number in the end: by the total weight, or by the number of micro-batches."""
+    """Sums that are divided by one number in the end: by the total weight, or by the number of
+    micro-batches.
+    """
 
     indices: list[int]
     by: str  # "weight" or "steps"
@@ -42,12 +47,14 @@ class Quotients(NamedTuple):
 
 
 class Layout:
-    """How each leaf of an output is folded, and who adds it: sums in place, every other fold leaf by leaf.
+    """How each leaf of an output is folded, and who adds it: sums in place, every other fold leaf
+    by leaf.
 
-    `leaves` are what a backward pass leaves gradients in, by their leaf indices in the output; None for a leaf that is
-    None. All other leaves of the output are the rest, whose `structure` in it is to be given where there are both.
-    `scaled`: whether the loss comes multiplied by a scale. `pure`: whether nothing may be written to, so that what is
-    computed can be differentiated and vmapped.
+    `leaves` are what a backward pass leaves gradients in, by their leaf indices in the output; None
+    for a leaf that is None. All other leaves of the output are the rest, whose `structure` in it is
+    to be given where there are both. `scaled`: whether the loss comes multiplied by a scale.
+    `pure`: whether nothing may be written to, so that what is computed can be differentiated and
+    vmapped.
     """
 
     def __init__(
@@ -62,7 +69,9 @@ class Layout:
         self.pure = arrays.in_transform() if pure is None else pure
         self.index_of = {leaf_index: index for index, leaf_index in enumerate(outputs.reduced)}
         # How each reduced leaf is added in place: "weighted", "plain", or None if it is not.
-        self.kinds = [None if self.pure else _kind(outputs, leaf_index) for leaf_index in outputs.reduced]
+        self.kinds = [
+            None if self.pure else _kind(outputs, leaf_index) for leaf_index in outputs.reduced
+        ]
         self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
         self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
         self._plan_backward({} if leaves is None else leaves, scaled)
@@ -70,7 +79,9 @@ class Layout:
         self._plan_end()
 
     def _plan_backward(self, leaves: Mapping[int, torch.Tensor | None], scaled: bool) -> None:
-        """Sorts the leaves that the backward pass adds. All but `added` are known by their leaf indices."""
+        """Sorts the leaves that the backward pass adds. All but `added` are known by their leaf
+        indices.
+        """
         self.in_backward = [*leaves]
         self.added: list[Added] = []
         self.dtensors: list[int] = []  # sums that are added on their mesh, and not by autograd
@@ -96,46 +107,71 @@ class Layout:
         """Decides whether the cotangent can be the weight of a micro-batch."""
         self.sums_in_backward = {*self.dtensors, *(added.leaf_index for added in self.added)}
         kinds = {self.kinds[self.index_of[leaf_index]] for leaf_index in self.sums_in_backward}
-        # The cotangent can be a weight only if every gradient is to be multiplied by that weight. In float16, and in
-        # dtypes of 8 bits, a gradient times a weight overflows too early, and so it does if it has a scale already.
+        # The cotangent can be a weight only if every gradient is to be multiplied by that weight.
+        # In float16, and in dtypes of 8 bits, a gradient times a weight overflows too early, and so
+        # it does if it has a scale already.
         self.only_weighted = "plain" not in kinds and not self.others
-        self.narrow = any(leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in leaves)
+        self.narrow = any(
+            leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in leaves
+        )
         self.takes_seeds = self.only_weighted and not (self.dtensors or scaled or self.narrow)
 
     def _plan_rest(self, structure: Structure) -> None:
         """Sorts the leaves that `Buffers.add` adds, by their indices in `Buffers.reduced`."""
         in_backward = {*self.in_backward}
-        # All leaves of the rest, by their leaf indices, and the Outputs of them alone, to check values by.
+        # All leaves of the rest, by their leaf indices, and the Outputs of them alone, to check
+        # values by.
         leaf_indices = range(len(self.outputs.folds))
-        self.rest_leaves = [leaf_index for leaf_index in leaf_indices if leaf_index not in in_backward]
-        self.head = self.outputs if structure is None else self.outputs.part(self.rest_leaves, structure)
-        self.rest = [index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward]
-        self.rest_weighted, self.rest_plain, self.rest_others = (
-            [index for index in self.rest if self.kinds[index] == kind] for kind in ("weighted", "plain", None)
+        self.rest_leaves = [
+            leaf_index for leaf_index in leaf_indices if leaf_index not in in_backward
+        ]
+        self.head = (
+            self.outputs if structure is None else self.outputs.part(self.rest_leaves, structure)
         )
-        self.rest_collected = [leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward]
+        self.rest = [
+            index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward
+        ]
+        self.rest_weighted, self.rest_plain, self.rest_others = (
+            [index for index in self.rest if self.kinds[index] == kind]
+            for kind in ("weighted", "plain", None)
+        )
+        self.rest_collected = [
+            leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward
+        ]
         # Usually a weighted sum is all the rest, beside what observers are told: that of the loss.
         self.loss_index = self.index_of.get(self.outputs.before, -1)
         is_last = self.rest_leaves[self.outputs.before :] == [self.outputs.before]
-        self.is_loss_alone = is_last and self.loss_index in self.rest_weighted and not self.outputs.threads
+        self.is_loss_alone = (
+            is_last and self.loss_index in self.rest_weighted and not self.outputs.threads
+        )
 
     def _plan_end(self) -> None:
-        """Groups the sums by what divides them, as one kernel divides a whole group; and the results that are cast."""
+        """Groups the sums by what divides them, as one kernel divides a whole group; and the
+        results that are cast.
+        """
         self.quotients: list[Quotients] = []
         for summed, weighted in ((self.weighted, True), (self.plain, False)):
             for by in ("weight", "steps"):
-                indices = [index for index in summed if self.folds[index].fold.normalizer.divides_by == by]
+                indices = [
+                    index for index in summed if self.folds[index].fold.normalizer.divides_by == by
+                ]
                 if indices:
                     self.quotients.append(Quotients(indices, by, weighted))
         divided = {index for group in self.quotients for index in group.indices}
         # Sums that nothing divides, of which the weighted ones are taken out of their unit.
         self.undivided = [index for index in range(len(self.folds)) if index not in divided]
         self.undivided_weighted = [index for index in self.weighted if index not in divided]
-        self.cast = [index for index, fold in enumerate(self.folds) if fold.accumulator_dtype != fold.result_dtype]
+        self.cast = [
+            index
+            for index, fold in enumerate(self.folds)
+            if fold.accumulator_dtype != fold.result_dtype
+        ]
 
 
 def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:
-    """How a reduced leaf is added in place; None if its fold is no sum, or its sum in a dtype of another kind."""
+    """How a reduced leaf is added in place; None if its fold is no sum, or its sum in a dtype of
+    another kind.
+    """
     fold, dtype = outputs.folds[leaf_index], outputs.dtypes[leaf_index]
     assert fold is not None
     return kind_in_place(fold, dtype)
@@ -148,18 +184,26 @@ def kind_in_place(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "pl
 
 
 # What the fold of a leaf depends on. Only a DTensor has placements.
-_KINDS: list[Callable[[Any], object]] = [operator.attrgetter(name) for name in ("shape", "dtype", "layout")]
+_KINDS: list[Callable[[Any], object]] = [
+    operator.attrgetter(name) for name in ("shape", "dtype", "layout")
+]
 
 
 def _kind_of(leaf: torch.Tensor | None) -> object:
-    return None if leaf is None else ([look(leaf) for look in _KINDS], getattr(leaf, "placements", None))
+    return (
+        None
+        if leaf is None
+        else ([look(leaf) for look in _KINDS], getattr(leaf, "placements", None))
+    )
 
 
 _KINDS_OF_OTHERS: list[Callable[[Any], object]] = [_kind_of]
 
 
 class Leaves(NamedTuple):
-    """One argument that is differentiated: its tree, and the leaves of it that autograd records; None stays None."""
+    """One argument that is differentiated: its tree, and the leaves of it that autograd records;
+    None stays None.
+    """
 
     tree: Tree
     leaves: Sequence[torch.Tensor | None]
@@ -180,14 +224,21 @@ class Kept:
     argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def layout_of(
-        self, gradient: GradientFunction, value: tuple[torch.Tensor, Tree], leaves: Mapping[int, Leaves],
-        whole: Collection[int], bind: Callable[[Tree], tuple[Outputs, list[Any]]], check: Callable[[Outputs], None],
+        self,
+        gradient: GradientFunction,
+        value: tuple[torch.Tensor, Tree],
+        leaves: Mapping[int, Leaves],
+        whole: Collection[int],
+        bind: Callable[[Tree], tuple[Outputs, list[Any]]],
+        check: Callable[[Outputs], None],
         has_state: bool,
-    ) -> Layout:  # fmt: skip
-        """The layout of outputs of a `value`, the loss and its aux, and gradients like these leaves.
+    ) -> Layout:
+        """The layout of outputs of a `value`, the loss and its aux, and gradients like these
+        leaves.
 
-        That of the last window if it fits. The backward pass adds the gradients of the arguments that are `whole`.
-        `bind(output)` is the Outputs of a first one, with its leaves, and `check` raises FuncgaError if they cannot be.
+        That of the last window if it fits. The backward pass adds the gradients of the arguments
+        that are `whole`. `bind(output)` is the Outputs of a first one, with its leaves, and `check`
+        raises FuncgaError if they cannot be.
         """
         loss = value[0]
         in_window = [leaf for argnum in leaves if argnum in whole for leaf in leaves[argnum].leaves]
@@ -196,11 +247,20 @@ class Kept:
             # Then the loss and the leaves alone tell what the output is.
             is_plain = {*map(type, in_window)} <= {torch.Tensor, nn.Parameter}
             looks = _KINDS if is_plain else _KINDS_OF_OTHERS
-            key = type(loss), loss.dtype, [argument.structure for argument in leaves.values()], len(in_window), is_plain
-            # One by one: a list of shapes would be thousands of objects for the garbage collector to go through.
+            key = (
+                type(loss),
+                loss.dtype,
+                [argument.structure for argument in leaves.values()],
+                len(in_window),
+                is_plain,
+            )
+            # One by one: a list of shapes would be thousands of objects for the garbage collector
+            # to go through.
             if self.layout is not None and self.key == key:
                 columns = zip(looks, self.kinds, strict=True)
-                if all(all(map(operator.eq, known, map(look, in_window))) for look, known in columns):
+                if all(
+                    all(map(operator.eq, known, map(look, in_window))) for look, known in columns
+                ):
                     return self.layout
             kinds = [[*map(look, in_window)] for look in looks]
         self.layout = self._layout_of(gradient, value, leaves, whole, in_window, bind, check)
@@ -208,30 +268,50 @@ class Kept:
         return self.layout
 
     def _layout_of(
-        self, gradient: GradientFunction, value: tuple[torch.Tensor, Tree], leaves: Mapping[int, Leaves],
-        whole: Collection[int], in_window: Sequence[torch.Tensor | None],
-        bind: Callable[[Tree], tuple[Outputs, list[Any]]], check: Callable[[Outputs], None],
-    ) -> Layout:  # fmt: skip
+        self,
+        gradient: GradientFunction,
+        value: tuple[torch.Tensor, Tree],
+        leaves: Mapping[int, Leaves],
+        whole: Collection[int],
+        in_window: Sequence[torch.Tensor | None],
+        bind: Callable[[Tree], tuple[Outputs, list[Any]]],
+        check: Callable[[Outputs], None],
+    ) -> Layout:
         """A new one."""
         (loss, aux), compose = value, gradient.compose
-        # Before the first backward pass there are no gradients. The leaves stand in for them: they are alike.
-        outputs, output_leaves = bind(compose(loss, aux, [argument.tree for argument in leaves.values()]))
+        # Before the first backward pass there are no gradients. The leaves stand in for them: they
+        # are alike.
+        outputs, output_leaves = bind(
+            compose(loss, aux, [argument.tree for argument in leaves.values()])
+        )
         check(outputs)
         in_backward = _in_backward(
-            leaves, whole, len(output_leaves) if gradient.with_value else None, gradient.leaves_before
+            leaves,
+            whole,
+            len(output_leaves) if gradient.with_value else None,
+            gradient.leaves_before,
         )
-        trees_of_rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
+        trees_of_rest = [
+            () if argnum in whole else argument.tree for argnum, argument in leaves.items()
+        ]
         structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
         leaves_in_backward = dict(zip(in_backward, in_window, strict=True))
         return Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
 
 
-def _in_backward(leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None, first: int) -> list[int]:
+def _in_backward(
+    leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None, first: int
+) -> list[int]:
     """The leaf indices of the gradients of whole arguments, in an output of `count` leaves.
 
-    The gradients follow the value, argument by argument; where there is none, and `count` is None, they come `first`.
+    The gradients follow the value, argument by argument; where there is none, and `count` is None,
+    they come `first`.
     """
-    start = first if count is None else count - sum(len(argument.leaves) for argument in leaves.values())
+    start = (
+        first
+        if count is None
+        else count - sum(len(argument.leaves) for argument in leaves.values())
+    )
     in_backward: list[int] = []
     for argnum, argument in leaves.items():
         end = start + len(argument.leaves)

@@ -23,32 +23,50 @@ _SHORT = 2**12  # elements of a gradient that may wait
 class Observing:
     """Hooks on the leaves of a window, each of which measures the gradient that comes to its leaf.
 
-    A hook on a tensor sees its whole gradient before autograd adds it to anything, times the cotangent of the pass.
+    A hook on a tensor sees its whole gradient before autograd adds it to anything, times the
+    cotangent of the pass.
     """
 
-    def __init__(self, readings: Readings, leaves: Mapping[int, torch.Tensor], nothing: torch.Tensor):
-        """`leaves` are those of backward passes, by their leaf indices in the output; `nothing` is a 0."""
+    def __init__(
+        self, readings: Readings, leaves: Mapping[int, torch.Tensor], nothing: torch.Tensor
+    ):
+        """`leaves` are those of backward passes, by their leaf indices in the output; `nothing`
+        is a 0.
+        """
         self.readings = readings
         # Measures of micro-batches, each with its weight and what the gradients were multiplied by.
         self.notes: list[tuple[torch.Tensor, Scalar, Scalar]] = []
         self.takes_norms = readings.are_norms and not any(map(is_dtensor, leaves.values()))
         # The measures of a leaf that no gradient comes to.
-        self.nothing = nothing if self.takes_norms else nothing.repeat(len(readings.observers.measures))
+        self.nothing = (
+            nothing if self.takes_norms else nothing.repeat(len(readings.observers.measures))
+        )
         hooked = {
-            index: leaves[readings.count + index] for index in readings.in_value if readings.count + index in leaves
+            index: leaves[readings.count + index]
+            for index in readings.in_value
+            if readings.count + index in leaves
         }
         # These are no leaves of the window: a micro-batch leaves their gradients to be added.
         self.left = [index for index in readings.in_value if index not in hooked]
-        # If there are no groups, short gradients, which are many, wait for the end of the pass, to be measured all at
-        # once, as one leaf. They only have to be put into a list, and its own method is the cheapest hook.
+        # If there are no groups, short gradients, which are many, wait for the end of the pass, to
+        # be measured all at once, as one leaf. They only have to be put into a list, and its own
+        # method is the cheapest hook.
         self.short = dict.fromkeys(index for index, leaf in hooked.items() if self._waits(leaf))
-        self.measured_leaves = [*[*self.short][:1], *(index for index in readings.in_value if index not in self.short)]
+        self.measured_leaves = [
+            *[*self.short][:1],
+            *(index for index in readings.in_value if index not in self.short),
+        ]
         # What each leaf got in the last pass: the measures of its gradient, or the gradient itself.
         self.arrived: dict[int, list[torch.Tensor]] = {index: [] for index in readings.in_value}
-        self.hooks = [(leaf, leaf.register_hook(self._hook(index, leaf))) for index, leaf in hooked.items()]  # type: ignore[no-untyped-call]
+        self.hooks = [
+            (leaf, leaf.register_hook(self._hook(index, leaf)))  # type: ignore[no-untyped-call]
+            for index, leaf in hooked.items()
+        ]
 
     def _waits(self, leaf: torch.Tensor) -> bool:
-        is_whole = self.takes_norms and self.readings.is_one_group and leaf.device == self.nothing.device
+        is_whole = (
+            self.takes_norms and self.readings.is_one_group and leaf.device == self.nothing.device
+        )
         return is_whole and leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4
 
     def _hook(self, index: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -56,14 +74,20 @@ class Observing:
         append, dtype = self.arrived[index].append, self.readings.dtype
         if index in self.short:
             return append
-        if self.takes_norms and leaf.device == self.nothing.device:  # the usual case, in as few calls as there can be
+        if (
+            self.takes_norms and leaf.device == self.nothing.device
+        ):  # the usual case, in as few calls as there can be
             return lambda gradient: append(arrays.squared_norm(gradient, dtype))
         return partial(self._measure, index)
 
     def _measure(self, index: int, gradient: torch.Tensor) -> None:
         readings = self.readings
         gradient = arrays.strided(gradient)
-        row = arrays.squared_norm(gradient, readings.dtype) if self.takes_norms else readings.measures_of([gradient])[0]
+        row = (
+            arrays.squared_norm(gradient, readings.dtype)
+            if self.takes_norms
+            else readings.measures_of([gradient])[0]
+        )
         self.arrived[index].append(row.to(self.nothing.device))
 
     def told(self, to_add: Sequence[Any], weight: Scalar, seed: Scalar | None) -> list[Array]:
@@ -78,17 +102,26 @@ class Observing:
         return self.noted()[0][0]
 
     def note(self, weight: Scalar, seed: Scalar | None) -> None:
-        """Keeps the measures of the last micro-batch, where autograd has added all of its gradients."""
+        """Keeps the measures of the last micro-batch, where autograd has added all of its
+        gradients.
+        """
         if max(map(len, self.arrived.values())) > 1:
             raise FuncgaError(
-                "observe= was given, and a parameter gets its gradient in several pieces, of which none has the norm "
-                "of the gradient, as reentrant checkpoints make it. Use use_reentrant=False."
+                "observe= was given, and a parameter gets its gradient in several pieces, of which "
+                "none has the norm of the gradient, as reentrant checkpoints make it. Use "
+                "use_reentrant=False."
             )
-        waiting = [arrays.strided(gradient).reshape(-1) for index in self.short for gradient in self.arrived[index]]
+        waiting = [
+            arrays.strided(gradient).reshape(-1)
+            for index in self.short
+            for gradient in self.arrived[index]
+        ]
         if waiting:
             whole = arrays.squared_norm(torch.cat(waiting), self.readings.dtype)
             self.arrived[self.measured_leaves[0]][:] = [whole]
-        measures = torch.stack([next(iter(self.arrived[index]), self.nothing) for index in self.measured_leaves])
+        measures = torch.stack(
+            [next(iter(self.arrived[index]), self.nothing) for index in self.measured_leaves]
+        )
         self.forget()
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
         seed = seed if isinstance(seed, torch.Tensor) else seed or 1.0
@@ -96,10 +129,16 @@ class Observing:
 
     @torch.no_grad()
     def noted(self) -> list[tuple[list[Array], Scalar]]:
-        """(what the observers are told, its weight) of each micro-batch that is noted, of which nothing is kept."""
-        # All at once: after a backward pass every operation is slow, as nothing of it is in the cache.
+        """(what the observers are told, its weight) of each micro-batch that is noted, of which
+        nothing is kept.
+        """
+        # All at once: after a backward pass every operation is slow, as nothing of it is in the
+        # cache.
         notes, self.notes = self.notes, []
-        return [(self.readings.leaves_for(measures, weight, seed), weight) for measures, weight, seed in notes]
+        return [
+            (self.readings.leaves_for(measures, weight, seed), weight)
+            for measures, weight, seed in notes
+        ]
 
     def forget(self) -> None:
         """Takes back what the last pass has measured."""

@@ -1,11 +1,13 @@
-"""What belongs to others: the leaves of autograd that a backward pass may come to, and must leave alone.
+"""What belongs to others: the leaves of autograd that a backward pass may come to, and must leave
+alone.
 
 Only torch has this file: JAX differentiates a program, which has no tensors of somebody else's.
 
-A backward pass that is restricted to its own leaves writes to no others, with one exception: functions written in
-Python, subclasses of torch.autograd.Function, may run passes of their own, as a reentrant checkpoint does. Searching
-every graph for them would take 5 % of the time of a loop over small layers, and most losses apply none. So a hook notes
-whenever one is applied, and a graph is searched only then.
+A backward pass that is restricted to its own leaves writes to no others, with one exception:
+functions written in Python, subclasses of torch.autograd.Function, may run passes of their own, as
+a reentrant checkpoint does. Searching every graph for them would take 5 % of the time of a loop
+over small layers, and most losses apply none. So a hook notes whenever one is applied, and a graph
+is searched only then.
 """
 
 import functools
@@ -34,8 +36,8 @@ from torch_backend.replacements import replacements
 class _Applied:
     """`last` is another object once a function written in Python has been applied, recorded or not.
 
-    It is noted while `replacements` last, which every window enters. Without `is_noted` nobody tells. What was
-    `last` before is to be remembered only with it.
+    It is noted while `replacements` last, which every window enters. Without `is_noted` nobody
+    tells. What was `last` before is to be remembered only with it.
     """
 
     def __init__(self) -> None:
@@ -57,11 +59,13 @@ class _Probe(torch.autograd.Function):
 
 
 def _is_noted() -> bool:
-    """Makes every node of a function written in Python note its creation; False if this torch does not allow that."""
+    """Makes every node of a function written in Python note its creation; False if this torch
+    does not allow that.
+    """
     if "__init__" in vars(BackwardCFunction):
         return False
-    # Torch creates a node by calling its class, which has no __init__ so far. The probe shows whether this one is
-    # called.
+    # Torch creates a node by calling its class, which has no __init__ so far. The probe shows
+    # whether this one is called.
     replacements.add(BackwardCFunction, "__init__", _note)
     before = applied.last
     with replacements:
@@ -78,7 +82,9 @@ _AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_g
 
 
 def reach(loss: torch.Tensor, known_ids: Collection[int]) -> tuple[list[torch.Tensor], bool]:
-    """(the leaves of a loss's graph but for those of these ids, whether a function in it may run a pass of its own)."""
+    """(the leaves of a loss's graph but for those of these ids, whether a function in it may run
+    a pass of its own).
+    """
     if loss.grad_fn is None:  # a leaf itself
         return [loss] if id(loss) not in known_ids else [], False
     # Breadth first: the list grows while it is walked through.
@@ -90,12 +96,17 @@ def reach(loss: torch.Tensor, known_ids: Collection[int]) -> tuple[list[torch.Te
                 seen.add(after)
                 nodes.append(after)  # type: ignore[arg-type]
     leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]  # type: ignore[attr-defined]
-    custom = any(issubclass(kind, BackwardCFunction) and not _is_compiled(kind) for kind in {*map(type, nodes)})
+    custom = any(
+        issubclass(kind, BackwardCFunction) and not _is_compiled(kind)
+        for kind in {*map(type, nodes)}
+    )
     return [leaf for leaf in leaves if id(leaf) not in known_ids], custom
 
 
 def _is_compiled(kind: type) -> bool:
-    """Whether this is a graph that torch.compile has compiled, which runs no backward pass of its own."""
+    """Whether this is a graph that torch.compile has compiled, which runs no backward pass of
+    its own.
+    """
     return str(kind._forward_cls.__module__).startswith("torch._functorch._aot_autograd.")  # type: ignore[attr-defined]
 
 
@@ -105,8 +116,8 @@ def _is_compiled(kind: type) -> bool:
 class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
     """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
 
-    Leaves of less than 32 bits may get wider gradients meanwhile. Raises FuncgaError, before anything is changed, for
-    leaves that another thread has in such a context.
+    Leaves of less than 32 bits may get wider gradients meanwhile. Raises FuncgaError, before
+    anything is changed, for leaves that another thread has in such a context.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor]):
@@ -116,15 +127,20 @@ class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as to
         self.in_use = IN_USE.begin(map(id, self.leaves))
         self.grads = [*map(_GRAD, self.leaves)]
         is_narrow = any(dtype.itemsize < 4 for dtype in {*map(_DTYPE, self.leaves)})
-        self.narrow = [(leaf, leaf.grad_dtype) for leaf in self.leaves if leaf.dtype.itemsize < 4] if is_narrow else []
+        self.narrow = (
+            [(leaf, leaf.grad_dtype) for leaf in self.leaves if leaf.dtype.itemsize < 4]
+            if is_narrow
+            else []
+        )
         if {*map(type, self.grads)} != {type(None)}:
             for leaf in self.leaves:
                 leaf.grad = None
 
     def __exit__(self, *error: object) -> None:
         for leaf, dtype in self.narrow:
-            # One that has become None stays so where it was the leaf's own dtype, which is the default. Set, it would
-            # no longer follow the parameter: after module.float(), gradients would still be rounded to 16 bits.
+            # One that has become None stays so where it was the leaf's own dtype, which is the
+            # default. Set, it would no longer follow the parameter: after module.float(), gradients
+            # would still be rounded to 16 bits.
             if leaf.grad_dtype != dtype != leaf.dtype:
                 leaf.grad = None
                 leaf.grad_dtype = dtype
@@ -161,52 +177,74 @@ class GradsWatch:
         """Raises FuncgaError if one was changed."""
         if self.changed():
             raise FuncgaError(
-                "a parameter's .grad changed during the call: loss_fn, or another thread, called .backward() on the "
-                "module's own parameters. Return the loss without calling .backward(), and use the parameters that "
-                "loss_fn is given: functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
+                "a parameter's .grad changed during the call: loss_fn, or another thread, called "
+                ".backward() on the module's own parameters. Return the loss without calling "
+                ".backward(), and use the parameters that loss_fn is given: "
+                "functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
             )
 
 
 class Surroundings:
-    """The leaves of autograd around a loss, which backward passes of the functions in it may write to.
+    """The leaves of autograd around a loss, which backward passes of the functions in it may write
+    to.
 
-    `originals`: the tensors that the window's leaves are made of, with `paths`. `gradient`: the gradient function of
-    the loss. `in_module`: whether the leaves are in a module during the backward pass too, as those of a pure_loss are.
+    `originals`: the tensors that the window's leaves are made of, with `paths`. `gradient`: the
+    gradient function of the loss. `in_module`: whether the leaves are in a module during the
+    backward pass too, as those of a pure_loss are.
     """
 
     def __init__(
-        self, originals: list[object], paths: Callable[[], list[str]], gradient: GradientFunction, in_module: bool
+        self,
+        originals: list[object],
+        paths: Callable[[], list[str]],
+        gradient: GradientFunction,
+        in_module: bool,
     ):
-        self.originals, self.paths, self.gradient, self.in_module = originals, paths, gradient, in_module
+        self.originals, self.paths, self.gradient, self.in_module = (
+            originals,
+            paths,
+            gradient,
+            in_module,
+        )
 
     @functools.cached_property
     def objects(self) -> list[torch.Tensor | nn.Module]:
-        """The tensors and modules that the loss leads to, by closures, modules, and the attributes of objects."""
+        """The tensors and modules that the loss leads to, by closures, modules, and the
+        attributes of objects.
+        """
         return [*_reachable(self.gradient)]
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
         """The leaves of autograd among these objects and the originals."""
-        tensors = [value for value in [*self.originals, *self.objects] if isinstance(value, torch.Tensor)]
+        tensors = [
+            value for value in [*self.originals, *self.objects] if isinstance(value, torch.Tensor)
+        ]
         return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
 
     def check(self, written: Sequence[torch.Tensor]) -> None:
-        """Raises FuncgaError if an inner backward pass has written to other leaves instead of the window's.
+        """Raises FuncgaError if an inner backward pass has written to other leaves instead of the
+        window's.
 
-        Those are the originals. Or they have the name and the shape of one: functional_call has put the module's own
-        parameters back by the time a checkpoint runs the module again.
+        Those are the originals. Or they have the name and the shape of one: functional_call has put
+        the module's own parameters back by the time a checkpoint runs the module again.
         """
         ids = {id(leaf) for leaf in written}
-        if ids.isdisjoint(map(id, self.originals)) and (self.in_module or not self._are_namesakes(ids)):
+        if ids.isdisjoint(map(id, self.originals)) and (
+            self.in_module or not self._are_namesakes(ids)
+        ):
             return
         raise FuncgaError(
-            "loss_fn runs a module again in the backward pass, as a checkpoint with use_reentrant=True does, and then "
-            "with the module's own parameters instead of those that loss_fn is given: functional_call has taken them "
-            "out by then. Use torch_backend.pure_loss(module, loss_fn), or use_reentrant=False."
+            "loss_fn runs a module again in the backward pass, as a checkpoint with "
+            "use_reentrant=True does, and then with the module's own parameters instead of those "
+            "that loss_fn is given: functional_call has taken them out by then. Use "
+            "torch_backend.pure_loss(module, loss_fn), or use_reentrant=False."
         )
 
     def _are_namesakes(self, written: set[int]) -> bool:
-        """Whether a module has a parameter among these, with the name and shape of what is differentiated."""
+        """Whether a module has a parameter among these, with the name and shape of what is
+        differentiated.
+        """
         if not written:
             return False
         slots = [
@@ -217,12 +255,19 @@ class Surroundings:
             if id(parameter) in written
         ]
         for path, original in zip(self.paths(), self.originals, strict=True):
-            # `params['layer.weight']` becomes params.layer.weight, which ends in the parameter's name.
+            # `params['layer.weight']` becomes params.layer.weight, which ends in the parameter's
+            # name.
             dotted = ".".join(re.findall(r"[\w-]+", path))
-            is_item = dotted.rpartition(".")[2].isdigit()  # of a list: it has no name, so the shape alone decides
+            is_item = dotted.rpartition(".")[
+                2
+            ].isdigit()  # of a list: it has no name, so the shape alone decides
             for name, parameter in slots:
                 is_named = is_item or dotted.endswith(f".{name}")
-                if is_named and isinstance(original, torch.Tensor) and original.shape == parameter.shape:
+                if (
+                    is_named
+                    and isinstance(original, torch.Tensor)
+                    and original.shape == parameter.shape
+                ):
                     return True
         return False
 
@@ -233,7 +278,8 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 def _reachable(function: object) -> Iterator[torch.Tensor | nn.Module]:
     """The tensors and modules that can be found from a function, the nearest first."""
-    # Breadth first: the list grows while it is walked through, and keeps every object alive, so that ids stay unique.
+    # Breadth first: the list grows while it is walked through, and keeps every object alive, so
+    # that ids stay unique.
     waiting, seen = [function], {id(function)}
     for value in waiting:
         # By its type, because proxies answer isinstance() for the object that they stand for.
@@ -250,6 +296,9 @@ def _parts(value: object, kind: type) -> Iterable[object]:
         return closed_over(value)  # type: ignore[arg-type]
     if issubclass(kind, nn.Module):
         return [*value.parameters(), *vars(value).values()]  # type: ignore[attr-defined]
-    if issubclass(kind, type | types.ModuleType) or (issubclass(kind, _CONTAINERS) and len(value) > 1000):  # type: ignore[arg-type]
+    is_long = issubclass(kind, _CONTAINERS) and len(value) > 1000  # type: ignore[arg-type]
+    if is_long or issubclass(kind, type | types.ModuleType):
         return ()
-    return gc.get_referents(value)  # the items of containers, the attributes of objects, bound arguments
+    return gc.get_referents(
+        value
+    )  # the items of containers, the attributes of objects, bound arguments

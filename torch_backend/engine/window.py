@@ -1,11 +1,13 @@
-"""The autograd engine: a window of a gradient that funcga itself made, at the cost of the hand-written loop.
+"""The autograd engine: a window of a gradient that funcga itself made, at the cost of the
+hand-written loop.
 
 Only torch has this file: XLA fuses the sum into the loop by itself.
 
-For each parameter the call makes a leaf of its own, `p.detach().requires_grad_()`, which shares the parameter's memory.
-So arguments, modules and their `.grad`s stay as they are, and everything that autograd can do works: checkpointing,
-saved-tensor hooks, custom functions, compiled losses. Of a module's own gradients the leaves are its parameters
-themselves, whose `.grad`s are put aside meanwhile.
+For each parameter the call makes a leaf of its own, `p.detach().requires_grad_()`, which shares the
+parameter's memory. So arguments, modules and their `.grad`s stay as they are, and everything that
+autograd can do works: checkpointing, saved-tensor hooks, custom functions, compiled losses. Of a
+module's own gradients the leaves are its parameters themselves, whose `.grad`s are put aside
+meanwhile.
 """
 
 import operator
@@ -52,8 +54,8 @@ _OWN = -1  # in place of the index of an argument: the module's own parameters
 class Merge(Protocol):
     """What merges a window over replicas.
 
-    `unweighed`: whether gradients of other replicas' losses came in, and nothing had weighed them; `weights`: those of
-    the micro-batches.
+    `unweighed`: whether gradients of other replicas' losses came in, and nothing had weighed them;
+    `weights`: those of the micro-batches.
     """
 
     replicas: Replicas
@@ -78,9 +80,11 @@ class Merge(Protocol):
 
 
 class Engine:
-    """One window of a gradient that autograd computes: `fold` each micro-batch, then take the `result`.
+    """One window of a gradient that autograd computes: `fold` each micro-batch, then take the
+    `result`.
 
-    With a `module` the gradients are those of its own parameters, and `gradient` is that of `loss_fn(module, *args)`.
+    With a `module` the gradients are those of its own parameters, and `gradient` is that of
+    `loss_fn(module, *args)`.
     """
 
     records = True
@@ -95,8 +99,14 @@ class Engine:
         reduction: Merge | None,
         module: nn.Module | None = None,
     ):
-        self.program, self.gradient, self.backend, self.reduction = program, gradient, backend, reduction
-        # What is folded is the output of this gradient function, and `buffers_of(layout)` makes what it is folded into.
+        self.program, self.gradient, self.backend, self.reduction = (
+            program,
+            gradient,
+            backend,
+            reduction,
+        )
+        # What is folded is the output of this gradient function, and `buffers_of(layout)` makes
+        # what it is folded into.
         self.folded = gradient
         self.buffers_of: Callable[[Layout], Buffers] = Buffers
         self.module = module
@@ -111,8 +121,11 @@ class Engine:
         self.watch: GradsWatch | None = None
         self.stack = ExitStack()  # of the contexts that last as long as the window
         # Whether no code of the user's runs between two micro-batches.
-        self.is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
-        # Whether the replicas merge the shards of parameters that lie on other meshes, once the window is over.
+        self.is_uninterrupted = (
+            bool(program.n or program.microbatch_size) and program.weight is None
+        )
+        # Whether the replicas merge the shards of parameters that lie on other meshes, once the
+        # window is over.
         self.merges_shards = False
         self.observing: Observing | None = None  # what observers are told, from the first loss on
         self.unreached = False  # whether a loss reached no leaf, though it should have
@@ -124,7 +137,8 @@ class Engine:
         if dist.is_available() and dist.is_initialized():
             self.listener = Listener()
         if torch.is_inference_mode_enabled():
-            # Tensors made in inference mode can never have a gradient, so the whole window runs outside of it.
+            # Tensors made in inference mode can never have a gradient, so the whole window runs
+            # outside of it.
             self.stack.enter_context(torch.inference_mode(False))
         self.stack.enter_context(replacements)
         return self
@@ -139,12 +153,15 @@ class Engine:
         if self.watch is not None:
             self.watch.changed()
         self.stack.__exit__(*error)
-        # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would outlive them.
+        # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would
+        # outlive them.
         if _private.is_any_autocast_enabled():
             torch.clear_autocast_cache()
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
-        """The arguments without graphs, except those that are differentiated; `leading`: those of a stream."""
+        """The arguments without graphs, except those that are differentiated; `leading`: those
+        of a stream.
+        """
         if self.module is not None:
             check_no_params(args, self.module)
         if leading and self.argnums is None:
@@ -153,7 +170,12 @@ class Engine:
             argnums = entries if isinstance(entries, tuple) else (entries,)
         else:
             argnums = self._differentiated(len(args))
-        return tuple([arg if argnum in argnums else detached(arg, recorded=True) for argnum, arg in enumerate(args)])
+        return tuple(
+            [
+                arg if argnum in argnums else detached(arg, recorded=True)
+                for argnum, arg in enumerate(args)
+            ]
+        )
 
     def _differentiated(self, count: int) -> tuple[int, ...]:
         """Which of `count` arguments are differentiated."""
@@ -167,28 +189,38 @@ class Engine:
     # --- a micro-batch
 
     def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
+        last: bool,
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.backward is None:
             self._begin(arguments, args)
-        # `moving` are the leaves of arguments that are split: this micro-batch's own. The others live for the window.
+        # `moving` are the leaves of arguments that are split: this micro-batch's own. The others
+        # live for the window.
         leaves, moving = (self.leaves, ()) if self.is_whole else self._with_those_of(args)
-        called = [leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)][self.first :]
+        called = [
+            leaves[argnum].tree if argnum in leaves else arg for argnum, arg in enumerate(args)
+        ][self.first :]
         # Watches for a first gradient, until a leaf has got one.
         arrivals = None if self.gradient.reached else Arrivals(self.gradient)
         noted.calls = []
         with self.visit as loss_fn:
             loss, aux, differentiated = self._evaluate(loss_fn, called, kwargs)
-            # The first loss shows what becomes of the output. Accumulators have to be there before its backward pass.
+            # The first loss shows what becomes of the output. Accumulators have to be there before
+            # its backward pass.
             if self.backward is None:
                 self.backward = self._bind(loss.detach(), aux, leaves, moving, arguments)
             communicates = self.listener is not None and self.listener.heard
-            # A checkpoint runs parts of the loss again in the backward pass: it needs the parameters in the module
-            # then.
+            # A checkpoint runs parts of the loss again in the backward pass: it needs the
+            # parameters in the module then.
             with recomputing(applied.last is self.since) if noted.calls else recording_loss():
                 try:
-                    # Hooks are put on the leaves only now: a loss that has switched one off is found out here at once.
+                    # Hooks are put on the leaves only now: a loss that has switched one off is
+                    # found out here at once.
                     if arrivals is not None:
                         arrivals.watch(tensors_of(leaves))
                     share = self.backward(differentiated, weight, moving, communicates)
@@ -204,15 +236,27 @@ class Engine:
         else:
             state = self._add_beside(self.backward, loss, aux, leaves, weight)
         if self.reduction is not None:
-            # In a bucket all sums are views of one memory. Adding the loss has raised the version of every one of them.
+            # In a bucket all sums are views of one memory. Adding the loss has raised the version
+            # of every one of them.
             self.backward.settle()
         return state
 
     def _add_beside(
-        self, backward: Backward, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", weight: Scalar
+        self,
+        backward: Backward,
+        loss: torch.Tensor,
+        aux: Tree,
+        leaves: "dict[int, Leaves]",
+        weight: Scalar,
     ) -> list[Any]:
-        """Folds in what stands beside the gradients that autograd has added, and returns the state that is threaded."""
-        if self.observing and loss.dtype == self.noted_dtype and (share := self.buffers.share(weight)) is not None:
+        """Folds in what stands beside the gradients that autograd has added, and returns the
+        state that is threaded.
+        """
+        if (
+            self.observing
+            and loss.dtype == self.noted_dtype
+            and (share := self.buffers.share(weight)) is not None
+        ):
             self.buffers.add_value(loss, weight, share)
             self.observing.note(weight, backward.seed)
             return []
@@ -236,25 +280,42 @@ class Engine:
             self._begin_with_parameters(self.module)
             return
         self.arity, argnums = len(args), self._differentiated(len(args))
-        self.whole_args = {argnum: args[argnum] for argnum in argnums if not arguments.parts[argnum].axes}
+        self.whole_args = {
+            argnum: args[argnum] for argnum in argnums if not arguments.parts[argnum].axes
+        }
         self.is_whole = len(self.whole_args) == len(argnums)
-        self.leaves = {argnum: self.leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()}
+        self.leaves = {
+            argnum: self.leaves_of(arg, argnum) for argnum, arg in self.whole_args.items()
+        }
         # A loss that runs .backward() on the parameters themselves would write to their `.grad`s.
         originals = [original for leaves in self.leaves.values() for original in leaves.originals]
-        self.watched = [tensor for tensor in originals if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+        self.watched = [
+            tensor
+            for tensor in originals
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        ]
         if self.watched:
             self.watch = GradsWatch(self.watched)
         # The context that the loss is called in, and the first argument that it is given.
         self.visit: AbstractContextManager[Callable[..., Any]] = nullcontext(self.gradient.loss_fn)
         self.first = 0
         if isinstance(self.gradient.loss_fn, PureLoss) and not arguments.parts[0].axes:
-            self._begin_visit(self.gradient.loss_fn, self.leaves[0].tree if 0 in self.leaves else args[0])
+            self._begin_visit(
+                self.gradient.loss_fn, self.leaves[0].tree if 0 in self.leaves else args[0]
+            )
 
     def _begin_visit(self, loss: PureLoss, params: Tree) -> None:
-        """Lets a pure_loss be called in its module, which has the parameters meanwhile: it is given none."""
+        """Lets a pure_loss be called in its module, which has the parameters meanwhile: it is
+        given none.
+        """
         self.visit, self.first = loss.entered(params, recorded=True), 1
-        if self.is_uninterrupted and self.reduction is None and not (loss.buffers or loss.statistics):
-            # One visit lasts for the window. Otherwise the module is as it was between micro-batches.
+        if (
+            self.is_uninterrupted
+            and self.reduction is None
+            and not (loss.buffers or loss.statistics)
+        ):
+            # One visit lasts for the window. Otherwise the module is as it was between
+            # micro-batches.
             self.visit = nullcontext(self.stack.enter_context(self.visit))
 
     def _begin_with_parameters(self, module: nn.Module) -> None:
@@ -272,26 +333,44 @@ class Engine:
         self.merges_shards = self.reduction is not None and any(map(is_dtensor, leaves))
         self.visit, self.first = nullcontext(partial(called, self.gradient.loss_fn, module)), 0
 
-    def _with_those_of(self, args: tuple[Tree, ...]) -> "tuple[dict[int, Leaves], list[torch.Tensor]]":
-        """All leaves, and the tensors among them that only this micro-batch has: these get their `.grad`."""
+    def _with_those_of(
+        self, args: tuple[Tree, ...]
+    ) -> "tuple[dict[int, Leaves], list[torch.Tensor]]":
+        """All leaves, and the tensors among them that only this micro-batch has: these get their
+        `.grad`.
+        """
         argnums = self._differentiated(len(args))
-        moving = {argnum: self.leaves_of(args[argnum], argnum) for argnum in argnums if argnum not in self.leaves}
-        leaves = {argnum: moving[argnum] if argnum in moving else self.leaves[argnum] for argnum in argnums}
+        moving = {
+            argnum: self.leaves_of(args[argnum], argnum)
+            for argnum in argnums
+            if argnum not in self.leaves
+        }
+        leaves = {
+            argnum: moving[argnum] if argnum in moving else self.leaves[argnum]
+            for argnum in argnums
+        }
         return leaves, tensors_of(moving)
 
     def leaves_of(self, tree: Tree, argnum: int) -> "Leaves":
-        """Leaves of an argument, with its hooks. Raises FuncgaError if it cannot be differentiated."""
+        """Leaves of an argument, with its hooks. Raises FuncgaError if it cannot be
+        differentiated.
+        """
         originals, structure = trees.flatten(tree)
         is_plain = are_plain(originals)
         if not is_plain:
             check_unfrozen(originals, tree, self.gradient, argnum)
         try:
-            leaves = [leaf if leaf is None else leaf.detach().requires_grad_() for leaf in originals]
+            leaves = [
+                leaf if leaf is None else leaf.detach().requires_grad_() for leaf in originals
+            ]
         except (RuntimeError, AttributeError, ValueError):
-            # Python numbers, integer tensors, or tensors made in inference mode. The check says which cannot be
-            # differentiated at all; the others are copied.
+            # Python numbers, integer tensors, or tensors made in inference mode. The check says
+            # which cannot be differentiated at all; the others are copied.
             self.gradient.check_leaves(tree, argnum, self.backend)
-            copies = [leaf if leaf is None else torch.as_tensor(leaf).detach().clone() for leaf in originals]
+            copies = [
+                leaf if leaf is None else torch.as_tensor(leaf).detach().clone()
+                for leaf in originals
+            ]
             leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in copies]
         if not is_plain:
             self.hooked |= put_hooks(originals, leaves, lambda: self._paths(tree, argnum))
@@ -299,10 +378,16 @@ class Engine:
 
     def whole(self, args: tuple[Tree, ...]) -> Arguments:
         """The arguments as a single, unsplit micro-batch."""
-        return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend)
+        return Arguments(
+            tuple([Argument(arg, [], [], None) for arg in args]), self.gradient, self.backend
+        )
 
     def _paths(self, tree: Tree, argnum: int) -> list[str]:
-        name = "parameters" if argnum == _OWN else argument_names(self.gradient.loss_fn, argnum + 1)[argnum]
+        name = (
+            "parameters"
+            if argnum == _OWN
+            else argument_names(self.gradient.loss_fn, argnum + 1)[argnum]
+        )
         return leaf_paths(tree, trees, name)
 
     def _evaluate(
@@ -314,64 +399,97 @@ class Engine:
             scale, kwargs = gradient.read_scale(kwargs, self.backend)
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
             loss, aux = loss_fn(*args, **kwargs), None
-            # The usual output is a plain scalar. Anything else is split, and checked, by the gradient function.
-            is_real_scalar = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
+            # The usual output is a plain scalar. Anything else is split, and checked, by the
+            # gradient function.
+            is_real_scalar = (
+                type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
+            )
             if gradient.has_aux or not is_real_scalar:
                 loss, aux = gradient.split(loss, self.backend)
             differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
-        return loss, detached(aux) if self.detaches_aux and gradient.has_aux else aux, differentiated
+        return (
+            loss,
+            detached(aux) if self.detaches_aux and gradient.has_aux else aux,
+            differentiated,
+        )
 
-    def _leaves_to_add(self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]") -> list[Any]:
-        """The leaves of what grad_fn returns; None for gradients that autograd has added already."""
-        gradients = [() if argnum in self.leaves else _gradients(argument) for argnum, argument in leaves.items()]
+    def _leaves_to_add(
+        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]"
+    ) -> list[Any]:
+        """The leaves of what grad_fn returns; None for gradients that autograd has added
+        already.
+        """
+        gradients = [
+            () if argnum in self.leaves else _gradients(argument)
+            for argnum, argument in leaves.items()
+        ]
         value = self.folded.compose(loss, aux, gradients)
         which = f"micro-batch {self.buffers.steps + 1}"
         to_add: list[Any] = [None] * len(self.layout.outputs.folds)
-        for leaf_index, leaf in zip(self.layout.rest_leaves, self.layout.head.leaves(value, which), strict=True):
+        for leaf_index, leaf in zip(
+            self.layout.rest_leaves, self.layout.head.leaves(value, which), strict=True
+        ):
             to_add[leaf_index] = leaf
         return to_add
 
     # --- what becomes of the output
 
     def _bind(
-        self, loss: torch.Tensor, aux: Tree, leaves: "dict[int, Leaves]", moving: Sequence[torch.Tensor],
+        self,
+        loss: torch.Tensor,
+        aux: Tree,
+        leaves: "dict[int, Leaves]",
+        moving: Sequence[torch.Tensor],
         arguments: Arguments,
-    ) -> Backward:  # fmt: skip
-        """Decides with the first loss what becomes of every leaf of the output, and makes room for it."""
+    ) -> Backward:
+        """Decides with the first loss what becomes of every leaf of the output, and makes room
+        for it.
+        """
         whole = [leaf for argument in self.leaves.values() for leaf in argument.leaves]
         present = [leaf for leaf in whole if leaf is not None]
         if {*map(type, map(_GRAD, (*present, *moving)))} - {type(None)}:
             raise ran_backward()
         if self.program.observers is not None:
-            value = self.gradient.compose(loss, aux, [argument.tree for argument in leaves.values()])
+            value = self.gradient.compose(
+                loss, aux, [argument.tree for argument in leaves.values()]
+            )
             readings = self.program.readings(value, arguments)
             self.folded = observed = ObservedGradient.of(self.gradient, readings, loss)
         bind = partial(self.program.bind, arguments=arguments)
         check = lambda _: self._check_dense(leaves)
-        layout = self.kept.layout_of(self.folded, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state))
+        layout = self.kept.layout_of(
+            self.folded, (loss, aux), leaves, self.leaves, bind, check, bool(arguments.state)
+        )
         self.layout, self.buffers = layout, self.buffers_of(layout)
-        # The dtype of the loss, if it is all that is added beside the gradients, and None otherwise.
+        # The dtype of the loss, if it is all that is added beside the gradients, and None
+        # otherwise.
         is_lone = layout.is_loss_alone and self.gradient.with_value and type(loss) is torch.Tensor
         self.noted_dtype = layout.outputs.dtypes[layout.outputs.before] if is_lone else None
         self.lone_dtype = self.noted_dtype if self.program.observers is None else None
         if self.reduction is not None:
             value = self.folded.compose(loss, aux, [argument.tree for argument in leaves.values()])
             self._begin_reduction(self.reduction, value)
-        # Each write to a tensor raises its version: the sum tells whether a parameter was changed during the window.
+        # Each write to a tensor raises its version: the sum tells whether a parameter was changed
+        # during the window.
         self.versions = sum(map(_private.version, present))
         leaves_in_backward = dict(zip(layout.present, present, strict=True))
         if self.program.observers is not None:
             self.observing = Observing(readings, leaves_in_backward, observed.before[0][0])
-        # Without a cycle of references: what the window holds, such as the leaves, is freed as soon as it is over.
+        # Without a cycle of references: what the window holds, such as the leaves, is freed as soon
+        # as it is over.
         itself = weakref.ref(self)
         around = lambda: itself().around  # type: ignore[union-attr]
-        # A user's hook on a parameter is to see the gradient of the loss, and not that times a weight.
-        return Backward(self.buffers, leaves_in_backward, around, self.since, not self.hooked, self.mixes)
+        # A user's hook on a parameter is to see the gradient of the loss, and not that times a
+        # weight.
+        return Backward(
+            self.buffers, leaves_in_backward, around, self.since, not self.hooked, self.mixes
+        )
 
     def _begin_reduction(self, reduction: Merge, value: Tree) -> None:
         """Lets the sums of outputs like this value begin in the memory that will be sent."""
         if self.mixes or (self.listener is not None and self.listener.heard):
-            # Collectives of the loss add cotangents of several replicas, so these must be in one unit.
+            # Collectives of the loss add cotangents of several replicas, so these must be in one
+            # unit.
             self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True
         self.likes = trees.flatten(value)[0]
         if not self.merges_shards:
@@ -379,21 +497,28 @@ class Engine:
 
     def _check_dense(self, leaves: "dict[int, Leaves]") -> None:
         """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
-        positions = [(argnum, position) for argnum in leaves for position in range(len(leaves[argnum].leaves))]
+        positions = [
+            (argnum, position)
+            for argnum in leaves
+            for position in range(len(leaves[argnum].leaves))
+        ]
         for argnum, position in positions:
             leaf = leaves[argnum].leaves[position]
             if leaf is not None and leaf.layout is not torch.strided:
                 path = self._paths(leaves[argnum].tree, argnum)[position]
                 raise FuncgaError(
-                    f"`{path}` is a sparse tensor {arrays.describe(leaf)}, and sums of gradients are dense, as "
-                    f"parameters have to be. Let the values be the parameter, and make the sparse tensor of them in "
-                    f"loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
+                    f"`{path}` is a sparse tensor {arrays.describe(leaf)}, and sums of gradients "
+                    "are dense, as parameters have to be. Let the values be the parameter, and "
+                    "make the sparse tensor of them in loss_fn: torch.sparse_coo_tensor(indices, "
+                    "values, shape)."
                 )
 
     @cached_property
     def around(self) -> Surroundings:
         """What functions of the loss may write to in backward passes of their own."""
-        paths = lambda: [path for argnum, tree in self.whole_args.items() for path in self._paths(tree, argnum)]
+        paths = lambda: [
+            path for argnum, tree in self.whole_args.items() for path in self._paths(tree, argnum)
+        ]
         originals = [original for leaves in self.leaves.values() for original in leaves.originals]
         in_module = self.first == 1 or self.module is not None
         return Surroundings(originals, paths, self.gradient, in_module)
@@ -406,7 +531,10 @@ class Engine:
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.arity, self.backend)
         # A module may write to parameters of its own, as an embedding with max_norm does.
-        if self.module is None and sum(map(_private.version, self.backward.inputs)) != self.versions:
+        if (
+            self.module is None
+            and sum(map(_private.version, self.backward.inputs)) != self.versions
+        ):
             raise changed_in_place()
         if self.observing is not None:
             self._add_noted()
@@ -420,7 +548,10 @@ class Engine:
         if self.merges_shards:
             self.buffers.reduced = [*map(local, self.buffers.reduced)]
             self.reduction.begin(self.buffers, [*map(local, self.likes)])
-        self.reduction.unweighed, self.reduction.weights = self.backward.unweighed, self.backward.weights
+        self.reduction.unweighed, self.reduction.weights = (
+            self.backward.unweighed,
+            self.backward.weights,
+        )
         state = self.reduction.finish(state)
         return self._on_meshes(self.buffers.result(state))
 
@@ -438,7 +569,9 @@ class Engine:
         grads = {name: as_dtensor(grads[name], p) for name, p in self.leaves[_OWN].tree.items()}
         return (value, grads) if self.program.observers is None else (before, (value, grads))
 
-    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]) -> Tree:
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+    ) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
         bind, with_arrays = lambda value: self.program.bind(value, arguments)[0], arguments
@@ -454,45 +587,58 @@ class Engine:
 def changed_in_place() -> FuncgaError:
     """The error for parameters that were written to in a window."""
     return FuncgaError(
-        "a parameter was changed in place during the window, by loss_fn or by another thread: the gradients of its "
-        "micro-batches were taken at different parameter values. Write to a copy, `p = p + ...`, and update the "
-        "parameters when the window is done."
+        "a parameter was changed in place during the window, by loss_fn or by another thread: the "
+        "gradients of its micro-batches were taken at different parameter values. Write to a copy, "
+        "`p = p + ...`, and update the parameters when the window is done."
     )
 
 
-def explain(error: BaseException, leaves: Mapping[int, Leaves], arrivals: "Arrivals | None") -> None:
-    """Raises FuncgaError if an error of a backward pass comes of a leaf that was switched off; returns for all others.
+def explain(
+    error: BaseException, leaves: Mapping[int, Leaves], arrivals: "Arrivals | None"
+) -> None:
+    """Raises FuncgaError if an error of a backward pass comes of a leaf that was switched off;
+    returns for all others.
 
     Nothing is noted any more then.
     """
     if arrivals is not None:
         arrivals.end()
-    if isinstance(error, RuntimeError) and not all(leaf.requires_grad for leaf in tensors_of(leaves)):
+    if isinstance(error, RuntimeError) and not all(
+        leaf.requires_grad for leaf in tensors_of(leaves)
+    ):
         raise switched_off() from error
 
 
 def _gradients(argument: Leaves) -> Tree:
-    """The tree of what the last backward pass has left in the leaves; zeros where it did not come."""
+    """The tree of what the last backward pass has left in the leaves; zeros where it did not
+    come.
+    """
     grads = [
-        None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in argument.leaves
+        None if leaf is None else torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for leaf in argument.leaves
     ]
     return detached(trees.unflatten(argument.structure, grads))
 
 
 def are_plain(leaves: Sequence[Any]) -> bool:
-    """Whether no leaf that is made of these needs to know more than the tensor: no hooks, no marks, nothing frozen.
+    """Whether no leaf that is made of these needs to know more than the tensor: no hooks, no marks,
+    nothing frozen.
 
     This glance at all of them is cheap. Only where it is False is each looked at.
     """
     types = {*map(type, leaves)}
-    if not types <= {torch.Tensor, nn.Parameter} or (nn.Parameter in types and not all(map(_REQUIRES_GRAD, leaves))):
+    if not types <= {torch.Tensor, nn.Parameter} or (
+        nn.Parameter in types and not all(map(_REQUIRES_GRAD, leaves))
+    ):
         return False
     # A mark in the `__dict__` is, for example, that of a stand-in for a module's parameter.
     looks = _DICT, _private.has_hooks, _private.has_hooks_on_grad
     return not any(any(map(look, leaves)) for look in looks)
 
 
-_GRAD, _REQUIRES_GRAD, _DICT = (operator.attrgetter(name) for name in ("grad", "requires_grad", "__dict__"))
+_GRAD, _REQUIRES_GRAD, _DICT = (
+    operator.attrgetter(name) for name in ("grad", "requires_grad", "__dict__")
+)
 
 
 def tensors_of(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:
@@ -501,7 +647,9 @@ def tensors_of(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:
 
 
 class Arrivals:
-    """Notes in the gradient function whether the next backward pass reaches a leaf. Made before the loss is called."""
+    """Notes in the gradient function whether the next backward pass reaches a leaf. Made before
+    the loss is called.
+    """
 
     def __init__(self, gradient: GradientFunction):
         self.gradient, self.evaluations = gradient, evaluations()
@@ -519,21 +667,26 @@ class Arrivals:
             _private.remove_hook(leaf, hook)
 
     def are_missed(self, loss: torch.Tensor, weight: Scalar, alone: bool) -> bool:
-        """Whether a loss that reached no leaf is an error: it has a graph, or is a constant that nothing explains.
+        """Whether a loss that reached no leaf is an error: it has a graph, or is a constant that
+        nothing explains.
 
-        Three things explain a constant: it is 0, as where all is masked; it has another gradient inside, such as that
-        of a linear function; or other replicas have more micro-batches, so that this one is not `alone`.
+        Three things explain a constant: it is 0, as where all is masked; it has another gradient
+        inside, such as that of a linear function; or other replicas have more micro-batches, so
+        that this one is not `alone`.
         """
         self.end()
         if self.gradient.reached or not self.hooks or not float(weight):
             return False
-        return loss.requires_grad or (alone and evaluations() == self.evaluations and is_constant(loss))
+        return loss.requires_grad or (
+            alone and evaluations() == self.evaluations and is_constant(loss)
+        )
 
 
 def detached(tree: Tree, recorded: bool = False) -> Tree:
     """The tree without the graphs of its tensors.
 
-    `recorded`: autograd will record them, outside of every transform. Tensors made in inference mode are copied then.
+    `recorded`: autograd will record them, outside of every transform. Tensors made in inference
+    mode are copied then.
     """
     if not recorded and arrays.in_transform():
         return tree

@@ -1,4 +1,5 @@
-"""What modules and losses must not be: wrapped where nobody would reduce, frozen where a gradient is asked for.
+"""What modules and losses must not be: wrapped where nobody would reduce, frozen where a gradient
+is asked for.
 
 Only torch has this file: in JAX nothing reduces gradients but the program, and no array is frozen.
 """
@@ -27,50 +28,61 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
-    """Raises FuncgaError if these are no module and no function of it; `name` is what was called with them."""
+    """Raises FuncgaError if these are no module and no function of it; `name` is what was called
+    with them.
+    """
     if not isinstance(module, nn.Module):
         raise FuncgaError(
-            f"{name} was given {type(module).__name__} as its module. Pass the module, then the loss: "
-            f"{name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
+            f"{name} was given {type(module).__name__} as its module. Pass the module, then the "
+            f"loss: {name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
         )
     if loss_fn is module:
         raise FuncgaError(
-            f"loss_fn is the module itself, which takes a batch and returns outputs. Write a function that computes "
-            f"the loss: {name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
+            "loss_fn is the module itself, which takes a batch and returns outputs. Write a "
+            f"function that computes the loss: {name}(model, lambda model, x, y: "
+            "F.mse_loss(model(x), y))."
         )
     if not callable(loss_fn):
         raise FuncgaError(
-            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> scalar, such as "
-            f"lambda model, x, y: F.mse_loss(model(x), y)."
+            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> "
+            "scalar, such as lambda model, x, y: F.mse_loss(model(x), y)."
         )
     if (getattr(loss_fn, "__module__", None) or "").startswith("torch.nn."):
         raise FuncgaError(
-            f"loss_fn is torch's {getattr(loss_fn, '__name__', type(loss_fn).__name__)}, which takes tensors, and is "
-            f"called with the module first. Write {name}(model, lambda model, x, y: criterion(model(x), y))."
+            f"loss_fn is torch's {getattr(loss_fn, '__name__', type(loss_fn).__name__)}, which "
+            f"takes tensors, and is called with the module first. Write {name}(model, lambda "
+            "model, x, y: criterion(model(x), y))."
         )
 
 
 def check_no_params(args: tuple[Tree, ...], module: nn.Module) -> None:
-    """Raises FuncgaError if the gradient function of a module is called with parameters, as that of a pure loss is."""
+    """Raises FuncgaError if the gradient function of a module is called with parameters, as that
+    of a pure loss is.
+    """
     first = args[0] if args else None
     is_module = first is module
-    if is_module or (isinstance(first, dict) and any(isinstance(leaf, nn.Parameter) for leaf in first.values())):
+    if is_module or (
+        isinstance(first, dict) and any(isinstance(leaf, nn.Parameter) for leaf in first.values())
+    ):
         raise FuncgaError(
             f"the first argument is {'the module' if is_module else 'a dict of parameters'}, and "
-            f"module_value_and_grad uses the module's own. Pass the batch alone: step(x, y), or stream's "
-            f"f(microbatches)."
+            "module_value_and_grad uses the module's own. Pass the batch alone: step(x, y), or "
+            "stream's f(microbatches)."
         )
 
 
 def check_not_scripted(module: nn.Module) -> None:
-    """Raises FuncgaError for a module of TorchScript, or one inside, in which nobody can put other parameters."""
+    """Raises FuncgaError for a module of TorchScript, or one inside, in which nobody can put
+    other parameters.
+    """
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule):
             where = f"the part `{name}` of the module" if name else "the module"
             raise FuncgaError(
-                f"{where} is one of TorchScript, whose parameters cannot be replaced by others for a pure loss. Use "
-                f"the module that it was made of; or torch_backend.module_value_and_grad(module, loss_fn), which runs "
-                f"on the module's own parameters."
+                f"{where} is one of TorchScript, whose parameters cannot be replaced by others for "
+                "a pure loss. Use the module that it was made of; or "
+                "torch_backend.module_value_and_grad(module, loss_fn), which runs on the module's "
+                "own parameters."
             )
 
 
@@ -78,7 +90,9 @@ def check_not_scripted(module: nn.Module) -> None:
 
 
 class Kind(NamedTuple):
-    """A way to wrap a module: where its class is, its name, and the class of ours that knows it, `module:class`."""
+    """A way to wrap a module: where its class is, its name, and the class of ours that knows it,
+    `module:class`.
+    """
 
     module: str
     class_name: str
@@ -88,9 +102,19 @@ class Kind(NamedTuple):
 
 _KINDS = (
     Kind("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel", "ddp:DDP"),
-    Kind("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel", "fsdp1:FSDP1"),
+    Kind(
+        "torch.distributed.fsdp",
+        "FullyShardedDataParallel",
+        "FullyShardedDataParallel",
+        "fsdp1:FSDP1",
+    ),
     Kind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
-    Kind("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule", "replicate", "fsdp:FSDP2"),
+    Kind(
+        "torch.distributed._composable.replicate_with_fsdp",
+        "ReplicateModule",
+        "replicate",
+        "fsdp:FSDP2",
+    ),
     Kind("torch.distributed.fsdp", "FSDPModule", "fully_shard", "fsdp:FSDP2"),
 )
 
@@ -99,36 +123,46 @@ def kind_of(module: nn.Module) -> Kind | None:
     """How the module is wrapped to reduce its gradients; None if it is not."""
     # A wrapper whose module is not imported can wrap nothing, so nothing is imported here.
     for kind in _KINDS:
-        if kind.module in sys.modules and isinstance(module, vars(sys.modules[kind.module]).get(kind.class_name, ())):
+        if kind.module in sys.modules and isinstance(
+            module, vars(sys.modules[kind.module]).get(kind.class_name, ())
+        ):
             return kind
     return None
 
 
 def check_not_wrapped(*modules: nn.Module) -> None:
-    """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss bypasses that."""
+    """Raises FuncgaError if a module, or one inside, is wrapped to reduce gradients: a pure loss
+    bypasses that.
+    """
     for module in modules:
         for where, kind in _wrapped_in(module):
             raise FuncgaError(
-                f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by {kind.name}: with "
-                f"parameters as arguments its gradients are silently not reduced over the replicas. Leave it to "
-                f"the wrapper: funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), n). Or use "
-                f"the module that was wrapped, `module.module` of a DDP, and let funcga reduce: "
-                f"accumulate(..., across=group)."
+                f"the loss uses a module of type {type(module).__name__}, and {where} wrapped by "
+                f"{kind.name}: with parameters as arguments its gradients are silently not reduced "
+                "over the replicas. Leave it to the wrapper: "
+                "funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), n). Or "
+                "use the module that was wrapped, `module.module` of a DDP, and let funcga reduce: "
+                "accumulate(..., across=group)."
             )
 
 
 def check_wrapped_before(module: nn.Module) -> None:
-    """Raises FuncgaError if a module whose gradient function was made without a wrapper is wrapped now."""
+    """Raises FuncgaError if a module whose gradient function was made without a wrapper is
+    wrapped now.
+    """
     for where, kind in _wrapped_in(module):
         raise FuncgaError(
-            f"module_value_and_grad was given a {type(module).__name__} that nothing wrapped, and now {where} wrapped "
-            f"by {kind.name}: the step would miss parameters, and would not reduce their gradients over the replicas. "
-            f"Wrap the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n)."
+            f"module_value_and_grad was given a {type(module).__name__} that nothing wrapped, and "
+            f"now {where} wrapped by {kind.name}: the step would miss parameters, and would not "
+            "reduce their gradients over the replicas. Wrap the module first, and then make the "
+            "step: accumulate(module_value_and_grad(module, loss_fn), n)."
         )
 
 
 def _wrapped_in(module: nn.Module) -> Iterator[tuple[str, Kind]]:
-    """(words for where, how) of the module and those inside that are wrapped to reduce gradients."""
+    """(words for where, how) of the module and those inside that are wrapped to reduce
+    gradients.
+    """
     # Nothing is wrapped before processes know each other.
     for name, inner in module.named_modules() if _is_distributed() else ():
         kind = kind_of(inner)
@@ -143,7 +177,8 @@ def _is_distributed() -> bool:
 def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
     """Checks the modules that a gradient function closes over; False if no wrapper can exist yet.
 
-    It looks in closures, defaults, partial arguments and the globals that the code names, and in functions among these.
+    It looks in closures, defaults, partial arguments and the globals that the code names, and in
+    functions among these.
     """
     if torch.compiler.is_compiling() or not _is_distributed():
         return False
@@ -156,7 +191,9 @@ def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ModuleLoss:
-    """A loss of a module, which was looked at when the loss was made; `pure_loss` says what the fields mean."""
+    """A loss of a module, which was looked at when the loss was made; `pure_loss` says what the
+    fields mean.
+    """
 
     module: nn.Module
     loss_fn: LossFn
@@ -166,7 +203,8 @@ class ModuleLoss:
 
 def modules_in(function: object) -> Iterator[nn.Module]:
     """The modules that a function closes over, as far as they can be seen from outside."""
-    # Functions name other functions, and these name others. After a few steps they have little to do with the loss.
+    # Functions name other functions, and these name others. After a few steps they have little to
+    # do with the loss.
     waiting, seen = [(function, 0)], set()
     while waiting:
         value, depth = waiting.pop()
@@ -201,14 +239,25 @@ _LIBRARIES = ("torch.", "jax.", "numpy.", "funcga.", "torch_backend.")
 
 
 def closed_over(function: types.FunctionType) -> list[object]:
-    """What a function can name beside its arguments and builtins; nothing for those of libraries."""
+    """What a function can name beside its arguments and builtins; nothing for those of
+    libraries.
+    """
     if (function.__module__ or "").startswith(_LIBRARIES):
         return []
-    # Cells hold the variables of enclosing functions. The names in the code are those of globals and of attributes
-    # alike: looking up one too many does no harm.
+    # Cells hold the variables of enclosing functions. The names in the code are those of globals
+    # and of attributes alike: looking up one too many does no harm.
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-    return [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    named = [
+        function.__globals__[name]
+        for name in _names(function.__code__)
+        if name in function.__globals__
+    ]
+    return [
+        *cells,
+        *named,
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -227,21 +276,29 @@ def _names(code: types.CodeType) -> set[str]:
 # --- tensors in the place of the module's own
 
 
-def by_what_they_replace(tensors: Tensors, originals: Tensors, what: str) -> dict[int, torch.Tensor]:
-    """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the module's."""
+def by_what_they_replace(
+    tensors: Tensors, originals: Tensors, what: str
+) -> dict[int, torch.Tensor]:
+    """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the
+    module's.
+    """
     if not isinstance(tensors, Mapping):
         raise FuncgaError(
-            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of name to tensor, such "
-            f"as dict(module.named_{what}())."
+            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of "
+            f"name to tensor, such as dict(module.named_{what}())."
         )
-    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit looked for.
+    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit
+    # looked for.
     if originals.keys() >= tensors.keys():
         replaced = [originals[name] for name in tensors]
         by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
         are_tensors = all(issubclass(kind, torch.Tensor) for kind in {*map(type, tensors.values())})
         if are_tensors and len(by_id) == len(tensors):
-            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector to go through.
-            are_alike = [a.shape == b.shape for a, b in zip(tensors.values(), replaced, strict=True)]
+            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector
+            # to go through.
+            are_alike = [
+                a.shape == b.shape for a, b in zip(tensors.values(), replaced, strict=True)
+            ]
             if all(are_alike):
                 return by_id
     raise _misfit(tensors, originals, what)
@@ -254,45 +311,63 @@ def _misfit(tensors: Tensors, originals: Tensors, what: str) -> FuncgaError:
     for name, tensor in tensors.items():
         if name not in originals:
             return FuncgaError(
-                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their names are those "
-                f"of {spelling}."
+                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their "
+                f"names are those of {spelling}."
             )
         if not isinstance(tensor, torch.Tensor) or tensor.shape != originals[name].shape:
             return FuncgaError(
-                f"`{name}` is {arrays.describe(tensor)}, and the module's own is {arrays.describe(originals[name])}. "
-                f"Give each of the {what} in the shape that it has there: {spelling}."
+                f"`{name}` is {arrays.describe(tensor)}, and the module's own is "
+                f"{arrays.describe(originals[name])}. Give each of the {what} in the shape that it "
+                f"has there: {spelling}."
             )
         # Two names of one tensor: it can be replaced only once.
         twin = first_names.setdefault(id(originals[name]), name)
         if twin != name:
             break
     return FuncgaError(
-        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as {spelling} does."
+        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as "
+        f"{spelling} does."
     )
 
 
 # --- what is differentiated
 
 
-def check_none_frozen(params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises FuncgaError if a gradient is taken with respect to a frozen parameter, while others are trained.
+def check_none_frozen(
+    params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises FuncgaError if a gradient is taken with respect to a frozen parameter, while others
+    are trained.
 
     `parameters` are the module's own, in whose place `params` stand.
     """
-    # Usually all are trained. If none is, the module is a mere frame for parameters from elsewhere. Only where some are
-    # trained can a frozen one be an oversight.
+    # Usually all are trained. If none is, the module is a mere frame for parameters from elsewhere.
+    # Only where some are trained can a frozen one be an oversight.
     trained = [tensor.requires_grad for tensor in parameters.values()]
     if all(trained) or not any(trained):
         return
-    # If a loss around this one has put plain tensors in the place of parameters, these are not frozen.
-    names = [name for name, tensor in params.items() if tensor.requires_grad and _is_frozen(parameters[name])]
+    # If a loss around this one has put plain tensors in the place of parameters, these are not
+    # frozen.
+    names = [
+        name
+        for name, tensor in params.items()
+        if tensor.requires_grad and _is_frozen(parameters[name])
+    ]
     if names:
         raise _frozen(names[0], len(names))
 
 
-def check_unfrozen(leaves: list[object], tree: Tree, function: Callable[..., object], argnum: int) -> None:
-    """Raises FuncgaError if there are frozen nn.Parameters among these leaves of an argument of a function."""
-    frozen = [index for index, leaf in enumerate(leaves) if type(leaf) is not torch.Tensor and _is_frozen(leaf)]
+def check_unfrozen(
+    leaves: list[object], tree: Tree, function: Callable[..., object], argnum: int
+) -> None:
+    """Raises FuncgaError if there are frozen nn.Parameters among these leaves of an argument of
+    a function.
+    """
+    frozen = [
+        index
+        for index, leaf in enumerate(leaves)
+        if type(leaf) is not torch.Tensor and _is_frozen(leaf)
+    ]
     if frozen:
         name = argument_names(function, argnum + 1)[argnum]
         raise _frozen(leaf_paths(tree, trees, name)[frozen[0]], len(frozen))
@@ -305,41 +380,54 @@ def _is_frozen(leaf: object) -> bool:
 def _frozen(path: str, count: int) -> FuncgaError:
     more = f", as are {count - 1} more" if count > 1 else ""
     return FuncgaError(
-        f"`{path}` is frozen, requires_grad=False{more}, and a gradient was asked for: an optimizer would move it. "
-        f"Give the parameters that are trained: torch_backend.trainable(module). Or unfreeze it: "
-        f"parameter.requires_grad_(True)."
+        f"`{path}` is frozen, requires_grad=False{more}, and a gradient was asked for: an "
+        "optimizer would move it. Give the parameters that are trained: "
+        "torch_backend.trainable(module). Or unfreeze it: parameter.requires_grad_(True)."
     )
 
 
 def nothing_to_train(module: nn.Module) -> FuncgaError:
     """The error for a module that is frozen as a whole."""
     return FuncgaError(
-        f"no parameter of the {type(module).__name__} requires grad, so there is nothing to train. Unfreeze what "
-        f"is to be trained: module.requires_grad_(True), or parameter.requires_grad_(True)."
+        f"no parameter of the {type(module).__name__} requires grad, so there is nothing to train. "
+        "Unfreeze what is to be trained: module.requires_grad_(True), or "
+        "parameter.requires_grad_(True)."
     )
 
 
-def check_hooks_called(params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its place has none.
+def check_hooks_called(
+    params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its
+    place has none.
 
-    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors they are made of.
+    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors
+    they are made of.
     """
     for name, tensor in params.items():
-        # A tensor that was computed from a parameter, as in meta-learning, is no leaf, and has no use for its hooks.
+        # A tensor that was computed from a parameter, as in meta-learning, is no leaf, and has no
+        # use for its hooks.
         is_differentiated = tensor.requires_grad and tensor.is_leaf
-        if is_differentiated and _private.hooks_of(parameters[name]) and not _private.hooks_of(tensor):
+        if (
+            is_differentiated
+            and _private.hooks_of(parameters[name])
+            and not _private.hooks_of(tensor)
+        ):
             raise FuncgaError(
-                f"`{name}` has a hook of register_hook, which a transform of torch.func does not call. Take the "
-                f"gradient with funcga.grad or funcga.value_and_grad, which do; or remove it with handle.remove()."
+                f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
+                "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
+                "remove it with handle.remove()."
             )
 
 
 def check_not_differentiated(name: str, tree: Tree) -> None:
-    """Raises FuncgaError if these are differentiated from outside: the result of `name` has no derivative."""
+    """Raises FuncgaError if these are differentiated from outside: the result of `name` has no
+    derivative.
+    """
     leaves = trees.flatten(tree)[0] if arrays.in_transform() else ()
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise FuncgaError(
-            f"{name} is used inside of a loss that is being differentiated, and its updates carry no derivative. Write "
-            f"the update as a function of tensors, such as `p - lr * g`. If it is a constant for that loss, compute it "
-            f"under torch.no_grad()."
+            f"{name} is used inside of a loss that is being differentiated, and its updates carry "
+            "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
+            "is a constant for that loss, compute it under torch.no_grad()."
         )

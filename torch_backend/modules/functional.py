@@ -1,10 +1,11 @@
-"""torch.func.functional_call in a loss that funcga differentiates: the same swap, by a plan that is made once.
+"""torch.func.functional_call in a loss that funcga differentiates: the same swap, by a plan that is
+made once.
 
 Only torch has this file: models of JAX are functions of their parameters.
 
-For every call torch looks for tied parameters, and finds the place of each tensor by its name. Both stay the same as
-long as the module does. What a plan was made of is compared at every call, by identity, so that a module that has
-changed gets a new one. What is unusual is left to torch.
+For every call torch looks for tied parameters, and finds the place of each tensor by its name. Both
+stay the same as long as the module does. What a plan was made of is compared at every call, by
+identity, so that a module that has changed gets a new one. What is unusual is left to torch.
 """
 
 import threading
@@ -26,7 +27,8 @@ Space = dict[str, Any]
 Table = dict[str, torch.Tensor | None]
 # A table and the key of a tensor in it.
 Place = tuple[Table, str]
-# The same whichever table the part has now, as a pure_loss exchanges them: its `__dict__` and the kind, and the key.
+# The same whichever table the part has now, as a pure_loss exchanges them: its `__dict__` and the
+# kind, and the key.
 Slot = tuple[tuple[Space, str], str]
 # The slots of a call, beside the name for each.
 Planned = tuple[list[str], list[Slot]]
@@ -35,9 +37,10 @@ Planned = tuple[list[str], list[Slot]]
 class _Noted(threading.local):
     """What a window of the engine notes of calls.
 
-    `calls` are those of the present loss: the `__dict__` of the module, the places in it, and what they have put there;
-    None outside of windows. `last` is the last call of a window in which no code runs between two losses: its module,
-    what it asked for, and its slots, which hold for the window; empty before the first, and None in other windows.
+    `calls` are those of the present loss: the `__dict__` of the module, the places in it, and what
+    they have put there; None outside of windows. `last` is the last call of a window in which no
+    code runs between two losses: its module, what it asked for, and its slots, which hold for the
+    window; empty before the first, and None in other windows.
     """
 
     calls: list[tuple[Space, list[Place], list[torch.Tensor]]] | None = None
@@ -48,9 +51,11 @@ noted = _Noted()
 
 
 class Plan:
-    """Where the tensors of these names belong in a module: also where it uses one under other names, if they are tied.
+    """Where the tensors of these names belong in a module: also where it uses one under other
+    names, if they are tied.
 
-    Raises LookupError for what is left to torch: a name that is no parameter or buffer, or two that are tied.
+    Raises LookupError for what is left to torch: a name that is no parameter or buffer, or two that
+    are tied.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], ties: bool):
@@ -59,14 +64,16 @@ class Plan:
         tables = [space[kind] for space, kind in filled]
         self.ids = _ids(spaces, filled)
         places = _by_name(module)
-        # Where each tensor is, as (index of the table, key): a part that is used twice has its table here twice.
+        # Where each tensor is, as (index of the table, key): a part that is used twice has its
+        # table here twice.
         at: dict[int, dict[tuple[int, str], tuple[int, str]]] = {}
         for index, table in enumerate(tables):
             for key, tensor in table.items():
                 if tensor is not None:
                     at.setdefault(id(tensor), {}).setdefault((id(table), key), (index, key))
         index_of = {id(table): index for index, table in enumerate(tables)}
-        # The index of the table, and the key in it, for each slot, and the name that is given for it.
+        # The index of the table, and the key in it, for each slot, and the name that is given for
+        # it.
         self.indices: list[tuple[int, str]] = []
         self.names: list[str] = []
         for name in names:
@@ -104,7 +111,10 @@ def _filled(spaces: list[Space]) -> list[tuple[Space, str]]:
 
 def _ids(spaces: list[Space], filled: list[tuple[Space, str]]) -> list[int]:
     """Numbers that stay the same for as long as a module has these parts and tensors."""
-    return [*map(id, spaces), *map(id, chain.from_iterable([space[kind].values() for space, kind in filled]))]
+    return [
+        *map(id, spaces),
+        *map(id, chain.from_iterable([space[kind].values() for space, kind in filled])),
+    ]
 
 
 def _by_name(module: nn.Module) -> dict[str, Place]:
@@ -114,21 +124,30 @@ def _by_name(module: nn.Module) -> dict[str, Place]:
         for kind in (BUFFERS, PARAMETERS):
             table = part.__dict__[kind]
             places.update(
-                {f"{prefix}.{key}" if prefix else key: (table, key) for key in table if table[key] is not None}
+                {
+                    f"{prefix}.{key}" if prefix else key: (table, key)
+                    for key in table
+                    if table[key] is not None
+                }
             )
     return places
 
 
-# By the module and what is asked for. A plan holds nothing of the module, whose parts may lead back to it, as a hook
-# that is its own method does: so a module lives no longer for its plans.
+# By the module and what is asked for. A plan holds nothing of the module, whose parts may lead back
+# to it, as a hook that is its own method does: so a module lives no longer for its plans.
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, dict[object, Plan]]" = weakref.WeakKeyDictionary()
 _ENOUGH = 8  # plans of one module
 
 
 def call(
-    plain: Callable[..., Any], module: nn.Module, tensors: dict[str, torch.Tensor], args: Any, kwargs: Any,
-    tie_weights: bool, strict: bool,
-) -> Any:  # fmt: skip
+    plain: Callable[..., Any],
+    module: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    args: Any,
+    kwargs: Any,
+    tie_weights: bool,
+    strict: bool,
+) -> Any:
     """torch.func.functional_call; `plain` is that of torch."""
     planned = None
     if not (strict or torch.compiler.is_compiling()) and arrays.is_recording():
@@ -142,9 +161,13 @@ def call(
         noted.calls.append((module.__dict__, places, values))
     originals = _put(places, values)
     try:
-        return module(*(() if args is None else args if isinstance(args, tuple) else (args,)), **(kwargs or {}))
+        return module(
+            *(() if args is None else args if isinstance(args, tuple) else (args,)),
+            **(kwargs or {}),
+        )
     finally:
-        # As torch does it: what the module itself has put in their place is what the dict holds afterwards.
+        # As torch does it: what the module itself has put in their place is what the dict holds
+        # afterwards.
         for name, after, value in zip(names, _put(places, originals), values, strict=True):
             if after is not value and after is not None:
                 tensors[name] = after
@@ -160,9 +183,14 @@ def _put(places: list[Place], tensors: Sequence[torch.Tensor | None]) -> list[to
 
 def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) -> Planned | None:
     """The slots of a call, and the name of the tensor for each; None for what is left to torch."""
-    if type(tensors) is not dict or not {*map(type, tensors.values())} <= {torch.Tensor, nn.Parameter}:
+    if type(tensors) is not dict or not {*map(type, tensors.values())} <= {
+        torch.Tensor,
+        nn.Parameter,
+    }:
         return None
-    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+    if not isinstance(module, nn.Module) or isinstance(
+        module, torch.jit.ScriptModule | nn.DataParallel
+    ):
         return None
     asked, last = (ties, *tensors), noted.last
     if last and last[0] is module and last[1] == asked:
@@ -173,7 +201,9 @@ def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) ->
     return planned
 
 
-def _looked_up(module: nn.Module, tensors: dict[str, torch.Tensor], asked: tuple[object, ...]) -> Planned | None:
+def _looked_up(
+    module: nn.Module, tensors: dict[str, torch.Tensor], asked: tuple[object, ...]
+) -> Planned | None:
     """The same by a plan that fits the module as it is now, made if there is none."""
     plans = _PLANS.setdefault(module, {})
     plan = plans.get(asked)
@@ -192,7 +222,9 @@ _ASKED = ("named_parameters", "named_buffers", "named_modules", "__getattr__", "
 
 def _made(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) -> Plan | None:
     is_usual = all(
-        getattr(type(part), name) is getattr(nn.Module, name) for part in module.modules() for name in _ASKED
+        getattr(type(part), name) is getattr(nn.Module, name)
+        for part in module.modules()
+        for name in _ASKED
     )
     try:
         return Plan(module, [*tensors], ties) if is_usual else None
@@ -202,16 +234,19 @@ def _made(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) -> Pl
 
 @contextmanager
 def recomputing(puts_back: bool) -> Iterator[None]:
-    """`recording_loss`, in which modules have again what functional_call put into them in the present loss.
+    """`recording_loss`, in which modules have again what functional_call put into them in the
+    present loss.
 
-    A checkpoint runs a module again in the backward pass. What was called with two sets of tensors keeps its own.
-    `puts_back`: False if functions written in Python were applied. They may run backward passes of their own, and that
-    these write to the module's own parameters is to be seen.
+    A checkpoint runs a module again in the backward pass. What was called with two sets of tensors
+    keeps its own. `puts_back`: False if functions written in Python were applied. They may run
+    backward passes of their own, and that these write to the module's own parameters is to be seen.
     """
     latest: dict[int, tuple[list[Place], list[torch.Tensor]] | None] = {}
     for space, places, tensors in noted.calls if noted.calls and puts_back else ():
         earlier = latest.get(id(space), (places, tensors))
-        is_same = earlier is not None and (earlier[1] is tensors or [*map(id, earlier[1])] == [*map(id, tensors)])
+        is_same = earlier is not None and (
+            earlier[1] is tensors or [*map(id, earlier[1])] == [*map(id, tensors)]
+        )
         latest[id(space)] = (places, tensors) if is_same else None
     calls = [call for call in latest.values() if call is not None]
     originals = [_put(*call) for call in calls]

@@ -1,6 +1,8 @@
-"""The layers of a module, and those that change themselves: BatchNorm its running statistics, embeddings their rows.
+"""The layers of a module, and those that change themselves: BatchNorm its running statistics,
+embeddings their rows.
 
-Only torch has this file: layers of torch keep their state in themselves, in JAX it is an argument and a result.
+Only torch has this file: layers of torch keep their state in themselves, in JAX it is an argument
+and a result.
 """
 
 import operator
@@ -19,7 +21,12 @@ from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
 from torch_backend import _private, arrays
-from torch_backend.modules.checks import Tensors, by_what_they_replace, check_none_frozen, nothing_to_train
+from torch_backend.modules.checks import (
+    Tensors,
+    by_what_they_replace,
+    check_none_frozen,
+    nothing_to_train,
+)
 
 Owners = list[tuple[str, nn.Module]]
 
@@ -31,12 +38,16 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix, owner = waiting.pop()
         yield prefix, owner
         waiting += [
-            (f"{prefix}{name}.", part) for name, part in owner.__dict__[_private.PARTS].items() if part is not None
+            (f"{prefix}{name}.", part)
+            for name, part in owner.__dict__[_private.PARTS].items()
+            if part is not None
         ]
 
 
 class Entries(NamedTuple):
-    """What stands in the tables of some modules, one after the other: how many each has, the names, and the values."""
+    """What stands in the tables of some modules, one after the other: how many each has, the
+    names, and the values.
+    """
 
     counts: list[int]
     names: list[str]
@@ -54,14 +65,19 @@ def _entries(tables: Sequence[dict[str, Any]]) -> Entries:
 
 
 class Parts:
-    """A module and those inside, as they were when it was walked through: its `owners`, and their `__dict__`s."""
+    """A module and those inside, as they were when it was walked through: its `owners`, and
+    their `__dict__`s.
+    """
 
     def __init__(self, module: nn.Module):
         self.owners = [*owners(module)]
         self.spaces = [owner.__dict__ for _, owner in self.owners]
         self.inside = _entries(self.tables(_private.PARTS))
-        # The parts that have parameters or buffers. Others, such as an activation, may be in any number of modules.
-        self.ids = frozenset([id(s) for s in self.spaces if s[_private.PARAMETERS] or s[_private.BUFFERS]])
+        # The parts that have parameters or buffers. Others, such as an activation, may be in any
+        # number of modules.
+        self.ids = frozenset(
+            [id(s) for s in self.spaces if s[_private.PARAMETERS] or s[_private.BUFFERS]]
+        )
 
     def tables(self, kind: str) -> list[dict[str, Any]]:
         """The tables of this kind that they have now: `PARAMETERS`, `BUFFERS` or `PARTS`."""
@@ -69,19 +85,29 @@ class Parts:
 
     def are_those_of(self, module: nn.Module) -> bool:
         """Whether they are this module's still: none was put in, taken out or renamed."""
-        return self.owners[0][1] is module and _entries(self.tables(_private.PARTS)).are(self.inside)
+        return self.owners[0][1] is module and _entries(self.tables(_private.PARTS)).are(
+            self.inside
+        )
 
 
 class Own(NamedTuple):
-    """The parameters that a module has now, in the order of its owners, and which of them require grad."""
+    """The parameters that a module has now, in the order of its owners, and which of them
+    require grad.
+    """
 
     parts: Parts  # the same object for as long as these are the same
     entries: Entries
     require_grad: list[bool]
 
     def is_as(self, before: "Own | None") -> bool:
-        """Whether these are the same tensors as before, under the same names, and all that is said of them holds."""
-        if before is None or before.parts is not self.parts or before.require_grad != self.require_grad:
+        """Whether these are the same tensors as before, under the same names, and all that is
+        said of them holds.
+        """
+        if (
+            before is None
+            or before.parts is not self.parts
+            or before.require_grad != self.require_grad
+        ):
             return False
         return self.entries.are(before.entries)
 
@@ -93,15 +119,18 @@ def own_of(parts: Parts) -> Own:
 
 
 class Walk:
-    """What is known of a module for as long as no part of it is put in, taken out or renamed: its parts.
+    """What is known of a module for as long as no part of it is put in, taken out or renamed: its
+    parts.
 
-    And for as long as its parameters stay the same: those that are trained, and what others replace.
+    And for as long as its parameters stay the same: those that are trained, and what others
+    replace.
     """
 
     def __init__(self) -> None:
         self.known: Parts | None = None
         self.trained: tuple[Own, dict[str, nn.Parameter]] | None = None
-        # The names and shapes of given parameters, the module's own, and where the given ones stand among these.
+        # The names and shapes of given parameters, the module's own, and where the given ones stand
+        # among these.
         self.places: tuple[list[str], list[torch.Size], Own, list[int | None]] | None = None
 
     def __reduce__(self) -> tuple[type["Walk"], tuple[()]]:
@@ -121,7 +150,9 @@ class Walk:
             return ()
 
     def trainable(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """`{name: parameter}` of those that require grad; the same dict for as long as they stay the same."""
+        """`{name: parameter}` of those that require grad; the same dict for as long as they stay
+        the same.
+        """
         try:
             own = own_of(self.through(module))
         except KeyError:  # of TorchScript
@@ -131,15 +162,19 @@ class Walk:
         return self.trained[1]
 
     def places_of(self, params: Tensors, own: Own) -> list[int | None]:
-        """For each of the module's own parameters the one of `params` that stands in for it; None for one that stays.
+        """For each of the module's own parameters the one of `params` that stands in for it; None
+        for one that stays.
 
         Raises FuncgaError for what the module does not have, or has frozen.
         """
         if self.places is not None and isinstance(params, dict):
             names, shapes, before, places = self.places
             values = params.values()
-            is_known = names == [*params] and _TENSORS.issuperset(map(type, values)) and own.is_as(before)
-            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector to go through.
+            is_known = (
+                names == [*params] and _TENSORS.issuperset(map(type, values)) and own.is_as(before)
+            )
+            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector
+            # to go through.
             if is_known and all(map(operator.eq, map(_SHAPE, values), shapes)):
                 return places
         parameters = named(own.parts.owners, _private.PARAMETERS)
@@ -155,7 +190,9 @@ _TENSORS, _SHAPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("shape")
 
 
 def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
-    """What the owners have in a table, `PARAMETERS` or `BUFFERS`, by all of its names in the module."""
+    """What the owners have in a table, `PARAMETERS` or `BUFFERS`, by all of its names in the
+    module.
+    """
     return {
         prefix + name: tensor
         for prefix, owner in owners
@@ -166,7 +203,9 @@ def named(owners: Owners, table: str) -> dict[str, torch.Tensor]:
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """`{name: parameter}` of those that require grad. Raises FuncgaError if none does."""
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
     if not trained:
         raise nothing_to_train(module)
     return trained
@@ -178,13 +217,14 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str, torch.Tensor]:
     """The module's running statistics after one more batch, for `module.load_state_dict`.
 
-    They are what torch computes of one batch: `running_mean`, `running_var` (of the unbiased variance) and
-    `num_batches_tracked`, with each layer's momentum; None is the average over all batches. A layer that no micro-batch
-    has run stays as it is.
+    They are what torch computes of one batch: `running_mean`, `running_var` (of the unbiased
+    variance) and `num_batches_tracked`, with each layer's momentum; None is the average over all
+    batches. A layer that no micro-batch has run stays as it is.
 
     Args:
         module: the module with the BatchNorm layers. It is left as it is.
-        pooled: `{name of the layer: Pooled}`, what `fold=funcga.pooled()` makes of `pure_loss(..., statistics=True)`.
+        pooled: `{name of the layer: Pooled}`, what `fold=funcga.pooled()` makes of `pure_loss(...,
+            statistics=True)`.
 
     Returns:
         `{name of the buffer: tensor}`, new tensors in the buffers' dtypes.
@@ -202,18 +242,24 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
         >>> sorted(torch_backend.running_buffers(model, statistics))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    tracking = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if _tracks(layer)}
+    tracking = {
+        name: layer
+        for name, layer in module.named_modules(remove_duplicate=False)
+        if _tracks(layer)
+    }
     if not isinstance(pooled, Mapping):
         raise FuncgaError(
-            f"the pooled statistics are of type {type(pooled).__name__}; they are a dict of a layer's name to a "
-            f"Pooled, as accumulate returns of pure_loss(module, loss_fn, statistics=True)."
+            f"the pooled statistics are of type {type(pooled).__name__}; they are a dict of a "
+            "layer's name to a Pooled, as accumulate returns of pure_loss(module, loss_fn, "
+            "statistics=True)."
         )
     after: dict[str, torch.Tensor] = {}
     for name, statistics in pooled.items():
         if name not in tracking:
             raise FuncgaError(
-                f"the module has no `{name}`{similar(name, tracking)} among its BatchNorm layers with running "
-                f"statistics: {', '.join(f'`{layer}`' for layer in tracking) or 'there is none'}."
+                f"the module has no `{name}`{similar(name, tracking)} among its BatchNorm layers "
+                "with running statistics: "
+                f"{', '.join(f'`{layer}`' for layer in tracking) or 'there is none'}."
             )
         buffers = _after_one_more(name, tracking[name], statistics)
         after |= {f"{name}.{key}" if name else key: value for key, value in buffers.items()}
@@ -222,20 +268,26 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
 
 def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
     """Whether this is a BatchNorm layer, of any number of dimensions, with running statistics."""
-    return isinstance(layer, _private.BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+    return (
+        isinstance(layer, _private.BatchNorm)
+        and layer.track_running_stats
+        and layer.running_mean is not None
+    )
 
 
 def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[str, torch.Tensor]:
-    """The buffers of a layer after one more batch. Raises FuncgaError for anything that is not pooled."""
+    """The buffers of a layer after one more batch. Raises FuncgaError for anything that is not
+    pooled.
+    """
     mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
     assert mean is not None
     assert variance is not None
     if not fits(pooled, mean):
         raise FuncgaError(
             f"the statistics of `{name}` are {described(pooled, arrays)}, and the layer's are "
-            f"{arrays.describe(mean)}. Fold them with pooled(): fold=((funcga.mean(), funcga.pooled()), funcga.mean()) "
-            f"for funcga.value_and_grad(loss, has_aux=True); of micro-batches that come one by one, in a "
-            f"funcga.Accumulator(funcga.pooled())."
+            f"{arrays.describe(mean)}. Fold them with pooled(): fold=((funcga.mean(), "
+            "funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True); of "
+            "micro-batches that come one by one, in a funcga.Accumulator(funcga.pooled())."
         )
     after: dict[str, torch.Tensor] = {}
     share: float | torch.Tensor | None = layer.momentum
@@ -245,15 +297,19 @@ def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[st
     if share is None:  # the average over all batches
         share = 1 / after["num_batches_tracked"].clamp(min=1) if after else 0.0
     with torch.no_grad():
-        after["running_mean"], after["running_var"] = update(mean, variance, pooled, share, True, arrays)
+        after["running_mean"], after["running_var"] = update(
+            mean, variance, pooled, share, True, arrays
+        )
     return after
 
 
 class Watch:
-    """Watches the BatchNorm layers of a module: in its context they write what they see of a micro-batch.
+    """Watches the BatchNorm layers of a module: in its context they write what they see of a
+    micro-batch.
 
-    With momentum 1, torch's own kernel writes the mean and the variance of the batch in the place of the running ones.
-    Afterwards the layers are as before, but for their buffers, which the caller restores.
+    With momentum 1, torch's own kernel writes the mean and the variance of the batch in the place
+    of the running ones. Afterwards the layers are as before, but for their buffers, which the
+    caller restores.
     """
 
     def __init__(self, module: nn.Module):
@@ -268,11 +324,18 @@ class Watch:
         hooks = []
         try:
             for name, layer in self.layers.items():
-                # The layer writes into tensors of its own, and to these the statistics of the batch alone.
+                # The layer writes into tensors of its own, and to these the statistics of the batch
+                # alone.
                 buffers = layer.__dict__[_private.BUFFERS]
-                buffers |= {key: torch.zeros_like(buffers[key]) for key in _STATISTICS if buffers.get(key) is not None}
+                buffers |= {
+                    key: torch.zeros_like(buffers[key])
+                    for key in _STATISTICS
+                    if buffers.get(key) is not None
+                }
                 layer.momentum = 1.0
-                hooks.append(layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True))
+                hooks.append(
+                    layer.register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
+                )
             yield
         finally:
             for hook in hooks:
@@ -281,34 +344,48 @@ class Watch:
                 layer.momentum = momenta[name]
 
     def _count(
-        self, name: str, layer: nn.BatchNorm1d, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+        self,
+        name: str,
+        layer: nn.BatchNorm1d,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, torch.Tensor],
     ) -> None:
         if not layer.training:  # it tracks nothing
             return
         if name in self.counts:
             raise FuncgaError(
-                f"the BatchNorm layer `{name}` ran twice in one forward pass: its statistics are then those of "
-                f"two batches. Use a layer for each of the two, or thread the buffers: "
-                f"pure_loss(module, loss_fn, buffers=True)."
+                f"the BatchNorm layer `{name}` ran twice in one forward pass: its statistics are "
+                "then those of two batches. Use a layer for each of the two, or thread the "
+                "buffers: pure_loss(module, loss_fn, buffers=True)."
             )
         x = args[0] if args else kwargs["input"]
         self.counts[name] = x.numel() // layer.num_features
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """`{name: leaf}`: count, mean and population variance of the micro-batch, stacked; zeros if it did not run.
+        """`{name: leaf}`: count, mean and population variance of the micro-batch, stacked; zeros if
+        it did not run.
 
         They are copies: a checkpoint runs the forward pass again later, and overwrites the buffers.
         """
         return {name: self._leaf(name, layer) for name, layer in self.layers.items()}
 
     def _leaf(self, name: str, layer: nn.BatchNorm1d) -> torch.Tensor:
-        running_mean, running_var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
+        running_mean, running_var, batches = (
+            layer.running_mean,
+            layer.running_var,
+            layer.num_batches_tracked,
+        )
         assert running_mean is not None
         assert running_var is not None
         ran = name in self.counts
-        # Two witnesses have to agree on whether the layer ran: the hook, and the number of batches, which only its own
-        # forward() adds to. The kernel's writes to the statistics raise no version.
-        if batches is not None and not batches.is_inference() and ran != (_private.version(batches) > 0):
+        # Two witnesses have to agree on whether the layer ran: the hook, and the number of batches,
+        # which only its own forward() adds to. The kernel's writes to the statistics raise no
+        # version.
+        if (
+            batches is not None
+            and not batches.is_inference()
+            and ran != (_private.version(batches) > 0)
+        ):
             raise _unknown(name, ran)
         dtype = arrays.accumulator_dtype(running_mean.dtype)
         mean, variance = running_mean.detach().to(dtype), running_var.detach().to(dtype)
@@ -320,32 +397,39 @@ class Watch:
 
 def _unknown(name: str, ran: bool) -> FuncgaError:
     why = (
-        "it ran and did not update its running statistics, as a forward pass of your own may not. Use that of "
-        "torch.nn.BatchNorm"
+        "it ran and did not update its running statistics, as a forward pass of your own may not. "
+        "Use that of torch.nn.BatchNorm"
         if ran
-        else "it ran without its hooks, as one does whose forward() is called by name, or that was compiled by itself. "
-        "Call the layer as it is, layer(x)"
+        else (
+            "it ran without its hooks, as one does whose forward() is called by name, or that was "
+            "compiled by itself. Call the layer as it is, layer(x)"
+        )
     )
     return FuncgaError(
-        f"what the BatchNorm layer `{name}` saw of the micro-batch is not known: {why}, or thread the buffers: "
-        f"pure_loss(module, loss_fn, buffers=True)."
+        f"what the BatchNorm layer `{name}` saw of the micro-batch is not known: {why}, or thread "
+        "the buffers: pure_loss(module, loss_fn, buffers=True)."
     )
 
 
 def _watched(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
-    """The layers in train mode that have running statistics. Raises FuncgaError if there is none, or one is synced."""
-    layers = {name: layer for name, layer in module.named_modules() if _tracks(layer) and layer.training}
+    """The layers in train mode that have running statistics. Raises FuncgaError if there is
+    none, or one is synced.
+    """
+    layers = {
+        name: layer for name, layer in module.named_modules() if _tracks(layer) and layer.training
+    }
     for name, layer in layers.items():
         if isinstance(layer, nn.SyncBatchNorm):
             raise FuncgaError(
-                f"`{name}` is a SyncBatchNorm, whose statistics are those of all replicas already, with the count of "
-                f"one. Use BatchNorm, and let funcga merge them: accumulate(..., fold=..., across=group)."
+                f"`{name}` is a SyncBatchNorm, whose statistics are those of all replicas already, "
+                "with the count of one. Use BatchNorm, and let funcga merge them: accumulate(..., "
+                "fold=..., across=group)."
             )
     if not layers:
         raise FuncgaError(
-            f"statistics=True, and {type(module).__name__} has no BatchNorm layer that would update running "
-            f"statistics: one in train mode, with track_running_stats=True. Call module.train(), or leave "
-            f"statistics=True out."
+            f"statistics=True, and {type(module).__name__} has no BatchNorm layer that would "
+            "update running statistics: one in train mode, with track_running_stats=True. Call "
+            "module.train(), or leave statistics=True out."
         )
     return layers
 
@@ -353,7 +437,8 @@ def _watched(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
 def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs: object) -> R:
     """`loss_fn(module, *args, **kwargs)`.
 
-    Raises FuncgaError if loss_fn does not take so many arguments, and for one value per channel of a BatchNorm layer.
+    Raises FuncgaError if loss_fn does not take so many arguments, and for one value per channel of
+    a BatchNorm layer.
     """
     try:
         return loss_fn(module, *args, **kwargs)
@@ -362,10 +447,11 @@ def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs
         if not refuses_arguments(loss_fn, 1 + len(args), kwargs, error):
             raise
         raise FuncgaError(
-            f"loss_fn is called with the module and then each argument of the micro-batch, {1 + len(args)} in all: "
-            f"{error}. Write it with the module first, lambda module, x, y: F.mse_loss(module(x), y) for batches "
-            f"(x, y), or lambda module, batch: ... for batches in a dict. A list of micro-batches, or a DataLoader, is "
-            f"folded by funcga.stream."
+            "loss_fn is called with the module and then each argument of the micro-batch, "
+            f"{1 + len(args)} in all: {error}. Write it with the module first, lambda module, x, "
+            "y: F.mse_loss(module(x), y) for batches (x, y), or lambda module, batch: ... for "
+            "batches in a dict. A list of micro-batches, or a DataLoader, is folded by "
+            "funcga.stream."
         ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
@@ -375,22 +461,28 @@ def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs
             raise
         name = next((name for name, inner in module.named_modules() if inner is layer), "")
         raise TooFewRowsError(
-            f"the BatchNorm layer `{name}` was given {arrays.describe(x)}: in training mode it normalises by the "
-            f"variance of the micro-batch, and one value for each channel has none. Make micro-batches of 2 rows "
-            f"and more, the last one too: a smaller n, or a microbatch_size that does not leave one row over; or "
-            f"use its running statistics: module.eval()."
+            f"the BatchNorm layer `{name}` was given {arrays.describe(x)}: in training mode it "
+            "normalises by the variance of the micro-batch, and one value for each channel has "
+            "none. Make micro-batches of 2 rows and more, the last one too: a smaller n, or a "
+            "microbatch_size that does not leave one row over; or use its running statistics: "
+            "module.eval()."
         ) from error
 
 
 def check_no_max_norm(owners: Owners) -> None:
-    """Raises FuncgaError for an embedding that shortens rows of its weights, as a pure loss changes no parameter."""
+    """Raises FuncgaError for an embedding that shortens rows of its weights, as a pure loss
+    changes no parameter.
+    """
     for prefix, layer in owners:
-        if layer.__dict__.get("max_norm") is not None and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        if layer.__dict__.get("max_norm") is not None and isinstance(
+            layer, nn.Embedding | nn.EmbeddingBag
+        ):
             name, most = prefix.removesuffix("."), layer.max_norm
             which = f"the embedding `{name}`" if name else "the embedding"
             raise FuncgaError(
-                f"{which} has max_norm={most}, with which its forward pass shortens rows in place, and a pure loss "
-                f"changes no parameter. Make it without max_norm, and shorten the rows between two steps, in "
-                f"torch.no_grad(): embedding.weight.renorm_({layer.norm_type}, 0, {most}). Or use "
-                f"torch_backend.module_value_and_grad."
+                f"{which} has max_norm={most}, with which its forward pass shortens rows in place, "
+                "and a pure loss changes no parameter. Make it without max_norm, and shorten the "
+                "rows between two steps, in torch.no_grad(): "
+                f"embedding.weight.renorm_({layer.norm_type}, 0, {most}). Or use "
+                "torch_backend.module_value_and_grad."
             )

@@ -1,4 +1,5 @@
-"""Visits: a thread puts tensors into a module and takes them out again, while other threads may not.
+"""Visits: a thread puts tensors into a module and takes them out again, while other threads may
+not.
 
 Only torch has this file: in JAX the arrays of a model are arguments.
 """
@@ -31,13 +32,15 @@ _NOTHING = nullcontext()
 
 
 class Visit:
-    """A context in which the module of a loss has other parameters, and copies of its buffers: `loss(*batch)`.
+    """A context in which the module of a loss has other parameters, and copies of its buffers:
+    `loss(*batch)`.
 
-    Its own tables are never written to. It may be entered again and again: in between the module has its own
-    parameters, and other threads may enter.
+    Its own tables are never written to. It may be entered again and again: in between the module
+    has its own parameters, and other threads may enter.
 
-    Parameters that are not among `params` stay, detached from any graph, except in a transform: a stand-in of a loss
-    around this one keeps its graph. `recorded`: a parameter that stays is a leaf if it requires grad.
+    Parameters that are not among `params` stay, detached from any graph, except in a transform: a
+    stand-in of a loss around this one keeps its graph. `recorded`: a parameter that stays is a leaf
+    if it requires grad.
     """
 
     def __init__(self, loss: ModuleLoss, params: Tensors, recorded: bool, walk: Walk):
@@ -46,8 +49,8 @@ class Visit:
         self.parts = walk.through(loss.module)
         self.own: Own | None = None  # the module's own parameters, once this is prepared
         self.in_use: Collection[int] = ()  # what `give_back` ends
-        # The `__dict__`s of the parts that have parameters, what stands in for each table there, and the module's own
-        # tables during a visit; then the same of buffers.
+        # The `__dict__`s of the parts that have parameters, what stands in for each table there,
+        # and the module's own tables during a visit; then the same of buffers.
         self.with_parameters: list[Space] = []
         self.stand_ins: list[Table] = []
         self.parameters: list[Table] = []
@@ -59,8 +62,9 @@ class Visit:
 
     def __enter__(self) -> Callable[..., Output]:
         self.reserve()
-        # The module may have new tensors since the last time, and has to get those back. A part that is used in two
-        # places has its table here twice, so all tables are read before one is replaced.
+        # The module may have new tensors since the last time, and has to get those back. A part
+        # that is used in two places has its table here twice, so all tables are read before one is
+        # replaced.
         self.parameters = [space[PARAMETERS] for space in self.with_parameters]
         self.buffers = [space[BUFFERS] for space in self.with_buffers]
         for space, stand_in in zip(self.with_parameters, self.stand_ins, strict=True):
@@ -103,10 +107,12 @@ class Visit:
         self.in_transform = arrays.in_transform()
         self.own = own_of(self.parts)
         places = self.walk.places_of(self.params, self.own)
-        # The engine puts the hooks of a parameter on its leaf, and autograd calls them there. torch.func calls none.
+        # The engine puts the hooks of a parameter on its leaf, and autograd calls them there.
+        # torch.func calls none.
         if _private.transforms():
             check_hooks_called(self.params, named(self.parts.owners, PARAMETERS))
-        # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not written to.
+        # Whole tables are exchanged, in the `__dict__` of each part: the module's own are not
+        # written to.
         self.with_parameters = [space for space in spaces if space[PARAMETERS]]
         given = [*self.params.values()]
         stand_ins = iter(
@@ -115,22 +121,28 @@ class Visit:
                 for tensor, place in zip(self.own.entries.values, places, strict=True)
             ]
         )
-        self.stand_ins = [dict(zip(space[PARAMETERS], stand_ins, strict=False)) for space in self.with_parameters]
+        self.stand_ins = [
+            dict(zip(space[PARAMETERS], stand_ins, strict=False)) for space in self.with_parameters
+        ]
         self.with_buffers = [space for space in spaces if space[BUFFERS]]
-        # Where there are no buffers, no table is exchanged. Buffers that the loss registers there are removed
-        # afterwards.
+        # Where there are no buffers, no table is exchanged. Buffers that the loss registers there
+        # are removed afterwards.
         self.empty = [space[BUFFERS] for space in spaces if not space[BUFFERS]]
         if self.loss.statistics and self.watch is None:
             self.watch = Watch(self.loss.module)
         self.is_prepared = True
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
-        """The loss of a batch, on copies of the module's own buffers, or of those that are threaded."""
+        """The loss of a batch, on copies of the module's own buffers, or of those that are
+        threaded.
+        """
         loss, threaded = self.loss, dict[str, torch.Tensor]()
         if loss.buffers:
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
         self._put_buffers(
-            by_what_they_replace(threaded, named(self.parts.owners, BUFFERS), "buffers") if loss.buffers else {}
+            by_what_they_replace(threaded, named(self.parts.owners, BUFFERS), "buffers")
+            if loss.buffers
+            else {}
         )
         with _NOTHING if self.watch is None else self.watch.watching():
             output = called(loss.loss_fn, loss.module, *args, **kwargs)
@@ -138,31 +150,46 @@ class Visit:
             return with_state(output, self.watch.statistics())
         if not loss.buffers:
             return output
-        # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers once more.
+        # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers
+        # once more.
         after = named(self.parts.owners, BUFFERS)
         return with_state(output, {name: after[name].detach().clone() for name in threaded})
 
     def _put_buffers(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Puts copies in the place of the buffers: of these values, by buffer ids, or of the buffers themselves."""
-        # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so none can be reused.
+        """Puts copies in the place of the buffers: of these values, by buffer ids, or of the
+        buffers themselves.
+        """
+        # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so
+        # none can be reused.
         if not self.buffers:
             return
         copies = _copies([tensor for table in self.buffers for tensor in table.values()], values)
         for space, table in zip(self.with_buffers, self.buffers, strict=True):
-            space[BUFFERS] = {name: None if tensor is None else copies[id(tensor)] for name, tensor in table.items()}
+            space[BUFFERS] = {
+                name: None if tensor is None else copies[id(tensor)]
+                for name, tensor in table.items()
+            }
 
-    def _stand_in(self, tensor: torch.Tensor | None, replacement: torch.Tensor | None) -> torch.Tensor | None:
-        """What stands in for a parameter, which remembers it; `replacement` is None if none is given."""
+    def _stand_in(
+        self, tensor: torch.Tensor | None, replacement: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What stands in for a parameter, which remembers it; `replacement` is None if none is
+        given.
+        """
         if tensor is None or replacement is tensor:
             return tensor
         if replacement is not None:
-            # An alias is marked, and not the caller's own tensor, which may be a parameter elsewhere.
+            # An alias is marked, and not the caller's own tensor, which may be a parameter
+            # elsewhere.
             if not (self.recorded or self.in_transform):
-                replacement = replacement[...] if replacement.requires_grad else replacement.detach()
+                replacement = (
+                    replacement[...] if replacement.requires_grad else replacement.detach()
+                )
         else:
             if self.in_transform and hasattr(tensor, "_stands_in"):
                 return tensor
-            # A leaf only if autograd is to record what is not differentiated, as a loop by hand would.
+            # A leaf only if autograd is to record what is not differentiated, as a loop by hand
+            # would.
             replacement = tensor.detach()
             if self.recorded and tensor.requires_grad:
                 replacement.requires_grad_()
@@ -177,8 +204,12 @@ def with_state(output: Output, state: dict[str, torch.Tensor]) -> tuple[Output, 
     return output, state
 
 
-def _copies(buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copies by the ids of the buffers. Buffers that share memory have copies that share memory likewise."""
+def _copies(
+    buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Copies by the ids of the buffers. Buffers that share memory have copies that share memory
+    likewise.
+    """
     memories: dict[int, dict[int, torch.Tensor]] = {}
     for buffer in buffers:
         if buffer is not None:
@@ -187,7 +218,9 @@ def _copies(buffers: list[torch.Tensor | None], values: Mapping[int, torch.Tenso
     # Most buffers have a memory of their own.
     for sharing in memories.values():
         if len(sharing) == 1:
-            copies.update({key: values.get(key, buffer).detach().clone() for key, buffer in sharing.items()})
+            copies.update(
+                {key: values.get(key, buffer).detach().clone() for key, buffer in sharing.items()}
+            )
             continue
         copies.update(_copies_in_one_memory([*sharing.values()]))
         for key in sharing.keys() & values.keys():
@@ -208,21 +241,26 @@ def _memory(tensor: torch.Tensor) -> int:
 def _copies_in_one_memory(sharing: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     storage = sharing[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
     copies: dict[int, torch.Tensor] = {}
-    # Autograd records them as views of one tensor, so it knows that writing to one changes the others.
+    # Autograd records them as views of one tensor, so it knows that writing to one changes the
+    # others.
     with torch.inference_mode(False), torch.enable_grad():
         wholes: dict[torch.dtype, torch.Tensor] = {}
         for tensor in sharing:
             if tensor.dtype not in wholes:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                wholes[tensor.dtype] = whole.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
-            view = wholes[tensor.dtype].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+                wholes[tensor.dtype] = whole.set_(
+                    storage, 0, (storage.nbytes() // tensor.itemsize,), (1,)
+                )
+            view = wholes[tensor.dtype].as_strided(
+                tensor.size(), tensor.stride(), tensor.storage_offset()
+            )
             copies[id(tensor)] = view.conj() if tensor.is_conj() else view
     return copies
 
 
 class _InUse:
-    """What one thread uses alone: parts of modules that have other parameters meanwhile, and parameters whose `.grad`s
-    hold its sums. Both are known by their ids.
+    """What one thread uses alone: parts of modules that have other parameters meanwhile, and
+    parameters whose `.grad`s hold its sums. Both are known by their ids.
 
     A process has each module once, so it has one of these for all of its threads.
     """
@@ -231,7 +269,8 @@ class _InUse:
         self.lock, self.threads = threading.Lock(), dict[int, int]()
 
     def begin(self, ids: Iterable[int]) -> Collection[int]:
-        """Uses these in this thread, and returns what is to end: all but what the thread uses already.
+        """Uses these in this thread, and returns what is to end: all but what the thread uses
+        already.
 
         Raises FuncgaError if another thread uses one of them.
         """
@@ -240,8 +279,9 @@ class _InUse:
             shared = begun & self.threads.keys()
             if any(self.threads[key] != thread for key in shared):
                 raise FuncgaError(
-                    "two threads use one module at the same time, and would find parameters or gradients of each other "
-                    "in it. Give each thread a module of its own: copy.deepcopy(module)."
+                    "two threads use one module at the same time, and would find parameters or "
+                    "gradients of each other in it. Give each thread a module of its own: "
+                    "copy.deepcopy(module)."
                 )
             begun -= shared
             self.threads.update(dict.fromkeys(begun, thread))

@@ -17,7 +17,14 @@ from torch_backend.arrays import all_with_strides_of, copies, without_overlap
 from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.built import Builder
-from torch_backend.optim.options import Options, Schedule, check_kept, check_names, check_scheduler, shared
+from torch_backend.optim.options import (
+    Options,
+    Schedule,
+    check_kept,
+    check_names,
+    check_scheduler,
+    shared,
+)
 from torch_backend.optim.parameters import check_parameters
 from torch_backend.optim.state import (
     OptimizerState,
@@ -43,40 +50,46 @@ def from_optimizer(
 ) -> DonatingTransform:
     """Makes an optimizer of torch a transform: two pure functions, `(init, update)`.
 
-    `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new parameters minus old
-    ones, in the dtype of both, by the optimizer's own step on a copy, so that the state is bitwise identical to that of
-    `optimizer.step()`. A parameter whose gradient is None is skipped, as torch does, and its update is 0. `donated` is
-    the same, in the memory of the state it is given, and it may write to the gradients. With `funcga.apply` the new
-    parameters come back instead of the difference, and are bitwise identical to those of `optimizer.step()`, too.
+    `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new
+    parameters minus old ones, in the dtype of both, by the optimizer's own step on a copy, so that
+    the state is bitwise identical to that of `optimizer.step()`. A parameter whose gradient is None
+    is skipped, as torch does, and its update is 0. `donated` is the same, in the memory of the
+    state it is given, and it may write to the gradients. With `funcga.apply` the new parameters
+    come back instead of the difference, and are bitwise identical to those of `optimizer.step()`,
+    too.
 
-    An optimizer that evaluates the loss several times in an update is refused, as LBFGS is without max_iter=1: call its
-    own step with a closure. Other extra arguments than `closure` are ignored, as they may be meant for other transforms
-    of a chain.
+    An optimizer that evaluates the loss several times in an update is refused, as LBFGS is without
+    max_iter=1: call its own step with a closure. Other extra arguments than `closure` are ignored,
+    as they may be meant for other transforms of a chain.
 
-    The state is complete from init on, so a checkpoint can be restored into it: one step on a copy of each parameter by
-    itself finds what the optimizer keeps. What it does not keep in such a step appears with the first update, as for
-    SparseAdam, which takes no dense gradients, and LBFGS.
+    The state is complete from init on, so a checkpoint can be restored into it: one step on a copy
+    of each parameter by itself finds what the optimizer keeps. What it does not keep in such a step
+    appears with the first update, as for SparseAdam, which takes no dense gradients, and LBFGS.
 
     Args:
-        optimizer: A class, any of torch.optim or one's own, which keeps what it keeps for each parameter in `.state`.
-        groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for none. Names are the
-            keys of the tree, joined by dots: those of `module.named_parameters()`.
-        scheduler: Makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update, such as
-            `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
-        **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a function is a schedule of
-            the count of updates, from 0 on: `lr=lambda count: 1e-3 * 0.9**count`. With a second parameter named weight
-            it gets the weight of the window, too, such as its tokens: `betas=lambda count, weight: (0.9,
-            funcga.beta_for_half_life(weight, 10_000_000))`. multi_steps gives its total; else it is an argument,
-            `tx.update(grads, state, params, weight=tokens)`, a number or a 0-d tensor, for which the host waits if it
+        optimizer: A class, any of torch.optim or one's own, which keeps what it keeps for each
+            parameter in `.state`.
+        groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for
+            none. Names are the keys of the tree, joined by dots: those of
+            `module.named_parameters()`.
+        scheduler: Makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update,
+            such as `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2,
+            total_steps=100)`.
+        **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a
+            function is a schedule of the count of updates, from 0 on: `lr=lambda count: 1e-3 *
+            0.9**count`. With a second parameter named weight it gets the weight of the window, too,
+            such as its tokens: `betas=lambda count, weight: (0.9, funcga.beta_for_half_life(weight,
+            10_000_000))`. multi_steps gives its total; else it is an argument, `tx.update(grads,
+            state, params, weight=tokens)`, a number or a 0-d tensor, for which the host waits if it
             lies on a device. init calls such functions with a weight of 1.
 
     Returns:
         The transform.
 
     Raises:
-        FuncgaError: The optimizer does not have an option. The functions raise it for structures, shapes and dtypes
-            that differ, for a state without what the optimizer keeps, such as another one's, and for optimizers that
-            keep what belongs to no parameter.
+        FuncgaError: The optimizer does not have an option. The functions raise it for structures,
+            shapes and dtypes that differ, for a state without what the optimizer keeps, such as
+            another one's, and for optimizers that keep what belongs to no parameter.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -93,27 +106,38 @@ def from_optimizer(
 
 
 def _check(
-    optimizer: type[Optimizer], groups: object, scheduler: Callable[..., object] | None, options: dict[str, object]
+    optimizer: type[Optimizer],
+    groups: object,
+    scheduler: Callable[..., object] | None,
+    options: dict[str, object],
 ) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise FuncgaError(
-            f"from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was "
-            f"given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, lr=1e-3)."
+            "from_optimizer makes the optimizer anew for each update, so it takes a class and its "
+            f"options, and was given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, "
+            "lr=1e-3)."
         )
     check_names(optimizer, options)
     if options.get("differentiable"):
         raise FuncgaError(
-            "differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out."
+            "differentiable=True steps through autograd, and an update is computed on a copy, "
+            "without it. Leave it out."
         )
     if groups is not None:
-        check_callable(groups, "groups", 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}.')
+        check_callable(
+            groups, "groups", 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}.'
+        )
     if scheduler is not None:
-        check_callable(scheduler, "scheduler", "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).")
+        check_callable(
+            scheduler,
+            "scheduler",
+            "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).",
+        )
         check_scheduler(scheduler)
     if scheduler is not None and callable(options.get("lr")):
         raise FuncgaError(
-            "lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for "
-            "lr, or no scheduler."
+            "lr is a function of the count of updates, and scheduler sets lr, too. Give one of the "
+            "two: a number for lr, or no scheduler."
         )
 
 
@@ -168,33 +192,47 @@ class _Update(UpdateFunction):
 
     def _zeros(self, copy: torch.Tensor, optimizer: Optimizer) -> Slot:
         """Zeros for what the optimizer of a copy keeps for it, as one step shows."""
-        # Gradients of zeros leave zeros in momenta and averages, and any other state is set to zeros below.
+        # Gradients of zeros leave zeros in momenta and averages, and any other state is set to
+        # zeros below.
         copy.grad = torch.zeros_like(copy)
         before = shared(optimizer)
         try:
             _step(optimizer, _constant(optimizer) if self.needs_closure else None)
         except (FuncgaError, RuntimeError):
-            # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the parameters. Their slots begin
-            # empty.
+            # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the
+            # parameters. Their slots begin empty.
             return {}
         check_kept(before, optimizer)
         zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
         return zeros
 
     def stepped(
-        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
     ) -> tuple[Tree, OptimizerState]:
         """What the step adds to the parameters, or these after it, and the state."""
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
             parameters = [parameter.detach() for parameter in arguments.parameters]
-            # Only parameters that are given away are written to. Tied ones become two: each has a step and a state.
+            # Only parameters that are given away are written to. Tied ones become two: each has a
+            # step and a state.
             stepped = without_overlap(parameters) if into else copies(parameters)
             after = self._step(arguments, stepped, extra, owned)
-            return arguments.tree(arguments.differences(stepped) if into is None else without_grads(stepped)), after
+            return arguments.tree(
+                arguments.differences(stepped) if into is None else without_grads(stepped)
+            ), after
 
     def _step(
-        self, arguments: UpdateArguments, copies: list[torch.Tensor], extra: dict[str, object], owned: bool
+        self,
+        arguments: UpdateArguments,
+        copies: list[torch.Tensor],
+        extra: dict[str, object],
+        owned: bool,
     ) -> OptimizerState:
         """The state after a step that the optimizer takes on copies of the parameters.
 
@@ -213,9 +251,14 @@ class _Update(UpdateFunction):
             if isinstance(optimizer, torch.optim.SparseAdam):
                 _check_sparse(arguments)
             closure = _constant(optimizer) if self.needs_closure else None
-            for copy, grad in zip(copies, self._gradients(optimizer, arguments, copies, owned), strict=True):
+            for copy, grad in zip(
+                copies, self._gradients(optimizer, arguments, copies, owned), strict=True
+            ):
                 copy.grad = grad
-            in_use = [slot if started else {} for slot, started in zip(arguments.slots, arguments.started, strict=True)]
+            in_use = [
+                slot if started else {}
+                for slot, started in zip(arguments.slots, arguments.started, strict=True)
+            ]
             for copy, slot in zip(copies, from_slots(in_use, owned, copies), strict=True):
                 if slot:
                     optimizer.state[copy] = slot
@@ -239,14 +282,18 @@ class _Update(UpdateFunction):
         # Those of torch change nothing of their own, as the step of `init` has shown.
         _step_from(arguments, optimizer, closure)
         slots = to_slots([optimizer.state.get(copy, {}) for copy in copies])
-        # If a step adds a key to a slot that is in use, it has missed that key there: the state is another optimizer's.
-        # LBFGS alone adds keys in its second update.
+        # If a step adds a key to a slot that is in use, it has missed that key there: the state is
+        # another optimizer's. LBFGS alone adds keys in its second update.
         if not self.needs_closure:
             arguments.check_keys(slots, type(optimizer).__name__)
         return slots
 
     def _gradients(
-        self, optimizer: Optimizer, arguments: UpdateArguments, copies: list[torch.Tensor], owned: bool
+        self,
+        optimizer: Optimizer,
+        arguments: UpdateArguments,
+        copies: list[torch.Tensor],
+        owned: bool,
     ) -> list[torch.Tensor | None]:
         """The gradients, in the strides of the copies and in memory that the step may write to."""
         grads = arguments.grads
@@ -255,7 +302,8 @@ class _Update(UpdateFunction):
             return strided
         if owned:
             return without_overlap(strided)
-        # The caller still has these gradients, so they are copied. Those in other strides are copies already.
+        # The caller still has these gradients, so they are copied. Those in other strides are
+        # copies already.
         for index, grad in enumerate(grads):
             if strided[index] is grad and grad is not None:
                 strided[index] = grad.clone()
@@ -266,28 +314,36 @@ class _Update(UpdateFunction):
         slot = to_slot(optimizer.state.get(copy, {}))
         if not self.is_stock:
             for name, kept in slot.items():
-                on_tensors(partial(_check_alias, copy, name, type(optimizer).__name__), {name: kept})
+                on_tensors(
+                    partial(_check_alias, copy, name, type(optimizer).__name__), {name: kept}
+                )
         return slot
 
 
 def _writes_to_gradients(optimizer: Optimizer) -> bool:
-    """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in its foreach form."""
-    return isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups)
+    """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in
+    its foreach form.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["nesterov"] for group in optimizer.param_groups
+    )
 
 
 def _check_sparse(arguments: UpdateArguments) -> None:
     if any(grad is not None and grad.layout is torch.strided for grad in arguments.grads):
         raise FuncgaError(
-            "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, in accumulate, "
-            "stream and multi_steps, is dense. Use torch.optim.Adam; or give it the sparse gradients of a .backward()."
+            "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, "
+            "in accumulate, stream and multi_steps, is dense. Use torch.optim.Adam; or give it the "
+            "sparse gradients of a .backward()."
         )
 
 
 def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tensor) -> torch.Tensor:
     if _address(kept) == _address(copy) != 0:
         raise FuncgaError(
-            f"{optimizer} keeps the memory of the parameter itself as `{name}`, which a pure update cannot follow. "
-            f"Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+            f"{optimizer} keeps the memory of the parameter itself as `{name}`, which a pure "
+            "update cannot follow. Keep optimizer.step() and give it gradients: "
+            "torch_backend.assign_grads(params, grads)."
         )
     return kept
 
@@ -312,16 +368,20 @@ def _step(optimizer: Optimizer, closure: Closure | None) -> None:
 
 
 def _constant(optimizer: Optimizer) -> Closure:
-    """A closure that leaves the gradients as they are; FuncgaError if the optimizer asks for them more than once."""
+    """A closure that leaves the gradients as they are; FuncgaError if the optimizer asks for
+    them more than once.
+    """
     for group in optimizer.param_groups:
         if group.get("max_iter") != 1 or group.get("line_search_fn") is not None:
-            raise _evaluates_again(f"{type(optimizer).__name__} evaluates the loss several times in an update, and")
+            raise _evaluates_again(
+                f"{type(optimizer).__name__} evaluates the loss several times in an update, and"
+            )
     return lambda: torch.zeros(())
 
 
 def _evaluates_again(found: str) -> FuncgaError:
     return FuncgaError(
-        f"{found} is given the gradients of one place. Call the optimizer itself, optimizer.step(closure), with a "
-        f"closure that assigns what accumulate returns; or let it take one step without a search: "
-        f"from_optimizer(torch.optim.LBFGS, max_iter=1)."
+        f"{found} is given the gradients of one place. Call the optimizer itself, "
+        "optimizer.step(closure), with a closure that assigns what accumulate returns; or let it "
+        "take one step without a search: from_optimizer(torch.optim.LBFGS, max_iter=1)."
     )

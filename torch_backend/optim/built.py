@@ -1,4 +1,5 @@
-"""The optimizer that takes a step: built for the tensors of one update, and used again for others of their kind.
+"""The optimizer that takes a step: built for the tensors of one update, and used again for others
+of their kind.
 
 And the options that it had in the last one.
 """
@@ -22,7 +23,8 @@ from torch_backend.optim.state import OptimizerState, UpdateArguments
 
 @dataclass(frozen=True)
 class Built:
-    """An optimizer, to which group each of its tensors belongs, and the options that the groups began with.
+    """An optimizer, to which group each of its tensors belongs, and the options that the groups
+    began with.
 
     kinds: the dtypes, devices and shapes of the parameters of this structure.
     varies: whether these are others in another update.
@@ -37,10 +39,11 @@ class Built:
 
 
 class Builder:
-    """Builds optimizers with these options. If it `keeps` them, the last one is used again for tensors of its kinds.
+    """Builds optimizers with these options. If it `keeps` them, the last one is used again for
+    tensors of its kinds.
 
-    Building one takes longer than the step of a small model. One that changes nothing of its own in a step, as those of
-    torch, is as good as new once it has other tensors and another state.
+    Building one takes longer than the step of a small model. One that changes nothing of its own in
+    a step, as those of torch, is as good as new once it has other tensors and another state.
     """
 
     def __init__(self, options: Options, keeps: bool):
@@ -49,9 +52,15 @@ class Builder:
 
     @contextmanager
     def built(
-        self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int, weight: object
+        self,
+        tensors: Sequence[torch.Tensor],
+        arguments: UpdateArguments,
+        count: int,
+        weight: object,
     ) -> Iterator[Optimizer]:
-        """The optimizer of the tensors that stand for the parameters after `count` updates, its state empty."""
+        """The optimizer of the tensors that stand for the parameters after `count` updates, its
+        state empty.
+        """
         kept = self._taken(arguments)
         if kept is None:
             kept = self._new(tensors, arguments, count, weight)
@@ -68,7 +77,9 @@ class Builder:
             self.kept = [kept]
 
     def _taken(self, arguments: UpdateArguments) -> Built | None:
-        """The optimizer that is kept, if it is one of such parameters; another thread does not get it."""
+        """The optimizer that is kept, if it is one of such parameters; another thread does not
+        get it.
+        """
         try:
             kept = self.kept.pop()
         except IndexError:
@@ -76,31 +87,45 @@ class Builder:
         is_alike = kept.kinds == arguments.kinds and kept.structure == arguments.structure
         return kept if is_alike else None
 
-    def _new(self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, count: int, weight: object) -> Built:
+    def _new(
+        self,
+        tensors: Sequence[torch.Tensor],
+        arguments: UpdateArguments,
+        count: int,
+        weight: object,
+    ) -> Built:
         optimizer, functions = self.options.build(tensors, arguments.params, count, weight)
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
-        members = [[index_of[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
+        members = [
+            [index_of[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups
+        ]
         options = [*map(without_params, optimizer.param_groups)]
-        return Built(optimizer, arguments.kinds, arguments.structure, members, options, bool(functions))
+        return Built(
+            optimizer, arguments.kinds, arguments.structure, members, options, bool(functions)
+        )
 
 
 def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
-    """Reads the options that the last update was done with, such as its learning rate, in order to log them.
+    """Reads the options that the last update was done with, such as its learning rate, in order to
+    log them.
 
-    They follow from what the state has, the count of updates and the weight of the last window, so that they are those
-    of a state that was just loaded, too.
+    They follow from what the state has, the count of updates and the weight of the last window, so
+    that they are those of a state that was just loaded, too.
 
     Args:
         tx: What from_optimizer returned.
-        state: Its state after an update. In `multi_steps(chain(clip, tx), n)` it is `state.inner[1]`.
+        state: Its state after an update. In `multi_steps(chain(clip, tx), n)` it is
+            `state.inner[1]`.
         params: The parameters, or others of the same structure. Their values do not matter.
 
     Returns:
-        A dict of options for each group, as in `optimizer.param_groups`, in the order of their first parameters; one
-        dict without `groups`. Functions have been called, and the scheduler has set what it sets.
+        A dict of options for each group, as in `optimizer.param_groups`, in the order of their
+        first parameters; one dict without `groups`. Functions have been called, and the scheduler
+        has set what it sets.
 
     Raises:
-        FuncgaError: tx is not of from_optimizer, the state is another one's, or there was no update yet.
+        FuncgaError: tx is not of from_optimizer, the state is another one's, or there was no update
+            yet.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -114,22 +139,24 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
     options = getattr(getattr(tx, "update", None), "options", None)
     if not isinstance(options, Options):
         raise FuncgaError(
-            f"tx is of type {type(tx).__name__}, and not what from_optimizer returned, which alone knows its options. "
-            f"Give it that one, and its own state: torch_backend.last_options(adamw, state.inner[1], params)."
+            f"tx is of type {type(tx).__name__}, and not what from_optimizer returned, which alone "
+            "knows its options. Give it that one, and its own state: "
+            "torch_backend.last_options(adamw, state.inner[1], params)."
         )
     if not isinstance(state, OptimizerState):
         raise FuncgaError(
-            f"state is {arrays.describe(state)}, and not the OptimizerState of from_optimizer. A chain has it at the "
-            f"optimizer's position, and multi_steps in `inner`: "
-            f"torch_backend.last_options(adamw, state.inner[1], params)."
+            f"state is {arrays.describe(state)}, and not the OptimizerState of from_optimizer. A "
+            "chain has it at the optimizer's position, and multi_steps in `inner`: "
+            "torch_backend.last_options(adamw, state.inner[1], params)."
         )
     last = int(state.count) - 1
     if last < 0:
         raise FuncgaError(
-            "the state is that before the first update, so there are no last options. Read them after an update: "
-            "updates, state = tx.update(grads, state, params)."
+            "the state is that before the first update, so there are no last options. Read them "
+            "after an update: updates, state = tx.update(grads, state, params)."
         )
-    # An optimizer may make memory as large as its tensors, so it is built for tensors without elements.
+    # An optimizer may make memory as large as its tensors, so it is built for tensors without
+    # elements.
     leaves = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
     empty = [torch.empty((0,) * leaf.ndim, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
     weight = state.weight if isinstance(state.weight, torch.Tensor) else None

@@ -1,4 +1,6 @@
-"""Transforms to put before an optimizer: clipping, and the chain, in which each gets what the one before it made."""
+"""Transforms to put before an optimizer: clipping, and the chain, in which each gets what the
+one before it made.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -31,18 +33,19 @@ from torch_backend.optim.parameters import apart
 def chain(*transforms: object) -> DonatingTransform:
     """Chains transforms: each gets what the one before it made of the gradients, as in optax.chain.
 
-    What one hands to the next is not kept, so that the next may work in its memory: nothing is copied twice.
+    What one hands to the next is not kept, so that the next may work in its memory: nothing is
+    copied twice.
 
     Args:
-        *transforms: Those of torch_backend, pairs (init, update), or other chains. Extra arguments of update are given
-            to each that has parameters for them.
+        *transforms: Those of torch_backend, pairs (init, update), or other chains. Extra arguments
+            of update are given to each that has parameters for them.
 
     Returns:
         The transform. Its state is the tuple of theirs.
 
     Raises:
-        FuncgaError: An argument is no transform, is one of optax, or would see scaled gradients. The functions raise it
-            for a state that is not of as many.
+        FuncgaError: An argument is no transform, is one of optax, or would see scaled gradients.
+            The functions raise it for a state that is not of as many.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
@@ -57,17 +60,19 @@ def chain(*transforms: object) -> DonatingTransform:
     for index, link in enumerate(links):
         if type(link).__module__.split(".")[0] == "optax":
             raise FuncgaError(
-                f"transforms[{index}] is one of optax, which takes JAX's arrays. Let it run on tensors: "
-                f"torch_backend.chain(torch_backend.from_optax(tx), ...)."
+                f"transforms[{index}] is one of optax, which takes JAX's arrays. Let it run on "
+                "tensors: torch_backend.chain(torch_backend.from_optax(tx), ...)."
             )
         if index > 0 and traits_of(link).scales:
             raise FuncgaError(
-                f"transforms[{index}] is a loss_scaled, and those before it would see gradients that are scaled: "
-                f"clipping would leave next to nothing of them. Put it around: "
-                f"funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw))."
+                f"transforms[{index}] is a loss_scaled, and those before it would see gradients "
+                "that are scaled: clipping would leave next to nothing of them. Put it around: "
+                "funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw))."
             )
     if not links:
-        raise FuncgaError("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).")
+        raise FuncgaError(
+            "chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx)."
+        )
     functions = _Chain(tuple(links))
     return DonatingTransform(functions.init, functions, functions.donated)
 
@@ -82,9 +87,12 @@ class _Chain(UpdateFunction):
     def traits(self) -> Traits:
         """What it says of itself."""
         traits = [*map(traits_of, self.links)]
-        # Before the last link there may be clipping too, whose state is a number in memory of its own.
+        # Before the last link there may be clipping too, whose state is a number in memory of its
+        # own.
         pairs = zip(self.links, traits, strict=True)
-        leave_gradients = [link_traits.leaves_gradients or _is_clipping(link) for link, link_traits in pairs]
+        leave_gradients = [
+            link_traits.leaves_gradients or _is_clipping(link) for link, link_traits in pairs
+        ]
         return Traits(
             scales=traits[0].scales,
             leaves_gradients=all(leave_gradients) and traits[-1].leaves_gradients,
@@ -96,7 +104,13 @@ class _Chain(UpdateFunction):
         return tuple([link.init(params) for link in self.links])
 
     def stepped(
-        self, owned: bool, into: bool | None, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
     ) -> tuple[Tree, Tree]:
         """What the last link makes of the gradients, or of the params, and the states of all."""
         if into is None:
@@ -116,24 +130,32 @@ class _Chain(UpdateFunction):
         """Each link, with its state."""
         if not isinstance(state, tuple) or len(state) != len(self.links):
             raise FuncgaError(
-                f"state is not the tuple of {len(self.links)} that this chain has: state = tx.init(params); "
-                f"updates, state = tx.update(grads, state, params)."
+                f"state is not the tuple of {len(self.links)} that this chain has: state = "
+                "tx.init(params); updates, state = tx.update(grads, state, params)."
             )
         return [*zip(self.links, state, strict=True)]
 
     def _through(
-        self, linked: list[tuple[Transform, Tree]], owned: bool, grads: Tree, params: Tree, extra: dict[str, object]
+        self,
+        linked: list[tuple[Transform, Tree]],
+        owned: bool,
+        grads: Tree,
+        params: Tree,
+        extra: dict[str, object],
     ) -> tuple[Tree, list[Tree], bool]:
-        """(what these links make of the gradients, their states, whether its memory is nobody else's).
+        """(what these links make of the gradients, their states, whether its memory is nobody
+        else's).
 
         `owned`: whether the gradients and the states may be written to.
         """
         states, owns_grads = list[Tree](), owned
         for link, before in linked:
-            # A link may write to the gradients if nobody else has their memory, and if it would not write to a state
-            # that is another's, as clipping never does.
+            # A link may write to the gradients if nobody else has their memory, and if it would not
+            # write to a state that is another's, as clipping never does.
             may_write = owns_grads and (owned or _is_clipping(link) or not trees.flatten(before)[0])
-            function = link.donated if may_write and isinstance(link, DonatingTransform) else link.update
+            function = (
+                link.donated if may_write and isinstance(link, DonatingTransform) else link.update
+            )
             grads, after = function(grads, before, params, **_accepted(link, extra))
             states.append(after)
             owns_grads = _returns_new_memory(link)
@@ -159,10 +181,14 @@ def _returns_new_memory(link: Transform) -> bool:
     """Whether nobody else has the memory of the gradients that it returns."""
     # Transforms of others may return their argument, or keep what they return.
     update: object = link.update
-    return _returns_new_memory(update.links[-1]) if isinstance(update, _Chain) else isinstance(link, DonatingTransform)
+    return (
+        _returns_new_memory(update.links[-1])
+        if isinstance(update, _Chain)
+        else isinstance(link, DonatingTransform)
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- clipping
+# ----------------------------------------------------------------------------------------- clipping
 
 
 def _is_clipping(link: Transform) -> bool:
@@ -170,40 +196,47 @@ def _is_clipping(link: Transform) -> bool:
 
 
 Clip = Callable[[list[torch.Tensor]], torch.Tensor | None]
-"""A function of torch.nn.utils, which writes to the `.grad`s of parameters, and may return their norm before that."""
+"""A function of torch.nn.utils, which writes to the `.grad`s of parameters, and may return their
+norm before that.
+"""
 
 
 class ClipNormState(NamedTuple):
     """The state of `clip_grad_norm`.
 
-    norm: the norm of the last update's gradients before they were clipped; NaN before the first update. 0-d, float32,
+    norm: the norm of the last update's gradients before they were clipped; NaN before the first
+    update. 0-d, float32,
         or float64 if a parameter has 64 bits, where the gradients lie.
     """
 
     norm: torch.Tensor
 
 
-def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> DonatingTransform:
-    """Makes a transform that scales gradients down, so that their norm, as of one vector, is at most max_norm.
+def clip_grad_norm(
+    max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> DonatingTransform:
+    """Makes a transform that scales gradients down, so that their norm, as of one vector, is at
+    most max_norm.
 
-    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. A gradient that is None stays None.
+    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. A gradient that is
+    None stays None.
 
-    The state is `(norm,)`, and `state.norm` is what `clip_grad_norm_` returned in the last update: the norm before
-    clipping, a 0-d tensor, NaN before the first update. It stays on the device, unless error_if_nonfinite. A state that
-    is `()`, of a version that kept no norm, is taken too.
+    The state is `(norm,)`, and `state.norm` is what `clip_grad_norm_` returned in the last update:
+    the norm before clipping, a 0-d tensor, NaN before the first update. It stays on the device,
+    unless error_if_nonfinite. A state that is `()`, of a version that kept no norm, is taken too.
 
     Args:
         max_norm: The norm that gradients have at most.
         norm_type: The order of the norm, a number or "inf".
-        error_if_nonfinite: Whether the host waits for the norm, and torch's RuntimeError says that it is infinite or
-            NaN.
+        error_if_nonfinite: Whether the host waits for the norm, and torch's RuntimeError says that
+            it is infinite or NaN.
 
     Returns:
         The transform.
 
     Raises:
-        FuncgaError: max_norm is negative, or norm_type is not a number. The functions raise it for anything that is
-            not a gradient, and for a sparse one, which torch does not clip either.
+        FuncgaError: max_norm is negative, or norm_type is not a number. The functions raise it for
+            anything that is not a gradient, and for a sparse one, which torch does not clip either.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
@@ -216,15 +249,21 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0, error_if_nonfinite: 
     """
     _check_limit("max_norm", max_norm)
     _check_norm(norm_type)
-    clip = partial(utils.clip_grad_norm_, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+    clip = partial(
+        utils.clip_grad_norm_,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+    )
     return _clipping(_no_norm_yet, clip)
 
 
 def clip_grad_value(clip_value: float) -> DonatingTransform:
-    """Makes a transform that cuts each number of the gradients to be between -clip_value and clip_value.
+    """Makes a transform that cuts each number of the gradients to be between -clip_value and
+    clip_value.
 
-    The bits are those of `torch.nn.utils.clip_grad_value_`, which runs on copies. A gradient that is None stays None.
-    There is no state: it is `()`.
+    The bits are those of `torch.nn.utils.clip_grad_value_`, which runs on copies. A gradient that
+    is None stays None. There is no state: it is `()`.
 
     Args:
         clip_value: The largest magnitude of a number.
@@ -233,8 +272,8 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
         The transform.
 
     Raises:
-        FuncgaError: clip_value is negative. The functions raise it for anything that is not a gradient, and for a
-            sparse gradient, which torch does not clip either.
+        FuncgaError: clip_value is negative. The functions raise it for anything that is not a
+            gradient, and for a sparse gradient, which torch does not clip either.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([0.1, -3.0])}
@@ -259,7 +298,9 @@ def _check_norm(norm_type: object) -> None:
     except (TypeError, ValueError):
         is_number = False
     if not is_number:
-        raise FuncgaError(f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.')
+        raise FuncgaError(
+            f'norm_type is {norm_type!r}, and must be a number, or "inf": norm_type=2.0.'
+        )
 
 
 def _clipping(init: Callable[[Tree], Tree], clip: Clip) -> DonatingTransform:
@@ -275,14 +316,21 @@ def _no_norm_yet(params: Tree) -> ClipNormState:
     tensors = [leaf for leaf in trees.flatten(params)[0] if isinstance(leaf, torch.Tensor)]
     has_64_bits = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
     dtype = torch.float64 if has_64_bits else torch.float32
-    return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=tensors[0].device if tensors else None))
+    return ClipNormState(
+        torch.full((), torch.nan, dtype=dtype, device=tensors[0].device if tensors else None)
+    )
 
 
 def _state_of(norm: torch.Tensor, before: Tree) -> ClipNormState:
     """The state with the norm that torch has returned, in the dtype of the state before."""
-    # The norm of shards is a sum over them that is still to be done. Nothing here makes the host wait for a device.
+    # The norm of shards is a sum over them that is still to be done. Nothing here makes the host
+    # wait for a device.
     whole: torch.Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
-    dtype = before.norm.dtype if isinstance(before, ClipNormState) else torch.promote_types(whole.dtype, torch.float32)
+    dtype = (
+        before.norm.dtype
+        if isinstance(before, ClipNormState)
+        else torch.promote_types(whole.dtype, torch.float32)
+    )
     return ClipNormState(whole.to(dtype))
 
 
@@ -290,14 +338,21 @@ def _clipped(
     clip: Clip, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
 ) -> tuple[Tree, Tree]:
     """The gradients clipped, in their own memory if they are `owned`, and the state after it."""
-    check_not_differentiated("clipping", grads)  # before graphs are switched off, which would hide a loss around it
+    check_not_differentiated(
+        "clipping", grads
+    )  # before graphs are switched off, which would hide a loss around it
     leaves, structure = trees.flatten(grads)
     for index, leaf in enumerate(leaves):
         _check_gradient(leaf, index, grads)
     with torch.no_grad():
         plain = [None if leaf is None else leaf.detach() for leaf in leaves]
-        clipped = without_overlap(plain) if owned else [None if grad is None else grad.clone() for grad in plain]
-        # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor made for it.
+        clipped = (
+            without_overlap(plain)
+            if owned
+            else [None if grad is None else grad.clone() for grad in plain]
+        )
+        # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor
+        # made for it.
         norm = clip([_holder(grad) for grad in clipped if grad is not None])
         after = state if norm is None else _state_of(norm, state)
     return trees.unflatten(structure, clipped), after
@@ -308,10 +363,12 @@ def _check_gradient(leaf: object, leaf_index: int, grads: Tree) -> None:
         return
     path = leaf_paths(grads, trees)[leaf_index]
     if not isinstance(leaf, torch.Tensor):
-        raise FuncgaError(f"`grads{path}` is {arrays.describe(leaf)}. Give a tensor, or None where there is none.")
+        raise FuncgaError(
+            f"`grads{path}` is {arrays.describe(leaf)}. Give a tensor, or None where there is none."
+        )
     raise FuncgaError(
-        f"`grads{path}` is a sparse tensor {arrays.describe(leaf)}, which torch does not clip. Give a dense one: "
-        f"grad.to_dense(), or nn.Embedding(..., sparse=False)."
+        f"`grads{path}` is a sparse tensor {arrays.describe(leaf)}, which torch does not clip. "
+        "Give a dense one: grad.to_dense(), or nn.Embedding(..., sparse=False)."
     )
 
 

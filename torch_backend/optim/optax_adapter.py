@@ -29,17 +29,19 @@ if TYPE_CHECKING:
 def from_optax(tx: "optax.GradientTransformation") -> Transform:
     """Makes any transform of optax one of torch: `(init, update)`, both pure, on tensors.
 
-    JAX computes it, compiled once for trees of one structure, on the tensors' own memory, which DLPack exports and
-    imports. Copied are tensors that are not contiguous or not aligned to 64 bytes, and results that would be in an
-    argument's memory. 64-bit tensors are computed with in 64 bits, whatever JAX is set to.
+    JAX computes it, compiled once for trees of one structure, on the tensors' own memory, which
+    DLPack exports and imports. Copied are tensors that are not contiguous or not aligned to 64
+    bytes, and results that would be in an argument's memory. 64-bit tensors are computed with in 64
+    bits, whatever JAX is set to.
 
-    The state has optax's own containers with tensors for leaves, so that `funcga.to_jax(state)` goes on in JAX, and
-    `funcga.to_torch` of a state of optax here. A typed PRNG key in it is its key_data: to go on in JAX, put
-    `jax.random.wrap_key_data(key)` in its place after to_jax; from_state_dict does not fill a typed key from it.
+    The state has optax's own containers with tensors for leaves, so that `funcga.to_jax(state)`
+    goes on in JAX, and `funcga.to_torch` of a state of optax here. A typed PRNG key in it is its
+    key_data: to go on in JAX, put `jax.random.wrap_key_data(key)` in its place after to_jax;
+    from_state_dict does not fill a typed key from it.
 
-    A gradient that is None is one of zeros, as JAX has it, if params are given. Extra arguments of update are the
-    transform's own, if it takes any: tensors, numbers, None and trees of these; a function is one of JAX arrays, and
-    each new one is compiled anew.
+    A gradient that is None is one of zeros, as JAX has it, if params are given. Extra arguments of
+    update are the transform's own, if it takes any: tensors, numbers, None and trees of these; a
+    function is one of JAX arrays, and each new one is compiled anew.
 
     Args:
         tx: A transform of optax, such as optax.adamw(1e-3).
@@ -48,12 +50,13 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         A transform of torch, as `from_optimizer` returns.
 
     Raises:
-        FuncgaError: `tx` is no transform of optax, or JAX or optax is not installed. The functions raise it for
-            DTensors, sparse tensors, and structures that differ.
+        FuncgaError: `tx` is no transform of optax, or JAX or optax is not installed. The functions
+            raise it for DTensors, sparse tensors, and structures that differ.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
-        >>> tx = torch_backend.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+        >>> chain = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+        >>> tx = torch_backend.from_optax(chain)
         >>> updates, state = tx.update(grads, tx.init(params), params)
         >>> updates
         {'w': tensor([-0.6000, -0.8000])}
@@ -62,12 +65,14 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         import optax
     except ImportError as error:
         raise FuncgaError(
-            f"from_optax computes with JAX, and {error.name} is not installed: pip install 'funcga[jax]'."
+            f"from_optax computes with JAX, and {error.name} is not installed: pip install "
+            "'funcga[jax]'."
         ) from error
     if not isinstance(tx, optax.GradientTransformation):
         raise FuncgaError(
-            f"tx is {tx!r}, which is no transform of optax. Pass one, such as optax.adamw(1e-3); a transform of torch "
-            f"functions is one here as it is, and one of torch.optim is made by torch_backend.from_optimizer."
+            f"tx is {tx!r}, which is no transform of optax. Pass one, such as optax.adamw(1e-3); a "
+            "transform of torch functions is one here as it is, and one of torch.optim is made by "
+            "torch_backend.from_optimizer."
         )
     # With extra arguments a transform that takes none ignores them.
     functions = _Functions(*_compiled(optax.with_extra_args_support(tx)))
@@ -85,7 +90,9 @@ class _Functions:
         """The state before the first update."""
         return in_jax(lambda arguments: self.compiled_init(arguments["params"]), {"params": params})
 
-    def update(self, grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
+    def update(
+        self, grads: Tree, state: Tree, params: Tree = None, **extra: object
+    ) -> tuple[Tree, Tree]:
         """What is added to the parameters, and the state after it."""
         check_not_differentiated("a transform of optax", (grads, params))
         # JAX compiles anew for another function, and not for other arrays and numbers.
@@ -109,7 +116,9 @@ def _filled(grads: Tree, params: Tree) -> Tree:
     return trees.unflatten(structure, filled)
 
 
-def _compiled(tx: "optax.GradientTransformationExtraArgs") -> tuple[Callable[..., Tree], Callable[..., Tree]]:
+def _compiled(
+    tx: "optax.GradientTransformationExtraArgs",
+) -> tuple[Callable[..., Tree], Callable[..., Tree]]:
     """`init(params)` and `update(arguments, functions)` of a transform, compiled by JAX.
 
     Torch has no typed PRNG keys, so outside of these functions a key is its data.
@@ -127,13 +136,17 @@ def _compiled(tx: "optax.GradientTransformationExtraArgs") -> tuple[Callable[...
         if not any(leaf.dtype == jnp.uint32 for leaf in jax.tree.leaves(state)):
             return state
         # The first state says where the keys are. It is traced, and not computed.
-        wrap = lambda key, leaf: jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key)) if is_key(key) else leaf
+        wrap = lambda key, leaf: (
+            jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key)) if is_key(key) else leaf
+        )
         return jax.tree.map(wrap, tx.init(params), state)
 
     def init(params: Tree) -> Tree:
         return without_keys(tx.init(params))
 
-    def update(arguments: dict[str, Tree], functions: tuple[tuple[str, object], ...]) -> tuple[Tree, Tree]:
+    def update(
+        arguments: dict[str, Tree], functions: tuple[tuple[str, object], ...]
+    ) -> tuple[Tree, Tree]:
         grads, params = arguments["grads"], arguments["params"]
         state = with_keys(arguments["state"], grads if params is None else params)
         # A tuple of pairs can be hashed, as static arguments must be.
@@ -144,14 +157,17 @@ def _compiled(tx: "optax.GradientTransformationExtraArgs") -> tuple[Callable[...
 
 
 def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tree]) -> Tree:
-    """What a function of JAX arrays returns for trees of tensors, as tensors; no memory is copied on the way.
+    """What a function of JAX arrays returns for trees of tensors, as tensors; no memory is copied
+    on the way.
 
-    The trees keep their containers, which both frameworks must know. Nothing that comes back is in the memory of an
-    argument, or there twice. Raises FuncgaError for tensors that JAX cannot have.
+    The trees keep their containers, which both frameworks must know. Nothing that comes back is in
+    the memory of an argument, or there twice. Raises FuncgaError for tensors that JAX cannot have.
     """
     import jax
 
-    tensors = [tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)]
+    tensors = [
+        tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)
+    ]
     is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
     with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
         jax_arguments = {
@@ -160,7 +176,8 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
         }
         leaves, structure = jax.tree.flatten(function(jax_arguments))
         if any(tensor.device.type == "cpu" for tensor in tensors):
-            # The caller may write to the tensors when this returns. A device keeps the order itself.
+            # The caller may write to the tensors when this returns. A device keeps the order
+            # itself.
             jax.block_until_ready(leaves)  # type: ignore[no-untyped-call]
         imports = dlpack.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
     # JAX may return an argument as it is, and one array in two places.
@@ -184,14 +201,15 @@ def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
         problem = None
         if is_dtensor(leaf) or leaf.layout is not torch.strided:
             problem = (
-                f"is {'a DTensor' if is_dtensor(leaf) else 'a sparse tensor'} {arrays.describe(leaf)}, which JAX "
-                f"cannot have in the memory where it lies. Use an optimizer of torch for it: "
-                f"torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)."
+                f"is {'a DTensor' if is_dtensor(leaf) else 'a sparse tensor'} "
+                f"{arrays.describe(leaf)}, which JAX cannot have in the memory where it lies. Use "
+                "an optimizer of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, "
+                "lr=1e-3)."
             )
         elif ("gpu" if leaf.is_cuda else leaf.device.type) not in platforms:
             problem = (
-                f"lies on {leaf.device}, a device that JAX does not have. It must be installed for it, too; "
-                f"jax.devices() says what it has."
+                f"lies on {leaf.device}, a device that JAX does not have. It must be installed for "
+                "it, too; jax.devices() says what it has."
             )
         if problem:
             raise FuncgaError(f"`{leaf_paths(tree, trees, name)[index]}` {problem}")

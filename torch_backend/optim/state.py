@@ -17,17 +17,23 @@ from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.parameters import KIND, PLAIN, check_gradients, check_parameters, matched
 
 Slot = dict[str, object]
-"""What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples of these."""
+"""What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples
+of these.
+"""
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer has between two updates; all leaves are tensors, so it can be saved as it is.
+    """What an optimizer has between two updates; all leaves are tensors, so it can be saved as it
+    is.
 
     count: how many updates were done; int32[], on the CPU, where reading it waits for nothing.
-    slots: what the optimizer keeps for each parameter: the tree of the parameters with a dict for each leaf,
-        `state.slots["w"]["exp_avg"]`. Zeros before a parameter's first update. A Python number is a Number there.
-    started: whether each parameter has had its first update, in the order of their paths; bool[parameters], on the CPU.
-    weight: that of the window of the last update, where options are functions of it, NaN before the first; float64[],
+    slots: what the optimizer keeps for each parameter: the tree of the parameters with a dict for
+    each leaf,
+        `state.slots["w"]["exp_avg"]`. Zeros before a parameter's first update. A Python number is a
+        Number there.
+    started: whether each parameter has had its first update, in the order of their paths;
+    bool[parameters], on the CPU. weight: that of the window of the last update, where options are
+    functions of it, NaN before the first; float64[],
         on the CPU. Else (), which has no leaves.
     """
 
@@ -49,7 +55,8 @@ _DTYPES = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: to
 def to_slot(kept: Mapping[str, object]) -> Slot:
     """What an optimizer keeps, with Numbers for its numbers; its own tensors are those given.
 
-    Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of these.
+    Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of
+    these.
     """
     return {
         name: value if isinstance(value, torch.Tensor) else _mapped(partial(_stored, name), value)
@@ -63,8 +70,9 @@ def _stored(name: str, value: object) -> object:
     if type(value) in _DTYPES:
         return Number(torch.tensor(value, dtype=_DTYPES[type(value)]))
     raise FuncgaError(
-        f"the optimizer keeps `{name}` of type {type(value).__name__} for a parameter, which is no tensor and cannot "
-        f"be put into a state. Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads)."
+        f"the optimizer keeps `{name}` of type {type(value).__name__} for a parameter, which is no "
+        "tensor and cannot be put into a state. Keep optimizer.step() and give it gradients: "
+        "torch_backend.assign_grads(params, grads)."
     )
 
 
@@ -78,8 +86,8 @@ def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree
 
 def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]) -> list[Slot]:
     """`from_slot` of each slot, for each of these parameters."""
-    # Most hold contiguous tensors and nothing else. These have the strides of their parameter, unless it is not
-    # contiguous, or has sizes of 1.
+    # Most hold contiguous tensors and nothing else. These have the strides of their parameter,
+    # unless it is not contiguous, or has sizes of 1.
     values: list[Any] = [value for slot in slots for value in slot.values()]
     if are_plain(values) and are_plain(likes) and not any(1 in like.shape for like in likes):
         kept = iter(values if owned else arrays.copies(values))
@@ -88,7 +96,9 @@ def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]
 
 
 def to_slots(kept: Sequence[Slot]) -> list[Slot]:
-    """`to_slot` of what an optimizer keeps for each parameter; of tensors alone, as usual, the very dicts."""
+    """`to_slot` of what an optimizer keeps for each parameter; of tensors alone, as usual, the
+    very dicts.
+    """
     types = {type(value) for slot in kept for value in slot.values()}
     return [*kept] if types <= {torch.Tensor} else [*map(to_slot, kept)]
 
@@ -125,7 +135,9 @@ def _mapped(function: Callable[[object], object], value: object) -> object:
 
 
 def initial_state(params: Tree, slots: Sequence[Slot], has_weight: bool) -> OptimizerState:
-    """The state before the first update, with these slots, and room for the weight of a window if it has one."""
+    """The state before the first update, with these slots, and room for the weight of a window
+    if it has one.
+    """
     count, started = torch.zeros((), dtype=torch.int32), torch.zeros(len(slots), dtype=torch.bool)
     weight = torch.tensor(torch.nan, dtype=torch.float64) if has_weight else ()
     return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started, weight)
@@ -134,8 +146,8 @@ def initial_state(params: Tree, slots: Sequence[Slot], has_weight: bool) -> Opti
 class UpdateArguments:
     """The arguments of an update, checked.
 
-    What there is for each parameter that is not None stands in lists of one order: `parameters`, `grads`, `slots` and
-    `started`; `leaf_indices` says where it is among the leaves of the tree.
+    What there is for each parameter that is not None stands in lists of one order: `parameters`,
+    `grads`, `slots` and `started`; `leaf_indices` says where it is among the leaves of the tree.
     """
 
     def __init__(self, grads: Tree, state: OptimizerState, params: Tree):
@@ -147,7 +159,8 @@ class UpdateArguments:
         self.kinds = [leaf if leaf is None else KIND(leaf) for leaf in self.leaves]
         slots = matched(state.slots, params, "state.slots")
         _check_slots(slots, params)
-        # Parameters that are None have slots and flags, too, so that positions are those of the leaves.
+        # Parameters that are None have slots and flags, too, so that positions are those of the
+        # leaves.
         started = _by_leaf(state.started.tolist(), params)
         self.leaf_indices = [index for index, leaf in enumerate(self.leaves) if leaf is not None]
         self.grads: list[torch.Tensor | None] = self._present(self.gradients(grads))
@@ -157,18 +170,33 @@ class UpdateArguments:
 
     def _present(self, values: list[Any]) -> list[Any]:
         """Of one value for each leaf, those of the parameters that are not None."""
-        return values if len(self.leaf_indices) == len(values) else [values[index] for index in self.leaf_indices]
+        return (
+            values
+            if len(self.leaf_indices) == len(values)
+            else [values[index] for index in self.leaf_indices]
+        )
 
     def gradients(self, grads: Tree) -> list[torch.Tensor | None]:
-        """The gradients in the order of the leaves, checked, without a graph, where their parameters lie."""
+        """The gradients in the order of the leaves, checked, without a graph, where their
+        parameters lie.
+        """
         gradients = matched(grads, self.params, "grads")
-        # Usually nothing is to be done: all are tensors like their parameters, and none has a graph.
+        # Usually nothing is to be done: all are tensors like their parameters, and none has a
+        # graph.
         are_usual = {*map(type, gradients)} <= {torch.Tensor} and {*map(type, self.leaves)} <= PLAIN
         if are_usual and [*map(KIND, gradients)] == self.kinds:
-            return [grad.detach() for grad in gradients] if any(map(_HAS_GRAPH, gradients)) else gradients
-        check_gradients(gradients, self.leaves, lambda: leaf_paths(self.params, trees), _dtype_advice)
+            return (
+                [grad.detach() for grad in gradients]
+                if any(map(_HAS_GRAPH, gradients))
+                else gradients
+            )
+        check_gradients(
+            gradients, self.leaves, lambda: leaf_paths(self.params, trees), _dtype_advice
+        )
         return [
-            None if grad is None else without_partials(grad.detach() if grad.requires_grad else grad, parameter)
+            None
+            if grad is None
+            else without_partials(grad.detach() if grad.requires_grad else grad, parameter)
             for grad, parameter in zip(gradients, self.leaves, strict=True)
         ]
 
@@ -182,20 +210,29 @@ class UpdateArguments:
         return trees.unflatten(self.structure, leaves)
 
     def check_keys(self, wanted: Sequence[Collection[object]], optimizer: str) -> None:
-        """Raises FuncgaError if a slot that is in use lacks one of the keys that the optimizer wants in it."""
+        """Raises FuncgaError if a slot that is in use lacks one of the keys that the optimizer
+        wants in it.
+        """
         if [*map(tuple, wanted)] == [*map(tuple, self.slots)]:  # as usual
             return
         for position, (slot, keys) in enumerate(zip(self.slots, wanted, strict=True)):
-            lacking = [key for key in keys if key not in slot] if self.started[position] and slot else []
+            lacking = (
+                [key for key in keys if key not in slot] if self.started[position] and slot else []
+            )
             if lacking:
                 raise FuncgaError(
-                    f"`state.slots{leaf_paths(self.params, trees)[self.leaf_indices[position]]}` has "
-                    f"{', '.join(map(str, slot))}, and {optimizer} looks for {lacking[0]} there: it is the state "
-                    f"of another optimizer, or of other options. Begin with state = tx.init(params)."
+                    f"`state.slots{leaf_paths(self.params, trees)[self.leaf_indices[position]]}` "
+                    f"has {', '.join(map(str, slot))}, and {optimizer} looks for {lacking[0]} "
+                    "there: it is the state of another optimizer, or of other options. Begin with "
+                    "state = tx.init(params)."
                 )
 
-    def state_after(self, copies: list[torch.Tensor], slots: list[Slot], owned: bool, weight: object) -> OptimizerState:
-        """The state with these slots, after a step on copies of the parameters with their gradients."""
+    def state_after(
+        self, copies: list[torch.Tensor], slots: list[Slot], owned: bool, weight: object
+    ) -> OptimizerState:
+        """The state with these slots, after a step on copies of the parameters with their
+        gradients.
+        """
         # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
         started = [True] * len(self.leaves)
         for position, copy in enumerate(copies):
@@ -237,12 +274,13 @@ _HAS_GRAPH = attrgetter("requires_grad")
 def _check(state: object, params: Tree) -> None:
     if params is None:
         raise FuncgaError(
-            "params are missing, and the step of a torch optimizer starts from them: tx.update(grads, state, params)."
+            "params are missing, and the step of a torch optimizer starts from them: "
+            "tx.update(grads, state, params)."
         )
     if not isinstance(state, OptimizerState):
         raise FuncgaError(
-            f"state is {arrays.describe(state)}, and should be what init or the update before returned: "
-            f"state = tx.init(params); updates, state = tx.update(grads, state, params)."
+            f"state is {arrays.describe(state)}, and should be what init or the update before "
+            "returned: state = tx.init(params); updates, state = tx.update(grads, state, params)."
         )
 
 
@@ -250,9 +288,9 @@ def _check_slots(slots: Sequence[object], params: Tree) -> None:
     for index, slot in enumerate(slots):
         if not isinstance(slot, dict):
             raise FuncgaError(
-                f"`state.slots{leaf_paths(params, trees)[index]}` is {arrays.describe(slot)}, and should be a "
-                f"dict of what the optimizer keeps for that parameter: it is the state of others. "
-                f"Begin with state = tx.init(params)."
+                f"`state.slots{leaf_paths(params, trees)[index]}` is {arrays.describe(slot)}, and "
+                "should be a dict of what the optimizer keeps for that parameter: it is the state "
+                "of others. Begin with state = tx.init(params)."
             )
 
 
@@ -260,9 +298,10 @@ def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
     if grad.dtype == parameter.dtype:
         return None
     return (
-        f"An optimizer of torch computes in one dtype. Give it the parameters in that of the gradients, "
-        f"parameter.to({grad.dtype}), and let torch_backend.apply_updates round the sum, as "
-        f"funcga.multi_steps does; or fold to that of the parameters: funcga.mean(out_dtype={parameter.dtype})."
+        "An optimizer of torch computes in one dtype. Give it the parameters in that of the "
+        f"gradients, parameter.to({grad.dtype}), and let torch_backend.apply_updates round the "
+        "sum, as funcga.multi_steps does; or fold to that of the parameters: "
+        f"funcga.mean(out_dtype={parameter.dtype})."
     )
 
 
@@ -280,6 +319,8 @@ def _by_path(flags: list[bool], params: Tree) -> list[bool]:
 
 
 def _path_order(params: Tree) -> list[int]:
-    """The indices of the leaves in the order of their paths, which stays when a dict's order changes in a file."""
+    """The indices of the leaves in the order of their paths, which stays when a dict's order
+    changes in a file.
+    """
     paths = leaf_paths(params, trees)
     return sorted(range(len(paths)), key=paths.__getitem__)

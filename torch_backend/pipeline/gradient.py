@@ -22,7 +22,8 @@ from torch_backend.wrapped.gradient import ModuleGradient
 class PipelineGradient(ModuleGradient):
     """The gradient function of the stages that this process has. Made by `pipeline_value_and_grad`.
 
-    `module` has the stages by their indices, and `wrapper` is what wraps them; None if nothing does.
+    `module` has the stages by their indices, and `wrapper` is what wraps them; None if nothing
+    does.
     """
 
     pipeline: Pipeline
@@ -39,21 +40,27 @@ class PipelineGradient(ModuleGradient):
         return None  # the arguments are the first stage's, and a target
 
     def window(self, program: Program, backend: Backend, alone: bool = False) -> PipelineWindow:
-        """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
+        """One window of a program with this gradient function; one that is `alone` has a single
+        micro-batch.
+        """
         self.check_not_traced()
         if self.wrapper is None:
             check_wrapped_before(self.module)
-        return PipelineWindow(program, self, backend, self.pipeline, self.n_microbatches, self.wrapper)
+        return PipelineWindow(
+            program, self, backend, self.pipeline, self.n_microbatches, self.wrapper
+        )
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""
         return across if self.wrapper is None else self.wrapper.replicas(across)
 
     def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch alone."""
+        """Raises FuncgaError for a function around it, which is called for each micro-batch
+        alone.
+        """
         if grad_fn is not self:
             raise FuncgaError(
-                "totals= was given, and grad_fn is a function around pipeline_value_and_grad, which runs a schedule "
-                "for each micro-batch alone. Write accumulate(gradient, n, totals=totals), with the gradient function "
-                "itself."
+                "totals= was given, and grad_fn is a function around pipeline_value_and_grad, "
+                "which runs a schedule for each micro-batch alone. Write accumulate(gradient, n, "
+                "totals=totals), with the gradient function itself."
             )

@@ -1,8 +1,10 @@
-"""A schedule of torch.distributed.pipelining that runs any micro-batches: of any number, with any rows.
+"""A schedule of torch.distributed.pipelining that runs any micro-batches: of any number, with any
+rows.
 
-A schedule itself runs one number of micro-batches, whose shapes are those of the first batch that it was given. So it
-is built anew for other shapes, shorter micro-batches are padded with rows that the loss does not see, and what a
-micro-batch means to the loss is looked up by its index, which is all that travels through the schedule as its target.
+A schedule itself runs one number of micro-batches, whose shapes are those of the first batch that
+it was given. So it is built anew for other shapes, shorter micro-batches are padded with rows that
+the loss does not see, and what a micro-batch means to the loss is looked up by its index, which is
+all that travels through the schedule as its target.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,8 @@ class Stage(Protocol):
 # A class of torch's schedules, or a function that is called like one:
 # schedule_factory(stage or list of stages, n_microbatches, loss_fn=..., scale_grads=False)
 ScheduleFactory = Callable[..., Any]
-# loss(output, index): what is differentiated of micro-batch `index`, whose output the last stage has computed.
+# loss(output, index): what is differentiated of micro-batch `index`, whose output the last stage
+# has computed.
 LossAt = Callable[[Any, int], torch.Tensor]
 
 
@@ -61,17 +64,22 @@ class Pipeline:
         return group
 
     def run(
-        self, microbatches: Sequence[tuple[torch.Tensor, ...]], loss: LossAt, together: Callable[[bool], bool]
+        self,
+        microbatches: Sequence[tuple[torch.Tensor, ...]],
+        loss: LossAt,
+        together: Callable[[bool], bool],
     ) -> None:
-        """Forward and backward passes of all stages, whose parameters then have the sums in their `.grad`s.
+        """Forward and backward passes of all stages, whose parameters then have the sums in their
+        `.grad`s.
 
-        `microbatches` are the inputs of the first stage. All processes of the pipeline give the same.
-        `together(needed)`: whether a schedule is built, because it is needed here, or on a replica that this one has
-        to build with.
+        `microbatches` are the inputs of the first stage. All processes of the pipeline give the
+        same. `together(needed)`: whether a schedule is built, because it is needed here, or on a
+        replica that this one has to build with.
         """
         self._fit(microbatches, together)
         inputs = [
-            torch.cat([_padded(part, self.rows) for part in column]) for column in zip(*microbatches, strict=True)
+            torch.cat([_padded(part, self.rows) for part in column])
+            for column in zip(*microbatches, strict=True)
         ]
         self.loss = loss
         try:
@@ -88,7 +96,9 @@ class Pipeline:
         """Forgets a schedule that an error has ended in the middle."""
         self.schedule = None
 
-    def _fit(self, microbatches: Sequence[tuple[torch.Tensor, ...]], together: Callable[[bool], bool]) -> None:
+    def _fit(
+        self, microbatches: Sequence[tuple[torch.Tensor, ...]], together: Callable[[bool], bool]
+    ) -> None:
         """Builds a schedule for these micro-batches, unless the last one takes them."""
         rows = max(len(part) for inputs in microbatches for part in inputs)
         shapes = [(part.shape[1:], part.dtype) for part in microbatches[0]]
@@ -101,7 +111,8 @@ class Pipeline:
     def _built(self) -> Any:
         """A new schedule. Raises FuncgaError for one that would not sum what it is given."""
 
-        # Of each schedule its own, so that a schedule that was built before can be told from this one.
+        # Of each schedule its own, so that a schedule that was built before can be told from this
+        # one.
         def loss_fn(output: Any, index: torch.Tensor) -> torch.Tensor:
             assert self.loss is not None
             return self.loss(output, int(index))
@@ -110,28 +121,33 @@ class Pipeline:
             schedule = self.factory(self.given, self.count, loss_fn=loss_fn, scale_grads=False)
         except ValueError as error:
             raise FuncgaError(
-                f"the schedule does not take {self.count} micro-batches: {error} Say how many it runs at once: "
-                f"pipeline_value_and_grad(..., n_microbatches={self.stages[0].num_stages}); the rest of a window is "
-                f"filled up."
+                f"the schedule does not take {self.count} micro-batches: {error} Say how many it "
+                "runs at once: pipeline_value_and_grad(..., "
+                f"n_microbatches={self.stages[0].num_stages}); the rest of a window is filled up."
             ) from error
         if getattr(schedule, "scale_grads", False):
             raise FuncgaError(
-                "schedule_factory returned a schedule with scale_grads=True, which divides by its number of "
-                "micro-batches whatever they weigh, and again what earlier steps have summed. Pass on the keyword "
-                "arguments that it is called with: lambda stage, n, **options: Schedule1F1B(stage, n, **options)."
+                "schedule_factory returned a schedule with scale_grads=True, which divides by its "
+                "number of micro-batches whatever they weigh, and again what earlier steps have "
+                "summed. Pass on the keyword arguments that it is called with: lambda stage, n, "
+                "**options: Schedule1F1B(stage, n, **options)."
             )
         if _private.loss_of_schedule(schedule, loss_fn) is not loss_fn:
             raise FuncgaError(
-                "schedule_factory returned a schedule with a loss of its own, or one that was stepped before. Pass the "
-                "class, such as Schedule1F1B, or a function that builds a new schedule at each call, with the keyword "
-                "arguments that it gets: lambda stage, n, **options: Schedule1F1B(stage, n, **options)."
+                "schedule_factory returned a schedule with a loss of its own, or one that was "
+                "stepped before. Pass the class, such as Schedule1F1B, or a function that builds a "
+                "new schedule at each call, with the keyword arguments that it gets: lambda stage, "
+                "n, **options: Schedule1F1B(stage, n, **options)."
             )
-        is_ddp = any(isinstance(stage.submod, nn.parallel.DistributedDataParallel) for stage in self.stages)
+        is_ddp = any(
+            isinstance(stage.submod, nn.parallel.DistributedDataParallel) for stage in self.stages
+        )
         if is_ddp and _private.has_weight_passes(schedule):
             raise FuncgaError(
-                f"stages are wrapped by DistributedDataParallel, which reduces nothing in a {type(schedule).__name__}: "
-                f"it computes the gradients of parameters in passes that DDP does not see. Wrap stages by fully_shard; "
-                f"or by nothing, and let funcga reduce: accumulate(gradient, n, across=group)."
+                "stages are wrapped by DistributedDataParallel, which reduces nothing in a "
+                f"{type(schedule).__name__}: it computes the gradients of parameters in passes "
+                "that DDP does not see. Wrap stages by fully_shard; or by nothing, and let funcga "
+                "reduce: accumulate(gradient, n, across=group)."
             )
         return schedule
 
@@ -139,4 +155,6 @@ class Pipeline:
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The tensor with its last row repeated: real rows, on which a model does nothing unusual."""
     missing = rows - len(tensor)
-    return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor
+    return (
+        torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor
+    )

@@ -1,10 +1,12 @@
-"""One window of a pipeline: its micro-batches run through the schedule, their values told to every process.
+"""One window of a pipeline: its micro-batches run through the schedule, their values told to every
+process.
 
 Only torch has this file: in JAX stages are axes of a mesh in one program.
 
-The weight of a micro-batch is its cotangent: the last stage returns to the schedule the loss times the weight, so that
-every stage's `.grad`s are weighted sums, and are divided once, at the end. Every process knows the weights, because it
-is given the same batch. Values and aux are known to the last stage, which tells them at the end of the window.
+The weight of a micro-batch is its cotangent: the last stage returns to the schedule the loss times
+the weight, so that every stage's `.grad`s are weighted sums, and are divided once, at the end.
+Every process knows the weights, because it is given the same batch. Values and aux are known to the
+last stage, which tells them at the end of the window.
 """
 
 from collections.abc import Iterator
@@ -43,7 +45,9 @@ from torch_backend.wrapped.window import check_folds, check_no_stream, put, take
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of the first stage and the target of the loss; the weight is None for one that only fills up."""
+    """The inputs of the first stage and the target of the loss; the weight is None for one that
+    only fills up.
+    """
 
     inputs: tuple[torch.Tensor, ...]
     target: Tree
@@ -57,7 +61,8 @@ class Microbatch:
 
 
 class PipelineWindow:
-    """One window of a PipelineGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
+    """One window of a PipelineGradient: `fold` each micro-batch, and say which is the last; then
+    take the `result`.
 
     A context, in which the parameters' `.grad`s are the window's.
     """
@@ -65,22 +70,38 @@ class PipelineWindow:
     records = looks_ahead = may_be_short = True
 
     def __init__(
-        self, program: Program, gradient: ModuleGradient, backend: Backend, pipeline: Pipeline, count: int | None,
+        self,
+        program: Program,
+        gradient: ModuleGradient,
+        backend: Backend,
+        pipeline: Pipeline,
+        count: int | None,
         wrapper: Wrapper | None,
-    ):  # fmt: skip
+    ):
         self.program, self.gradient, self.backend = program, gradient, backend
         self.pipeline, self.wrapper, self.parts = pipeline, wrapper, gradient.parts
-        self.count = count or program.n  # micro-batches of a step of the schedule; None if all of the window are one
+        self.count = (
+            count or program.n
+        )  # micro-batches of a step of the schedule; None if all of the window are one
         across = gradient.merged_over(program.across)
-        several = across if isinstance(across, InTurn) else [] if across is None else [program.replicas(backend)]
+        several = (
+            across
+            if isinstance(across, InTurn)
+            else []
+            if across is None
+            else [program.replicas(backend)]
+        )
         progress = program.memory.keep(Progress, program.memory.step)
         self.reductions = [Reduction(progress, replicas) for replicas in several]
-        # The processes that have the stages merge nothing, and meet before each step of the schedule.
+        # The processes that have the stages merge nothing, and meet before each step of the
+        # schedule.
         self.stages = Reduction(progress, Replicas(pipeline.group))
         self.stack = ExitStack()
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
-        self.values: list[tuple[torch.Tensor, Tree]] = []  # the loss and aux of each, on the last stage
+        self.values: list[
+            tuple[torch.Tensor, Tree]
+        ] = []  # the loss and aux of each, on the last stage
         self.error: Exception | None = None  # the first one of the loss
         self.steps = 0  # of the schedule
         self.arguments: Arguments | None = None  # of the first micro-batch
@@ -97,7 +118,9 @@ class PipelineWindow:
                 stack.enter_context(torch.inference_mode(False))
             if self.wrapper is not None:
                 stack.enter_context(self.wrapper.window())
-            stack.enter_context(IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module)))
+            stack.enter_context(
+                IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module))
+            )
             self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
             inner = [] if self.wrapper is None else self.wrapper.leaves()
             # The user's `.grad`s are put aside, and come back when the stack closes.
@@ -110,7 +133,8 @@ class PipelineWindow:
             if error[0] is not None:
                 for reduction in (self.stages, *self.reductions):
                     reduction.give_up()
-                # Also where no step has begun here: what follows has to be the same in all processes.
+                # Also where no step has begun here: what follows has to be the same in all
+                # processes.
                 self.pipeline.forget()
                 if self.wrapper is not None:
                     self.wrapper.recover()
@@ -118,13 +142,21 @@ class PipelineWindow:
     # --- micro-batches
 
     def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
+        last: bool,
     ) -> list[Array]:
-        """Keeps a micro-batch until a step of the schedule is full, and then runs it. No state is threaded."""
+        """Keeps a micro-batch until a step of the schedule is full, and then runs it. No state
+        is threaded.
+        """
         if arguments.state:
             raise FuncgaError(
-                "an argument is CARRY, and grad_fn is that of a pipeline, where the next micro-batch begins before the "
-                "last one has ended: no state can be threaded. Pass it whole, in_axes=(0, None, 0), or close over it."
+                "an argument is CARRY, and grad_fn is that of a pipeline, where the next "
+                "micro-batch begins before the last one has ended: no state can be threaded. Pass "
+                "it whole, in_axes=(0, None, 0), or close over it."
             )
         self.arguments = self.arguments or arguments
         self.waiting.append(self._microbatch(args, kwargs, weight))
@@ -132,18 +164,24 @@ class PipelineWindow:
         if last or len(self.waiting) == self.count:
             self._run()
         if last and self.wrapper is not None and self.program.n is not None:
-            # Replicas with more rows have more micro-batches, and these stages reduce in every step.
+            # Replicas with more rows have more micro-batches, and these stages reduce in every
+            # step.
             for _ in range(-(-self.program.n // (self.count or 1)) - self.steps):
                 self.waiting = [self._microbatch(args, kwargs, None)]
                 self._run()
         return []
 
-    def _microbatch(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None) -> Microbatch:
+    def _microbatch(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None
+    ) -> Microbatch:
         *inputs, target = args
-        if not inputs or any(not isinstance(part, torch.Tensor) or not part.ndim for part in inputs):
+        if not inputs or any(
+            not isinstance(part, torch.Tensor) or not part.ndim for part in inputs
+        ):
             raise FuncgaError(
-                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs of the first stage, "
-                f"each a tensor with rows, and one target. Write step(x, y); several targets are one tree: "
+                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
+                "of the first stage, each a tensor with rows, and one target. Write step(x, y); "
+                "several targets are one tree: "
                 f'step(x, {{"labels": y, "mask": mask}}).'
             )
         return Microbatch(tuple(inputs), target, kwargs, weight)
@@ -152,20 +190,25 @@ class PipelineWindow:
         """A step of the schedule with the micro-batches that wait, filled up."""
         for reduction in (self.stages, *(self.reductions if self.wrapper is not None else ())):
             reduction.meet(False)
-        # A window that does not say how many it has is not shorter than the last one, for which a schedule is built.
+        # A window that does not say how many it has is not shorter than the last one, for which a
+        # schedule is built.
         at_least = max(self.pipeline.count, self.pipeline.stages[0].num_stages)
         missing = (self.count or max(len(self.waiting), at_least)) - len(self.waiting)
         inputs = [microbatch.inputs for microbatch in self.waiting]
         inputs += [inputs[0]] * missing
-        # The loss of the first micro-batch may be computed once more than the others, to learn shapes.
+        # The loss of the first micro-batch may be computed once more than the others, to learn
+        # shapes.
         values: dict[int, tuple[torch.Tensor, Tree]] = {}
         with self._reducing():
-            self.pipeline.run(inputs, lambda output, index: self._loss(output, index, values), self._together)
+            self.pipeline.run(
+                inputs, lambda output, index: self._loss(output, index, values), self._together
+            )
         self.values += [values[index] for index in sorted(values)]
         self.steps, self.waiting = self.steps + 1, []
 
     def _together(self, needed: bool) -> bool:
-        """Whether a new schedule is built: with FSDP, whose forward passes communicate, if any replica needs one.
+        """Whether a new schedule is built: with FSDP, whose forward passes communicate, if any
+        replica needs one.
 
         In its first step a schedule runs one pass more than otherwise, to learn shapes.
         """
@@ -179,10 +222,11 @@ class PipelineWindow:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """The context of a step. Raises FuncgaError if the schedule leaves out the reduction of what wraps the stages.
+        """The context of a step. Raises FuncgaError if the schedule leaves out the reduction of
+        what wraps the stages.
 
-        The schedule itself prepares DDP for the last backward pass. The forward pass in which it learns shapes must
-        not: the first backward pass would be taken for the last.
+        The schedule itself prepares DDP for the last backward pass. The forward pass in which it
+        learns shapes must not: the first backward pass would be taken for the last.
         """
         with ExitStack() as stack:
             if self.wrapper is not None:
@@ -191,7 +235,9 @@ class PipelineWindow:
                 stack.enter_context(self.wrapper.waiting("last"))
             yield
 
-    def _loss(self, output: Tree, index: int, values: dict[int, tuple[torch.Tensor, Tree]]) -> torch.Tensor:
+    def _loss(
+        self, output: Tree, index: int, values: dict[int, tuple[torch.Tensor, Tree]]
+    ) -> torch.Tensor:
         """What is differentiated of a micro-batch: its loss times its weight.
 
         An error of it is kept. Were it raised here, the other stages would wait for gradients.
@@ -204,15 +250,20 @@ class PipelineWindow:
         return _zero(self._tensors(output))
 
     def _weighed(
-        self, output: Tree, microbatch: Microbatch, index: int, values: dict[int, tuple[torch.Tensor, Tree]]
+        self,
+        output: Tree,
+        microbatch: Microbatch,
+        index: int,
+        values: dict[int, tuple[torch.Tensor, Tree]],
     ) -> torch.Tensor:
         rows = self.pipeline.rows
         leaves, structure = self.backend.trees.flatten(output)
         if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
             raise FuncgaError(
-                f"the last stage returned {', '.join(map(self.backend.arrays.describe, leaves))} for {rows} rows, of "
-                f"which {microbatch.rows} count: rows are axis 0 of every output. Reduce over rows in loss_fn, "
-                f"which does not see the rows that a micro-batch is filled up with."
+                f"the last stage returned {', '.join(map(self.backend.arrays.describe, leaves))} "
+                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
+                "output. Reduce over rows in loss_fn, which does not see the rows that a "
+                "micro-batch is filled up with."
             )
         leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
         visible = self.backend.trees.unflatten(structure, leaves)
@@ -237,8 +288,12 @@ class PipelineWindow:
 
     # --- the result
 
-    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
-        """The result where other replicas have rows and this one has none: passes over a row of zeros, not folded."""
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
+    ) -> Tree:
+        """The result where other replicas have rows and this one has none: passes over a row of
+        zeros, not folded.
+        """
         check_no_stream(self.program)
         self.arguments = with_a_blank_row(arguments)
         args = self.arguments.cut(0, 1, state)
@@ -249,7 +304,9 @@ class PipelineWindow:
         return self.result(state)
 
     def result(self, state: list[Array]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output: the value is the same in every process."""
+        """The normalised result, in the structure of grad_fn's output: the value is the same in
+        every process.
+        """
         values = self._told()
         self.stages.is_over, self.stages.history.finished = True, self.stages.window
         self._make_room(*values[0])
@@ -258,10 +315,17 @@ class PipelineWindow:
         with torch.no_grad():
             for (loss, aux), weight in zip(values, self.weights, strict=False):
                 buffers.add(self._leaves(loss, aux), weight)
-            gradients = [taken(p, self.wrapper is not None and self.wrapper.fresh) for p in self.params.values()]
+            gradients = [
+                taken(p, self.wrapper is not None and self.wrapper.fresh)
+                for p in self.params.values()
+            ]
             sums = local_tensors(gradients)  # of a DTensor only the local shard is divided
             # A wrapper has divided the sums, usually by the number of replicas.
-            scales = [1.0 for _ in sums] if self.wrapper is None else self.wrapper.scales(self.params.values())
+            scales = (
+                [1.0 for _ in sums]
+                if self.wrapper is None
+                else self.wrapper.scales(self.params.values())
+            )
             put(buffers, sums, scales)
             for reduction in self.reductions:
                 beside = [None] * len(sums) if self.wrapper is not None else gradients
@@ -278,18 +342,26 @@ class PipelineWindow:
         return value, grads
 
     def _told(self) -> list[tuple[torch.Tensor, Tree]]:
-        """The loss and the aux of every micro-batch, from the last stage. Raises FuncgaError if that has failed."""
-        mine = Told(agreed(self.weights), self.values if self.pipeline.has_last else None, self.error)
+        """The loss and the aux of every micro-batch, from the last stage. Raises FuncgaError if
+        that has failed.
+        """
+        mine = Told(
+            agreed(self.weights), self.values if self.pipeline.has_last else None, self.error
+        )
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
         return told_by_last(mine, self.pipeline.group, device)
 
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array | None]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where autograd adds them."""
+        """The leaves of what grad_fn returns, None for the gradients, which are where autograd
+        adds them.
+        """
         head = self.layout.head.leaves(self.parts.compose(loss, aux, [()]), "a micro-batch")
         return [*head, *[None] * len(self.params)]
 
     def _make_room(self, loss: torch.Tensor, aux: Tree) -> None:
-        """Makes room for an output with this loss, once. Raises FuncgaError for folds that a pipeline cannot do."""
+        """Makes room for an output with this loss, once. Raises FuncgaError for folds that a
+        pipeline cannot do.
+        """
         if self.buffers is not None:
             return
         arguments = self.arguments
@@ -300,14 +372,22 @@ class PipelineWindow:
         self.layout = self.program.memory.keep(Kept).layout_of(
             self.parts, (loss, aux), leaves, leaves, bind, self._check, False
         )
-        folds = [self.layout.outputs.folds[leaf_index] for leaf_index in self.layout.in_backward[:1]]
+        folds = [
+            self.layout.outputs.folds[leaf_index] for leaf_index in self.layout.in_backward[:1]
+        ]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
         self.buffers = Buffers(self.layout)
 
     def _check(self, outputs: Outputs) -> None:
         wrapper = self.wrapper
-        dtypes = [p.dtype if wrapper is None else wrapper.sums_in(p, "every") for p in self.params.values()]
-        name, remedy = "a pipeline", "Keep parameters in float32, and let stages compute under torch.autocast."
+        dtypes = [
+            p.dtype if wrapper is None else wrapper.sums_in(p, "every")
+            for p in self.params.values()
+        ]
+        name, remedy = (
+            "a pipeline",
+            "Keep parameters in float32, and let stages compute under torch.autocast.",
+        )
         check_folds(outputs, self.params, dtypes, name, remedy)
 
 
@@ -317,5 +397,7 @@ def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
 
 def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
     """A zero whose gradient is zero in every one of these, even where they are not finite."""
-    terms = [torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves]
+    terms = [
+        torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
+    ]
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()

@@ -1,10 +1,11 @@
-"""The reduction of one window: what has been folded here becomes what has been folded on all replicas.
+"""The reduction of one window: what has been folded here becomes what has been folded on all
+replicas.
 
 Only torch has this file: in JAX it is a psum after the loop.
 
-When its last micro-batch is folded, each replica says in a header what it has. So all of them know the total weight and
-the unit that weighted sums travel in, and that they take the same step. Then everything is sent, in one order on all
-replicas, before anything is waited for.
+When its last micro-batch is folded, each replica says in a header what it has. So all of them know
+the total weight and the unit that weighted sums travel in, and that they take the same step. Then
+everything is sent, in one order on all replicas, before anything is waited for.
 """
 
 from collections import deque
@@ -25,7 +26,14 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
-from torch_backend.reduce.agreement import Agreement, Progress, Rebuild, agreed, check_weighed, proposed
+from torch_backend.reduce.agreement import (
+    Agreement,
+    Progress,
+    Rebuild,
+    agreed,
+    check_weighed,
+    proposed,
+)
 from torch_backend.reduce.header import ROOM, Report, check_in_step, digest_of, exchanged
 from torch_backend.reduce.wire import Receive, Sums, Wire, add_converted, carried, gather
 from torch_backend.replicas import InTurn, Replicas, explained, owed_to
@@ -34,9 +42,10 @@ from torch_backend.replicas import InTurn, Replicas, explained, owed_to
 class Reduction:
     """Merges what one window folds over the replicas, once.
 
-    `begin` once the first output is known, then `finish`. A replica without any micro-batch calls `take_part` and
-    `finish`. A window that communicates itself calls `meet` before it does, or `announce` before the last time.
-    `give_up` tells the other replicas of an error that ends the window.
+    `begin` once the first output is known, then `finish`. A replica without any micro-batch calls
+    `take_part` and `finish`. A window that communicates itself calls `meet` before it does, or
+    `announce` before the last time. `give_up` tells the other replicas of an error that ends the
+    window.
     """
 
     agreement: Agreement
@@ -45,76 +54,103 @@ class Reduction:
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
-        # Every window counts, merged or not. Replicas that are out of step notice it by different counts.
+        # Every window counts, merged or not. Replicas that are out of step notice it by different
+        # counts.
         self.history.begun += 1
         self.window = self.history.begun
         # What waits for the reports of all replicas, while they are under way; and these.
         self.exchange: Callable[[], list[Report]] | None = None
         self.reports: list[Report] = []
-        self.unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have said theirs
+        self.unit = (
+            0.0  # of the weighted sums when they travel; 0 until all replicas have said theirs
+        )
         self.numbers: tuple[int, ...] = ()  # the leaves that travel in the header
-        self.unsent: deque[Callable[[], Receive]] | None = None  # what begins each message; None before the first
+        self.unsent: deque[Callable[[], Receive]] | None = (
+            None  # what begins each message; None before the first
+        )
         self.unreceived = deque[Receive]()  # what waits for each message that is sent
         self.problem: FuncgaError | None = None  # which all replicas raise
         self.rebuild: Rebuild | None = None
-        # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the weights of the
-        # micro-batches, if their unit does not tell whether they differ.
+        # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the
+        # weights of the micro-batches, if their unit does not tell whether they differ.
         self.unweighed, self.weights = False, set[Scalar]()
         self.is_over = False
-        self.buffers_of: Callable[[Layout], Buffers] = Buffers  # for a replica without any micro-batch
+        self.buffers_of: Callable[[Layout], Buffers] = (
+            Buffers  # for a replica without any micro-batch
+        )
 
-    # ------------------------------------------------------------------------------------------------- a window begins
+    # ------------------------------------------------------------------------------ a window begins
 
     def begin(self, buffers: Buffers, leaves: Sequence[Array]) -> None:
-        """Takes the buffers of a window whose first micro-batch has these leaves; they may be folded already.
+        """Takes the buffers of a window whose first micro-batch has these leaves; they may be
+        folded already.
 
         A leaf that is None is reduced elsewhere.
         """
-        self._take_buffers(proposed(self.history, buffers.outputs, leaves, buffers.layout, self.replicas), buffers)
+        self._take_buffers(
+            proposed(self.history, buffers.outputs, leaves, buffers.layout, self.replicas), buffers
+        )
 
     def _take_buffers(self, agreement: Agreement, buffers: Buffers) -> None:
-        """Takes the buffers, and lets sums that have not begun accumulate in the memory of the buckets."""
+        """Takes the buffers, and lets sums that have not begun accumulate in the memory of the
+        buckets.
+        """
         self.agreement, self.buffers, plan = agreement, buffers, agreement.plan
-        # Without a bucket there is no mark of an error, which has to be read before the exchanges that these take.
+        # Without a bucket there is no mark of an error, which has to be read before the exchanges
+        # that these take.
         outputs = buffers.outputs
         if not (agreement.specs or outputs.collected or outputs.threads):
             self.numbers = plan.numbers(ROOM)
         self.sums = Sums(plan._replace(buckets=()) if self.numbers else plan)
         # An accumulator that is a view of its bucket need not be copied when the bucket is sent.
         for leaf, view in self.sums.views.items():
-            is_added_in_place = buffers.layout.kinds[leaf] is not None and leaf not in agreement.specs
+            is_added_in_place = (
+                buffers.layout.kinds[leaf] is not None and leaf not in agreement.specs
+            )
             if is_added_in_place and buffers.reduced[leaf] is None:
                 buffers.reduced[leaf] = view
 
     def take_part(
-        self, bind: Callable[[Tree], Outputs], arguments: Arguments, parameters: Sequence[Array] = ()
+        self,
+        bind: Callable[[Tree], Outputs],
+        arguments: Arguments,
+        parameters: Sequence[Array] = (),
     ) -> Buffers:
-        """Learns what the others fold, on a replica without any micro-batch, and begins with empty buffers for it.
+        """Learns what the others fold, on a replica without any micro-batch, and begins with empty
+        buffers for it.
 
-        `bind(value)` is the Outputs of a value like those of the others; `arguments` are all that it was called with,
-        or `parameters`.
+        `bind(value)` is the Outputs of a value like those of the others; `arguments` are all that
+        it was called with, or `parameters`.
         """
-        leaves = [leaf for part in arguments.parts for leaf in trees.flatten(part.value)[0] if arrays.is_array(leaf)]
+        leaves = [
+            leaf
+            for part in arguments.parts
+            for leaf in trees.flatten(part.value)[0]
+            if arrays.is_array(leaf)
+        ]
         leaves += parameters
         device = leaves[0].device if leaves else torch.device("cpu")
 
         def rebuild(structure: Structure) -> tuple[Outputs, list[Array]]:
             # A value like those of the others, of numbers that mean nothing.
             skeleton, likes = structure
-            leaves = [None if like is None else torch.empty_like(like, device=device) for like in likes]
+            leaves = [
+                None if like is None else torch.empty_like(like, device=device) for like in likes
+            ]
             return bind(trees.unflatten(trees.flatten(skeleton)[1], leaves)), leaves
 
         self.rebuild = rebuild
         self.announce()
         return self.buffers
 
-    # ------------------------------------------------------------------------------------------------ the replicas meet
+    # ---------------------------------------------------------------------------- the replicas meet
 
     def meet(self, is_last: bool) -> bool:
-        """Waits for the other replicas, before what these reduce by themselves; whether it is the last such for all.
+        """Waits for the other replicas, before what these reduce by themselves; whether it is the
+        last such for all.
 
-        Raises FuncgaError, on all of them, if one has raised an error, or is in another window: collectives of two
-        windows would be taken for one another.
+        Raises FuncgaError, on all of them, if one has raised an error, or is in another window:
+        collectives of two windows would be taken for one another.
         """
         self.replicas.channel.settle()
         reports = exchanged(self.replicas.channel, Report(*self._counts, digest=1, steps=is_last))()
@@ -126,10 +162,11 @@ class Reduction:
         return all(report.steps for report in reports)
 
     def announce(self) -> None:
-        """Tells the other replicas what is folded here, waits for what they tell, and sets the unit.
+        """Tells the other replicas what is folded here, waits for what they tell, and sets the
+        unit.
 
-        What is still owed to them from earlier windows is sent first. Raises FuncgaError, on all replicas, if they do
-        not do the same.
+        What is still owed to them from earlier windows is sent first. Raises FuncgaError, on all
+        replicas, if they do not do the same.
         """
         if self.problem is not None:
             raise self.problem
@@ -149,15 +186,17 @@ class Reduction:
             raise
         if self.rebuild is not None:
             self._take_buffers(agreement, self.buffers_of(Layout(agreement.outputs)))
-        # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit is a power of
-        # two, and a sum is rounded once at most.
+        # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
+        # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in self.reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
         self.exchange = None
 
     @property
     def _counts(self) -> tuple[int, int, int]:
-        """What every Report begins with: the step, and how many windows have begun and are finished."""
+        """What every Report begins with: the step, and how many windows have begun and are
+        finished.
+        """
         step = self.history.step
         return 0 if step is None else digest_of(tuple(step)), self.window, self.history.finished
 
@@ -179,7 +218,9 @@ class Reduction:
             unweighed=self.unweighed,
             uneven=len(self.weights) > 1 or not (self.weights or weight == buffers.steps * unit),
             rejected=0 if isinstance(rejected, torch.Tensor) else rejected,
-            numbers=tuple([0.0 if number is None else float(arrays.scalar(number)) for number in numbers]),
+            numbers=tuple(
+                [0.0 if number is None else float(arrays.scalar(number)) for number in numbers]
+            ),
         )
 
     @property
@@ -187,7 +228,7 @@ class Reduction:
         """How many replicas have something to fold, once it is known what all of them have."""
         return sum(bool(report.steps) for report in self.reports)
 
-    # --------------------------------------------------------------------------------------------------- a window ends
+    # -------------------------------------------------------------------------------- a window ends
 
     def finish(self, state: list[Array]) -> list[Array]:
         """Sends everything, and waits: the buffers are then those of all replicas.
@@ -196,7 +237,10 @@ class Reduction:
         """
         try:
             self.announce()
-            likes = {leaf: _like(self.buffers.reduced[leaf], spec) for leaf, spec in self.agreement.specs.items()}
+            likes = {
+                leaf: _like(self.buffers.reduced[leaf], spec)
+                for leaf, spec in self.agreement.specs.items()
+            }
             with explained():
                 self._send()
                 state = self._take_in(state)
@@ -211,26 +255,30 @@ class Reduction:
         return state
 
     def give_up(self) -> None:
-        """Unblocks the other replicas: sends the remaining messages flagged as failed, now or once they are ready."""
+        """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
+        once they are ready.
+        """
         if self.is_over or self.problem is not None:
             return
         self.is_over = True
         if self.unit:
             self.settle()
         else:
-            # In a first window there may be no channel yet. Making it is a collective, and no other replica would take
-            # part in it now.
+            # In a first window there may be no channel yet. Making it is a collective, and no other
+            # replica would take part in it now.
             owed_to(self.replicas.group).append(self)
 
     def settle(self) -> None:
-        """Sends the rest of a window that was given up; if it was never announced, a header that says so."""
+        """Sends the rest of a window that was given up; if it was never announced, a header that
+        says so.
+        """
         if self.exchange is None and not self.reports:
             exchanged(self.replicas.channel, Report(*self._counts, failed=True))
             return
         try:
             self.announce()
-            # The mark travels in the last bucket. If that is sent already, the others have all of this window, and the
-            # next header shows that it was not finished here.
+            # The mark travels in the last bucket. If that is sent already, the others have all of
+            # this window, and the next header shows that it was not finished here.
             if self.sums.sent < len(self.sums.buckets):
                 self.sums.mark.fill_(1)
             self._send()
@@ -239,7 +287,9 @@ class Reduction:
             return
 
     def _send(self) -> None:
-        """Begins all messages that are left, except those before which the replicas have to exchange shapes."""
+        """Begins all messages that are left, except those before which the replicas have to
+        exchange shapes.
+        """
         if self.unsent is None:
             self.unsent = deque(self._messages())
         while self.unsent:
@@ -252,30 +302,43 @@ class Reduction:
         # From the unit of this replica to that of all.
         weighted, factor = {*buffers.layout.weighted}, (buffers.unit or self.unit) / self.unit
         for index, bucket in enumerate(self.sums.buckets):
-            # Not the device of the plan: a count on the host may be beside gradients, or totals, on a device.
+            # Not the device of the plan: a count on the host may be beside gradients, or totals, on
+            # a device.
             carrier = self._wire(bucket.kind.among, bucket.kind.device).carrier
             yield partial(self.sums.send, index, carrier, buffers.reduced, weighted, factor)
         if any(report.on_device for report in self.reports):
             yield self._count_on_device
         for shapes in plan.converted:
-            yield partial(add_converted, buffers, shapes, self._wire(plan.among.get(next(iter(shapes)), 0)))
+            yield partial(
+                add_converted, buffers, shapes, self._wire(plan.among.get(next(iter(shapes)), 0))
+            )
         if plan.gathered and not buffers.outputs.collected:
             yield self._gather
 
     def _wire(self, group: int = 0, device: torch.device | None = None) -> Wire:
-        """What travels over the group of replicas of this number; if not from a device, from that of the plan."""
+        """What travels over the group of replicas of this number; if not from a device, from
+        that of the plan.
+        """
         replicas, device = self.agreement.groups[group], device or self.agreement.plan.device
         return Wire(replicas.channel.carrier(device, replicas.group), device, replicas.channel)
 
     def _gather(self) -> Receive:
-        members = [[*map(self.replicas.ranks.index, group.ranks)] for group in self.agreement.groups]
+        members = [
+            [*map(self.replicas.ranks.index, group.ranks)] for group in self.agreement.groups
+        ]
         return gather(self.buffers, self.agreement.plan, self._wire(), members)
 
     def _count_on_device(self) -> Receive:
-        """Begins to add up what the devices have counted: the weight, and micro-batches that the host cannot see."""
+        """Begins to add up what the devices have counted: the weight, and micro-batches that the
+        host cannot see.
+        """
         buffers, wire = self.buffers, self._wire()
         rejected = buffers.rejected if isinstance(buffers.rejected, torch.Tensor) else 0
-        counts = (0, 0) if buffers.counted is None else (buffers.counted.weight[0], buffers.counted.steps)
+        counts = (
+            (0, 0)
+            if buffers.counted is None
+            else (buffers.counted.weight[0], buffers.counted.steps)
+        )
         sent = torch.stack([_on_device(count, wire.device) for count in (*counts, rejected)])
         work = wire.carrier.allreduce([sent])
 
@@ -286,7 +349,7 @@ class Reduction:
 
         return receive
 
-    # ------------------------------------------------------------------------------------------- what the others folded
+    # ----------------------------------------------------------------------- what the others folded
 
     def _take_in(self, state: list[Array]) -> list[Array]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
@@ -294,15 +357,15 @@ class Reduction:
         self._count()
         while self.unreceived:
             self.unreceived.popleft()()
-        # Reading the mark from a device would make the host wait. Instead the weight becomes NaN there, and so does
-        # every mean of the window. But before another exchange between hosts the mark has to be read: a replica that
-        # has given up would not answer.
+        # Reading the mark from a device would make the host wait. Instead the weight becomes NaN
+        # there, and so does every mean of the window. But before another exchange between hosts the
+        # mark has to be read: a replica that has given up would not answer.
         may_wait = mark.is_cpu or buffers.outputs.collected or state
         if may_wait and self.replicas.channel.is_marked(mark):
             raise FuncgaError(
-                "another replica has raised an error, or was interrupted, when the others had begun to merge this "
-                "window: nothing of it can be used. See what that process says, and let the error end all of them; or "
-                "leave this window out on every rank."
+                "another replica has raised an error, or was interrupted, when the others had "
+                "begun to merge this window: nothing of it can be used. See what that process "
+                "says, and let the error end all of them; or leave this window out on every rank."
             )
         if not mark.is_cpu:
             spoilt = torch.where(mark != 0, float("nan"), 0.0).to(torch.float64)
@@ -321,13 +384,20 @@ class Reduction:
         """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
         buffers, reports = self.buffers, self.reports
         buffers.unit, buffers.counted = self.unit, None
-        buffers.steps, buffers.weight = int(sum(report.steps for report in reports)), sum(r.weight for r in reports)
+        buffers.steps, buffers.weight = (
+            int(sum(report.steps for report in reports)),
+            sum(r.weight for r in reports),
+        )
         buffers.rejected = int(sum(report.rejected for report in reports))
         for position, leaf in enumerate(self.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = leaf in buffers.layout.weighted
-            addends = [r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports]
-            buffers.reduced[leaf] = torch.tensor(sum(addends), dtype=buffers.folds[leaf].accumulator_dtype)
+            addends = [
+                r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
+            ]
+            buffers.reduced[leaf] = torch.tensor(
+                sum(addends), dtype=buffers.folds[leaf].accumulator_dtype
+            )
 
 
 _SMALL = 2**12  # bytes of a value that is copied out of its bucket
@@ -341,7 +411,9 @@ def _on_device(count: Scalar, device: torch.device) -> torch.Tensor:
 
 
 def _like(accumulated: Any, spec: Spec) -> Any:
-    """What tells the placements of a leaf of DTensors: the leaf itself, or the Spec where nothing was folded."""
+    """What tells the placements of a leaf of DTensors: the leaf itself, or the Spec where
+    nothing was folded.
+    """
     return accumulated if isinstance(accumulated, tuple) or is_dtensor(accumulated) else spec
 
 

@@ -1,6 +1,8 @@
-"""The agreement of the replicas: before the first reduction of a structure they compare what they fold.
+"""The agreement of the replicas: before the first reduction of a structure they compare what they
+fold.
 
-This takes two more collectives, once for each structure. In later windows a digest in the header names the structure.
+This takes two more collectives, once for each structure. In later windows a digest in the header
+names the structure.
 """
 
 import pickle
@@ -33,11 +35,12 @@ Rebuild = Callable[[Structure], tuple[Outputs, list[Array]]]
 class Agreement:
     """What every replica folds, and how it travels.
 
-    `key` tells it from other structures of the same step on this replica, `digest` on all of them: it is one of
-    `description`, which has a text for each path. `likes` are leaves of the outputs as this process holds them, without
-    memory; `specs` are those of the reduced leaves that are DTensors. `groups` are the replicas of the window, and
-    then those that some leaves are merged over instead. `steps` are digests of the Steps that the replicas take, in
-    their order; empty until all of them have agreed.
+    `key` tells it from other structures of the same step on this replica, `digest` on all of them:
+    it is one of `description`, which has a text for each path. `likes` are leaves of the outputs as
+    this process holds them, without memory; `specs` are those of the reduced leaves that are
+    DTensors. `groups` are the replicas of the window, and then those that some leaves are merged
+    over instead. `steps` are digests of the Steps that the replicas take, in their order; empty
+    until all of them have agreed.
     """
 
     key: tuple[object, ...]
@@ -58,11 +61,15 @@ class History:
     step: Step | None
     begun: int = 0
     finished: int = 0
-    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))  # on the last structures
+    agreements: deque[Agreement] = field(
+        default_factory=lambda: deque(maxlen=16)
+    )  # on the last structures
 
     def recalled(self, digest: float = 0) -> Agreement | None:
         """The last Agreement of all replicas on the structure that has this digest, or on any."""
-        agreed = (each for each in reversed(self.agreements) if each.steps and digest in (0, each.digest))
+        agreed = (
+            each for each in reversed(self.agreements) if each.steps and digest in (0, each.digest)
+        )
         return next(agreed, None)
 
 
@@ -78,18 +85,20 @@ class Progress:
         return self.groups.setdefault(group, History(self.step))
 
 
-# ------------------------------------------------------------------------------------------- what a replica proposes
+# -------------------------------------------------------------------------- what a replica proposes
 
 
 def proposed(
     history: History, outputs: Outputs, leaves: Sequence[Array], layout: Layout, replicas: Replicas
 ) -> Agreement:
-    """The Agreement on outputs like these: one that there is, or one that the others have yet to agree to.
+    """The Agreement on outputs like these: one that there is, or one that the others have yet to
+    agree to.
 
-    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced elsewhere.
+    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
+    elsewhere.
     """
-    # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other gradient function
-    # has a new one for each window.
+    # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other
+    # gradient function has a new one for each window.
     known = next((each for each in history.agreements if each.outputs is outputs), None)
     key = _key(outputs, leaves) if known is None else known.key
     known = known or next((each for each in history.agreements if each.key == key), None)
@@ -106,7 +115,9 @@ def proposed(
 def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:
     shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(outputs.shapes))]
     specs = {
-        leaf_index: spec_of(leaves[leaf_index]) for leaf_index in outputs.reduced if is_dtensor(leaves[leaf_index])
+        leaf_index: spec_of(leaves[leaf_index])
+        for leaf_index in outputs.reduced
+        if is_dtensor(leaves[leaf_index])
     }
     return outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
 
@@ -123,7 +134,9 @@ def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
 
 
 def _like(leaf: Any, is_summed_by_autograd: bool) -> torch.Tensor:
-    """A leaf in the strides of its accumulator: autograd keeps those of the parameter, other sums are contiguous."""
+    """A leaf in the strides of its accumulator: autograd keeps those of the parameter, other
+    sums are contiguous.
+    """
     array = arrays.as_array(leaf)
     if is_dtensor(array) or array.is_contiguous():
         return array
@@ -133,19 +146,32 @@ def _like(leaf: Any, is_summed_by_autograd: bool) -> torch.Tensor:
 
 
 def _proposal(
-    key: tuple[object, ...], outputs: Outputs, likes: Sequence[torch.Tensor | None], layout: Layout, replicas: Replicas
+    key: tuple[object, ...],
+    outputs: Outputs,
+    likes: Sequence[torch.Tensor | None],
+    layout: Layout,
+    replicas: Replicas,
 ) -> Agreement:
     # From here on leaves are counted by their index in `Buffers.reduced`.
-    reduced = {index: like for index, leaf in enumerate(outputs.reduced) if (like := likes[leaf]) is not None}
+    reduced = {
+        index: like
+        for index, leaf in enumerate(outputs.reduced)
+        if (like := likes[leaf]) is not None
+    }
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
     groups, among = _groups_of_leaves(outputs, replicas)
     for index, spec in specs.items():
         _check_copies(spec, groups[among.get(index, 0)])
     shards = {index: local(like) for index, like in reduced.items()}
     added = {*layout.weighted, *layout.plain}
-    sums = [index for index, like in shards.items() if index in added or _is_sum(layout.folds[index], like)]
+    sums = [
+        index
+        for index, like in shards.items()
+        if index in added or _is_sum(layout.folds[index], like)
+    ]
     description = _description(outputs, likes, replicas) | {
-        outputs.paths()[outputs.reduced[index]] + " across": f"replicas {group} of {groups[group].count}"
+        outputs.paths()[outputs.reduced[index]]
+        + " across": f"replicas {group} of {groups[group].count}"
         for index, group in among.items()
     }
     return Agreement(
@@ -160,21 +186,35 @@ def _proposal(
     )
 
 
-def _groups_of_leaves(outputs: Outputs, replicas: Replicas) -> tuple[list[Replicas], dict[int, int]]:
-    """The groups of an Agreement; and which of them a reduced leaf is merged over that is not over all replicas."""
+def _groups_of_leaves(
+    outputs: Outputs, replicas: Replicas
+) -> tuple[list[Replicas], dict[int, int]]:
+    """The groups of an Agreement; and which of them a reduced leaf is merged over that is not
+    over all replicas.
+    """
     groups, among = [replicas], dict[int, int]()
     if replicas.leaves is None:
         return groups, among
     named = [None] * outputs.before + named_by_leaf(
-        replicas.leaves, outputs.value_of(range(len(outputs.folds))), is_group, trees, "output", WRITE_LEAVES
+        replicas.leaves,
+        outputs.value_of(range(len(outputs.folds))),
+        is_group,
+        trees,
+        "output",
+        WRITE_LEAVES,
     )
-    whole = {leaf for leaf, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True) if fold.is_of_window}
+    whole = {
+        leaf
+        for leaf, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
+        if fold.is_of_window
+    }
     for leaf_index in (*outputs.collected, *outputs.threads, *whole):
         fold = outputs.folds[leaf_index]
         if named[leaf_index] is not None and Replicas(named[leaf_index]).ranks != replicas.ranks:
             raise FuncgaError(
-                f"across= names fewer replicas than all for `{outputs.paths()[leaf_index]}`, whose fold "
-                f"({fold and fold.fold.name}) is of the whole window. Name {replicas.ranks} there."
+                f"across= names fewer replicas than all for `{outputs.paths()[leaf_index]}`, whose "
+                f"fold ({fold and fold.fold.name}) is of the whole window. Name {replicas.ranks} "
+                "there."
             )
     for index, leaf_index in enumerate(outputs.reduced):
         if named[leaf_index] is None:
@@ -191,18 +231,23 @@ def _groups_of_leaves(outputs: Outputs, replicas: Replicas) -> tuple[list[Replic
 
 
 def _check_copies(spec: Spec, replicas: Replicas) -> None:
-    """Raises FuncgaError if the replicas hold different shards of one tensor, which would be added to each other."""
+    """Raises FuncgaError if the replicas hold different shards of one tensor, which would be
+    added to each other.
+    """
     ranks = ranks_with_other_shards(spec, dist.get_process_group_ranks(replicas.group))
     if ranks:
         raise FuncgaError(
-            f"across= names ranks {ranks}, which hold different parts of one DTensor, {list(spec.placements)} on "
-            f"{spec.device_mesh}: merging would add one part to another. A DTensor is reduced over its own mesh "
-            f"without across=; name the axis of the mesh that copies lie on: across=mesh['dp']."
+            f"across= names ranks {ranks}, which hold different parts of one DTensor, "
+            f"{list(spec.placements)} on {spec.device_mesh}: merging would add one part to "
+            "another. A DTensor is reduced over its own mesh without across=; name the axis of the "
+            "mesh that copies lie on: across=mesh['dp']."
         )
 
 
 def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
-    """Whether a fold that is not added in place holds one array of the leaf's shape, and is merged by adding it."""
+    """Whether a fold that is not added in place holds one array of the leaf's shape, and is
+    merged by adding it.
+    """
     if fold.fold.reducer.monoid.collective != "sum":
         return False
     identity = fold.identity(torch.zeros_like(like, requires_grad=False))
@@ -211,9 +256,14 @@ def _is_sum(fold: LeafFold, like: torch.Tensor) -> bool:
     return (identity.shape, identity.dtype) == (like.shape, fold.accumulator_dtype)
 
 
-def _description(outputs: Outputs, likes: Sequence[torch.Tensor | None], replicas: Replicas) -> dict[str, str]:
+def _description(
+    outputs: Outputs, likes: Sequence[torch.Tensor | None], replicas: Replicas
+) -> dict[str, str]:
     """What must be the same on all replicas, as a text for each path."""
-    sent = f"sent in buckets of {replicas.bucket_bytes} bytes as {replicas.wire_dtype or 'accumulated'}"
+    sent = (
+        f"sent in buckets of {replicas.bucket_bytes} bytes as "
+        f"{replicas.wire_dtype or 'accumulated'}"
+    )
     return {"across": sent} | {
         path: _description_of_leaf(outputs, leaf_index, like)
         for leaf_index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True))
@@ -234,7 +284,7 @@ def _description_of_leaf(outputs: Outputs, leaf_index: int, like: torch.Tensor |
     return f"{dtype}[{shape}]{strided}{summed} ({fold.fold.name})"
 
 
-# ----------------------------------------------------------------------------------------------- what all agree on
+# -------------------------------------------------------------------------------- what all agree on
 
 
 class _Said(NamedTuple):
@@ -251,24 +301,33 @@ class _Said(NamedTuple):
 
 
 def agreed(
-    history: History, mine: Agreement | None, rebuild: Rebuild | None, reports: list[Report], replicas: Replicas
+    history: History,
+    mine: Agreement | None,
+    rebuild: Rebuild | None,
+    reports: list[Report],
+    replicas: Replicas,
 ) -> Agreement:
     """The Agreement of all replicas after these reports.
 
-    `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what the others propose.
-    Raises FuncgaError on every replica if two of them take different steps, or fold different structures.
+    `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what
+    the others propose. Raises FuncgaError on every replica if two of them take different steps, or
+    fold different structures.
     """
     # Usually the headers have said everything, and nothing more is sent.
     steps, earlier = [report.step for report in reports], _earlier(history, mine, reports)
     if earlier is not None and earlier.steps == steps:
         return earlier
-    # Otherwise all replicas come here, because all of them see the same reports. So the collectives below match.
+    # Otherwise all replicas come here, because all of them see the same reports. So the collectives
+    # below match.
     said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
     if earlier is not None or _are_mixed_up(said):
-        spelled = "; ".join(f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8]))
+        spelled = "; ".join(
+            f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
+        )
         raise FuncgaError(
-            f"the replicas call different steps at the same time: {spelled}. What they fold would be added up all the "
-            f"same. Make and call the steps in one order on every rank, from a list rather than a set."
+            f"the replicas call different steps at the same time: {spelled}. What they fold would "
+            "be added up all the same. Make and call the steps in one order on every rank, from a "
+            "list rather than a set."
         )
     check_alike([each.description for each in said], "fold different structures")
     _check_groups(said, replicas)
@@ -281,10 +340,11 @@ def agreed(
 
 
 def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
-    """Raises FuncgaError, on all replicas, if a mean over micro-batches of different weights cannot be had any more.
+    """Raises FuncgaError, on all replicas, if a mean over micro-batches of different weights cannot
+    be had any more.
 
-    A leaf that is merged over fewer replicas than the window has what the losses of the others add to it: it has to be
-    weighed before it travels.
+    A leaf that is merged over fewer replicas than the window has what the losses of the others add
+    to it: it has to be weighed before it travels.
     """
     if not (agreement.plan.among and any(report.unweighed for report in reports)):
         return
@@ -296,15 +356,18 @@ def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
     mixed = [index for index in agreement.plan.among if outputs.reduced_folds[index].weighs]
     if mixed and not are_equal:
         raise FuncgaError(
-            f"`{outputs.paths()[outputs.reduced[mixed[0]]]}` is merged over fewer replicas than the window, "
-            f"micro-batches have different weights, and collectives were called where their gradients were computed. "
-            f"So it may have what the losses of other replicas add to it, and nothing has weighed that. Return sums, "
-            f"and let funcga divide them: fold=funcga.per_weight(), and a loss that is summed over what weight counts."
+            f"`{outputs.paths()[outputs.reduced[mixed[0]]]}` is merged over fewer replicas than "
+            "the window, micro-batches have different weights, and collectives were called where "
+            "their gradients were computed. So it may have what the losses of other replicas add "
+            "to it, and nothing has weighed that. Return sums, and let funcga divide them: "
+            "fold=funcga.per_weight(), and a loss that is summed over what weight counts."
         )
 
 
 def _earlier(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
-    """The Agreement that all replicas have made before, if everything that they fold now has one digest."""
+    """The Agreement that all replicas have made before, if everything that they fold now has one
+    digest.
+    """
     # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
     digests = {report.digest for report in reports} - {0}
     if len(digests) > 1 or not all(report.agreed for report in reports):
@@ -315,26 +378,37 @@ def _earlier(history: History, mine: Agreement | None, reports: list[Report]) ->
 def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
     if mine is None:
         return _Said(step, steps_made())
-    # Descriptions are long, so they are sent only where digests differ. The structure is sent only where a replica has
-    # nothing to fold, and so cannot know it.
+    # Descriptions are long, so they are sent only where digests differ. The structure is sent only
+    # where a replica has nothing to fold, and so cannot know it.
     digests = {report.digest for report in reports}
     description = mine.description if len(digests - {0}) > 1 else None
     structure = _pickled(mine) if 0 in digests else None
-    return _Said(step, steps_made(), description, structure, [group.ranks for group in mine.groups[1:]])
+    return _Said(
+        step, steps_made(), description, structure, [group.ranks for group in mine.groups[1:]]
+    )
 
 
 def _check_groups(said: list[_Said], replicas: Replicas) -> None:
-    """Raises FuncgaError if two replicas name different processes for the same leaf, and would wait for each other."""
-    spoke = {rank: each.groups for rank, each in zip(replicas.ranks, said, strict=True) if each.groups}
-    named = {(number, tuple(group)): rank for rank, groups in spoke.items() for number, group in enumerate(groups)}
+    """Raises FuncgaError if two replicas name different processes for the same leaf, and would
+    wait for each other.
+    """
+    spoke = {
+        rank: each.groups for rank, each in zip(replicas.ranks, said, strict=True) if each.groups
+    }
+    named = {
+        (number, tuple(group)): rank
+        for rank, groups in spoke.items()
+        for number, group in enumerate(groups)
+    }
     # Each group is looked at once, however many replicas name it.
     for (number, group), rank in named.items():
         for other in group:
             theirs = tuple(spoke[other][number]) if other in spoke else group
             if theirs != group:
                 raise FuncgaError(
-                    f"across= names the ranks {[*group]} for a leaf on rank {rank}, and {[*theirs]} on rank {other}, "
-                    f"which is one of them. Name the same group on all of its ranks."
+                    f"across= names the ranks {[*group]} for a leaf on rank {rank}, and "
+                    f"{[*theirs]} on rank {other}, which is one of them. Name the same group on "
+                    "all of its ranks."
                 )
 
 
@@ -343,21 +417,26 @@ def _are_mixed_up(said: list[_Said]) -> bool:
     # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
     taken = [(each.step, each.steps_made) for each in said if each.step is not None]
     return any(
-        here != there and made_here.get(there.name, 0) > there.number and made_there.get(here.name, 0) > here.number
+        here != there
+        and made_here.get(there.name, 0) > there.number
+        and made_there.get(here.name, 0) > here.number
         for here, made_here in taken
         for there, made_there in taken
     )
 
 
-# ------------------------------------------------------------- a first window in which a replica has nothing to fold
+# -------------------------------------------- a first window in which a replica has nothing to fold
 
 
 def _pickled(mine: Agreement) -> bytes | str:
-    """The pickled structure of what this replica folds, for others to make values like it; a text if it has none."""
+    """The pickled structure of what this replica folds, for others to make values like it; a
+    text if it has none.
+    """
     if mine.specs:
         return "it lies on the devices of a mesh"
     try:
-        # A tree of numbers has the structure too, and torch's own description of a structure does not pickle well.
+        # A tree of numbers has the structure too, and torch's own description of a structure does
+        # not pickle well.
         data = pickle.dumps((mine.outputs.structure_of(range(len(mine.likes))), mine.likes))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises
@@ -366,9 +445,14 @@ def _pickled(mine: Agreement) -> bytes | str:
 
 
 def _adopted(
-    history: History, mine: Agreement | None, structure: bytes | str, rebuild: Rebuild | None, replicas: Replicas
+    history: History,
+    mine: Agreement | None,
+    structure: bytes | str,
+    rebuild: Rebuild | None,
+    replicas: Replicas,
 ) -> Agreement:
-    """The Agreement where some replicas have nothing to fold, and adopt the structure of what the others fold.
+    """The Agreement where some replicas have nothing to fold, and adopt the structure of what the
+    others fold.
 
     Raises FuncgaError, on all of them, if one cannot.
     """
@@ -381,14 +465,17 @@ def _adopted(
             history.agreements.append(mine)
         except Exception as error:  # whatever the user's class raises
             problem = f"{type(error).__name__}: {error}"
-    # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise: none is left waiting.
-    said: list[dict[str, str] | str] = replicas.channel.gathered(problem if mine is None else mine.description)
+    # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise:
+    # none is left waiting.
+    said: list[dict[str, str] | str] = replicas.channel.gathered(
+        problem if mine is None else mine.description
+    )
     problems = [each for each in said if isinstance(each, str)]
     if mine is None or problems:
         raise FuncgaError(
-            f"a replica has nothing to fold in its first window, and cannot be told what the others fold "
-            f"({problems[0]}). Give every replica a micro-batch in the first window, later ones may have none; or "
-            f"return dicts, tuples and lists of arrays."
+            "a replica has nothing to fold in its first window, and cannot be told what the others "
+            f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
+            "ones may have none; or return dicts, tuples and lists of arrays."
         )
     check_alike([each for each in said if isinstance(each, dict)], "fold different structures")
     return mine

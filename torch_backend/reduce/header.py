@@ -16,12 +16,16 @@ class Report(NamedTuple):
     finished: float
     digest: float = 0  # of what is folded; 0 without any micro-batch
     agreed: float = False  # whether the replicas have agreed on that before
-    on_device: float = False  # whether something is counted on the device, and is not in this report
+    on_device: float = (
+        False  # whether something is counted on the device, and is not in this report
+    )
     steps: float = 0
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     failed: float = False  # whether the replica has raised an error
-    unweighed: float = False  # whether gradients have what other replicas' losses add to them, unweighed
+    unweighed: float = (
+        False  # whether gradients have what other replicas' losses add to them, unweighed
+    )
     uneven: float = False  # whether its micro-batches have different weights
     rejected: float = 0  # micro-batches that are dropped, but for those that only the device counts
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
@@ -32,11 +36,14 @@ ROOM = 4
 
 def digest_of(description: object) -> int:
     """A hash of 53 bits, which a float64 holds exactly, and never 0."""
-    return int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
+    return (
+        int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
+    )
 
 
 def exchanged(channel: Channel, mine: Report) -> Callable[[], list[Report]]:
-    """Begins one small all_gather, and returns a function that waits for the reports of all replicas, in their order.
+    """Begins one small all_gather, and returns a function that waits for the reports of all
+    replicas, in their order.
 
     All replicas see the same reports, so a problem makes all of them raise, in the same window.
     """
@@ -46,12 +53,15 @@ def exchanged(channel: Channel, mine: Report) -> Callable[[], list[Report]]:
 
 
 def check_in_step(reports: list[Report]) -> None:
-    """Raises FuncgaError if a replica has failed, or they merge different windows, or none has anything to fold."""
+    """Raises FuncgaError if a replica has failed, or they merge different windows, or none has
+    anything to fold.
+    """
     failed = [str(rank) for rank, report in enumerate(reports) if report.failed]
     if failed:
         raise FuncgaError(
-            f"rank {', '.join(failed[:8])} has raised an error in this window, and has nothing to merge. See what that "
-            f"process says, and let the error end all of them; or leave this window out on every rank."
+            f"rank {', '.join(failed[:8])} has raised an error in this window, and has nothing to "
+            "merge. See what that process says, and let the error end all of them; or leave this "
+            "window out on every rank."
         )
     if len({(report.begun, report.finished) for report in reports}) > 1:
         spelled = ", ".join(
@@ -59,9 +69,9 @@ def check_in_step(reports: list[Report]) -> None:
             for rank, report in enumerate(reports[:8])
         )
         raise FuncgaError(
-            f"the replicas are out of step: {spelled}. One of them has left out a window that the others merged, "
-            f"as after an error or an interruption that was caught. Let an error end the process, or fold nothing in "
-            f"its place: an empty batch, or an empty window."
+            f"the replicas are out of step: {spelled}. One of them has left out a window that the "
+            "others merged, as after an error or an interruption that was caught. Let an error end "
+            "the process, or fold nothing in its place: an empty batch, or an empty window."
         )
     if not any(report.digest for report in reports):
         raise nothing_to_fold()
@@ -70,6 +80,6 @@ def check_in_step(reports: list[Report]) -> None:
 def nothing_to_fold() -> FuncgaError:
     """The error, on all replicas, for a window in which none of them has a micro-batch."""
     return FuncgaError(
-        "no replica has a micro-batch to fold, so there is no gradient to return. Check the loaders, or that a "
-        "generator was not used up before."
+        "no replica has a micro-batch to fold, so there is no gradient to return. Check the "
+        "loaders, or that a generator was not used up before."
     )

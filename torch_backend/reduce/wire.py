@@ -1,7 +1,9 @@
-"""The wire: how leaves travel between replicas. Sums go in buckets, each one all_reduce; anything else as bytes.
+"""The wire: how leaves travel between replicas. Sums go in buckets, each one all_reduce; anything
+else as bytes.
 
-Sums are accumulated in the memory of the buckets, so nothing is copied before it is sent. Leaves that are no sums, such
-as moments or collected rows, are gathered, and combined in the order of the replicas.
+Sums are accumulated in the memory of the buckets, so nothing is copied before it is sent. Leaves
+that are no sums, such as moments or collected rows, are gathered, and combined in the order of the
+replicas.
 """
 
 import math
@@ -36,14 +38,16 @@ class Segment(NamedTuple):
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    is_complex: bool  # then the last axis has the real and the imaginary parts, as not every carrier adds complex ones
+    # then the last axis has the real and the imaginary parts, as not every carrier adds complex
+    # ones
+    is_complex: bool
 
 
 class Kind(NamedTuple):
     """What leaves have in common that are added over the replicas together.
 
-    The dtype and the device of their accumulators, what they are sent as, and which of the groups of replicas they are
-    added over, as in a Plan.
+    The dtype and the device of their accumulators, what they are sent as, and which of the groups
+    of replicas they are added over, as in a Plan.
     """
 
     dtype: torch.dtype
@@ -64,11 +68,13 @@ Shapes = dict[int, tuple[int, ...]]
 
 
 class Plan(NamedTuple):
-    """How each reduced leaf travels. It follows from what is folded, so it is the same on every replica.
+    """How each reduced leaf travels. It follows from what is folded, so it is the same on every
+    replica.
 
-    `converted` has the shapes of leaves that are added as what their monoid makes of them for that, in groups that
-    travel together; `gathered` has those of all others that are in no bucket. `among` has the leaves that are merged
-    over fewer replicas than the window: over the group of this number, from 1 on.
+    `converted` has the shapes of leaves that are added as what their monoid makes of them for that,
+    in groups that travel together; `gathered` has those of all others that are in no bucket.
+    `among` has the leaves that are merged over fewer replicas than the window: over the group of
+    this number, from 1 on.
     """
 
     buckets: tuple[Bucket, ...]
@@ -82,25 +88,49 @@ class Plan(NamedTuple):
         return self.buckets[-1].kind.device
 
     def numbers(self, most: int) -> tuple[int, ...]:
-        """All leaves, if they are real scalars on the host, and no more than so many; otherwise none."""
+        """All leaves, if they are real scalars on the host, and no more than so many; otherwise
+        none.
+        """
         kinds = [bucket.kind for bucket in self.buckets]
         segments = [segment for bucket in self.buckets for segment in bucket.segments]
         on_host = all(kind.device.type == "cpu" and kind.dtype.is_floating_point for kind in kinds)
-        others = self.gathered or self.converted or self.among or any(segment.shape for segment in segments)
-        return tuple([segment.leaf for segment in segments]) if on_host and len(segments) <= most and not others else ()
+        others = (
+            self.gathered
+            or self.converted
+            or self.among
+            or any(segment.shape for segment in segments)
+        )
+        return (
+            tuple([segment.leaf for segment in segments])
+            if on_host and len(segments) <= most and not others
+            else ()
+        )
 
 
 def planned(
-    folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], sums: Collection[int], bucket_bytes: int,
-    wire_dtype: torch.dtype | None, among: Mapping[int, int] = MappingProxyType({}),
-) -> Plan:  # fmt: skip
-    """The Plan for leaves like these, of which `sums` are merged by adding them; `among` as in a Plan."""
+    folds: Sequence[LeafFold],
+    likes: Mapping[int, torch.Tensor],
+    sums: Collection[int],
+    bucket_bytes: int,
+    wire_dtype: torch.dtype | None,
+    among: Mapping[int, int] = MappingProxyType({}),
+) -> Plan:
+    """The Plan for leaves like these, of which `sums` are merged by adding them; `among` as in a
+    Plan.
+    """
     kinds: dict[Kind, list[int]] = {}
     for leaf in sorted(sums):
-        kinds.setdefault(_kind_of(folds[leaf], likes[leaf], wire_dtype, among.get(leaf, 0)), []).append(leaf)
+        kinds.setdefault(
+            _kind_of(folds[leaf], likes[leaf], wire_dtype, among.get(leaf, 0)), []
+        ).append(leaf)
     if len(sums) < len(likes):
-        # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one collective more.
-        kinds = {kind: leaves for kind, leaves in kinds.items() if not _are_few_counts(leaves, folds, likes)}
+        # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one
+        # collective more.
+        kinds = {
+            kind: leaves
+            for kind, leaves in kinds.items()
+            if not _are_few_counts(leaves, folds, likes)
+        }
     in_buckets = {leaf for leaves in kinds.values() for leaf in leaves}
     others = [leaf for leaf in sorted(likes) if leaf not in in_buckets]
     converted = _converted_together(others, folds, likes, bucket_bytes, among)
@@ -115,13 +145,19 @@ def planned(
 
 
 def _buckets(
-    kinds: Mapping[Kind, list[int]], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor], bucket_bytes: int
+    kinds: Mapping[Kind, list[int]],
+    folds: Sequence[LeafFold],
+    likes: Mapping[int, torch.Tensor],
+    bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
     """The buckets of sums. All replicas see the last one, which has the mark of an error."""
     buckets = []
     for kind, leaves in sorted(kinds.items(), key=lambda item: not item[0].among):
         nbytes = {leaf: likes[leaf].numel() * kind.dtype.itemsize for leaf in leaves}
-        buckets += [_bucket(kind, together, folds, likes) for together in _parts(leaves, nbytes, bucket_bytes)]
+        buckets += [
+            _bucket(kind, together, folds, likes)
+            for together in _parts(leaves, nbytes, bucket_bytes)
+        ]
     if not buckets or buckets[-1].kind.among:
         device = next((like.device for like in likes.values()), torch.device("cpu"))
         buckets.append(Bucket(Kind(torch.float32, device, torch.float32, 0), (), 0))
@@ -141,10 +177,14 @@ def _converted_together(
         if folds[leaf].fold.reducer.monoid.sent is not None:
             groups.setdefault(among.get(leaf, 0), []).append(leaf)
     nbytes = {leaf: likes[leaf].nbytes for leaf in leaves}
-    return [together for group in groups.values() for together in _parts(group, nbytes, bucket_bytes)]
+    return [
+        together for group in groups.values() for together in _parts(group, nbytes, bucket_bytes)
+    ]
 
 
-def _kind_of(fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None, among: int) -> Kind:
+def _kind_of(
+    fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None, among: int
+) -> Kind:
     """The Kind of a sum. Scalars, such as the loss, and counts are never rounded."""
     dtype: torch.dtype = fold.accumulator_dtype
     dtype = dtype.to_real() if dtype.is_complex else dtype
@@ -152,7 +192,9 @@ def _kind_of(fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None,
     return Kind(dtype, like.device, dtype if wire_dtype is None or is_exact else wire_dtype, among)
 
 
-def _are_few_counts(leaves: list[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]) -> bool:
+def _are_few_counts(
+    leaves: list[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]
+) -> bool:
     """Whether these are sums without weights, and take less memory than a collective is worth."""
     elements = sum(likes[leaf].numel() for leaf in leaves)
     return elements <= _FEW and all(folds[leaf].fold.reducer.unweighted for leaf in leaves)
@@ -171,7 +213,9 @@ def _parts(leaves: list[int], nbytes: Mapping[int, int], most: int) -> list[list
     return parts
 
 
-def _bucket(kind: Kind, leaves: Sequence[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]) -> Bucket:
+def _bucket(
+    kind: Kind, leaves: Sequence[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]
+) -> Bucket:
     segments: list[Segment] = []
     end = 0
     for leaf in leaves:
@@ -188,14 +232,17 @@ def _bucket(kind: Kind, leaves: Sequence[int], folds: Sequence[LeafFold], likes:
 class Sums:
     """The sums of one window in the memory of their buckets.
 
-    Buckets are sent in the order of the plan, so all replicas send in one order. The last bucket has one more element,
-    the mark: its sum is not 0 if any replica has raised an error. A plan without buckets has no mark to send.
+    Buckets are sent in the order of the plan, so all replicas send in one order. The last bucket
+    has one more element, the mark: its sum is not 0 if any replica has raised an error. A plan
+    without buckets has no mark to send.
     """
 
     def __init__(self, plan: Plan):
         self.buckets, last = plan.buckets, len(plan.buckets) - 1
         self._memory = [
-            torch.zeros(bucket.length + (index == last), dtype=bucket.kind.dtype, device=bucket.kind.device)
+            torch.zeros(
+                bucket.length + (index == last), dtype=bucket.kind.dtype, device=bucket.kind.device
+            )
             for index, bucket in enumerate(plan.buckets)
         ]
         # Each view shares the memory of its bucket: what is added to it is in the bucket.
@@ -208,14 +255,21 @@ class Sums:
         self.sent = 0  # buckets
 
     def send(
-        self, index: int, carrier: dist.ProcessGroup, reduced: list[object], weighted: Collection[int], factor: float
+        self,
+        index: int,
+        carrier: dist.ProcessGroup,
+        reduced: list[object],
+        weighted: Collection[int],
+        factor: float,
     ) -> Receive:
-        """Begins to add a bucket with the sums of its leaves. Those that are `weighted` are multiplied by the factor.
+        """Begins to add a bucket with the sums of its leaves. Those that are `weighted` are
+        multiplied by the factor.
 
         From then on `reduced` has views of the bucket in their place.
         """
         bucket, memory = self.buckets[index], self._memory[index]
-        # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0 there.
+        # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0
+        # there.
         views = {segment.leaf: self.views[segment.leaf] for segment in bucket.segments}
         for leaf, view in views.items():
             accumulated = local(reduced[leaf])
@@ -244,7 +298,7 @@ def _view(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
     return torch.view_as_complex(real) if segment.is_complex else real
 
 
-# ------------------------------------------------------------------------------------------------- what is converted
+# -------------------------------------------------------------------------------- what is converted
 
 
 class Wire(NamedTuple):
@@ -256,14 +310,18 @@ class Wire(NamedTuple):
 
 
 def add_converted(buffers: Buffers, shapes: Shapes, wire: Wire) -> Receive:
-    """Begins to add leaves of these shapes over the replicas, as what their monoid makes of them for that."""
+    """Begins to add leaves of these shapes over the replicas, as what their monoid makes of them
+    for that.
+    """
     addends, structure = trees.flatten(
         [_converted(buffers, leaf, shape, wire.device) for leaf, shape in shapes.items()]
     )
     kinds = [(addend.shape, addend.dtype, addend.device) for addend in addends]
     # One collective for each dtype.
     sent = {
-        dtype: torch.cat([addend.reshape(-1) for addend in addends if addend.dtype == dtype]).to(wire.device)
+        dtype: torch.cat([addend.reshape(-1) for addend in addends if addend.dtype == dtype]).to(
+            wire.device
+        )
         for dtype in dict.fromkeys(addend.dtype for addend in addends)
     }
     works = [wire.carrier.allreduce([numbers]) for numbers in sent.values()]
@@ -273,7 +331,9 @@ def add_converted(buffers: Buffers, shapes: Shapes, wire: Wire) -> Receive:
         for work in works:
             work.wait()
         rows = {
-            dtype: iter(torch.split(numbers, [shape.numel() for shape, of, _ in kinds if of == dtype]))
+            dtype: iter(
+                torch.split(numbers, [shape.numel() for shape, of, _ in kinds if of == dtype])
+            )
             for dtype, numbers in sent.items()
         }
         sums = [next(rows[dtype]).view(shape).to(device) for shape, dtype, device in kinds]
@@ -285,22 +345,28 @@ def add_converted(buffers: Buffers, shapes: Shapes, wire: Wire) -> Receive:
     return receive
 
 
-def _converted(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
+def _converted(
+    buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device
+) -> Reduced:
     """What this replica sends of a leaf, in place of which nothing is held meanwhile."""
-    sent, lifted = buffers.folds[leaf].fold.reducer.monoid.sent, _lifted(buffers, leaf, shape, device)
+    sent, lifted = (
+        buffers.folds[leaf].fold.reducer.monoid.sent,
+        _lifted(buffers, leaf, shape, device),
+    )
     buffers.reduced[leaf] = None
     assert sent is not None  # or it is gathered
     return sent(torch, lifted)
 
 
-# -------------------------------------------------------------------------------------------------- what is gathered
+# --------------------------------------------------------------------------------- what is gathered
 
 
 def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[int]]) -> Receive:
     """Begins to gather the leaves that are in no bucket, and collected rows.
 
-    The function that it returns waits for them, and combines and joins them in the order of the replicas. `members` has
-    for each group of replicas which of those of the window they are: it takes the leaves of these alone.
+    The function that it returns waits for them, and combines and joins them in the order of the
+    replicas. `members` has for each group of replicas which of those of the window they are: it
+    takes the leaves of these alone.
     """
     lifted = [_lifted(buffers, leaf, shape, wire.device) for leaf, shape in plan.gathered.items()]
     rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
@@ -311,7 +377,9 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[
     def combine() -> None:
         of_ranks = [trees.unflatten(structure, arrays) for arrays in received()]
         for position, leaf in enumerate(plan.gathered):
-            lifted = [of_ranks[replica][0][position] for replica in members[plan.among.get(leaf, 0)]]
+            lifted = [
+                of_ranks[replica][0][position] for replica in members[plan.among.get(leaf, 0)]
+            ]
             buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted)
         for position, leaf_index in enumerate(buffers.outputs.collected):
             buffers.collected[leaf_index] = [rows[position] for _, rows in of_ranks]
@@ -320,7 +388,9 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[
 
 
 def _lifted(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
-    """What this replica has folded of a leaf. Where that is nothing it is the identity: all send the same shapes."""
+    """What this replica has folded of a leaf. Where that is nothing it is the identity: all send
+    the same shapes.
+    """
     if buffers.reduced[leaf] is not None:
         return local(buffers.reduced[leaf])
     dtype = buffers.outputs.dtypes[buffers.outputs.reduced[leaf]]
@@ -337,13 +407,18 @@ def _rows(buffers: Buffers, leaf_index: int, device: torch.device) -> torch.Tens
     return torch.cat([empty, *buffers.collected[leaf_index]], dim=axis)
 
 
-def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Callable[[], list[list[torch.Tensor]]]:
+def _gathered(
+    arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire
+) -> Callable[[], list[list[torch.Tensor]]]:
     """Begins one all_gather, and returns a function that waits for the arrays of each replica.
 
-    Where they `have_rows`, shapes may differ between replicas, which first tell each other their own.
+    Where they `have_rows`, shapes may differ between replicas, which first tell each other their
+    own.
     """
     kinds = [(tuple(array.shape), array.dtype) for array in arrays]
-    kinds_of_ranks: list[list[Form]] = wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
+    kinds_of_ranks: list[list[Form]] = (
+        wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
+    )
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
     packed = pack(arrays, wire.device)
     padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
@@ -353,16 +428,23 @@ def _gathered(arrays: Sequence[torch.Tensor], have_rows: bool, wire: Wire) -> Ca
 
     def received() -> list[list[torch.Tensor]]:
         work.wait()
-        return [unpack(data, kinds) for data, kinds in zip(data_of_ranks, kinds_of_ranks, strict=True)]
+        return [
+            unpack(data, kinds) for data, kinds in zip(data_of_ranks, kinds_of_ranks, strict=True)
+        ]
 
     return received
 
 
 def carried(state: list[Array], source: int, wire: Wire) -> list[Array]:
-    """The state of the replica `source`: its arrays and numbers. Any other object stays each replica's own."""
+    """The state of the replica `source`: its arrays and numbers. Any other object stays each
+    replica's own.
+    """
     is_source = wire.channel.rank == source
-    # The hosts first exchange numbers, and the kinds of arrays, so that the others can make room for the broadcast.
-    said: list[Array] = wire.channel.gathered([_said_of(leaf) for leaf in state] if is_source else None)[source]
+    # The hosts first exchange numbers, and the kinds of arrays, so that the others can make room
+    # for the broadcast.
+    said: list[Array] = wire.channel.gathered(
+        [_said_of(leaf) for leaf in state] if is_source else None
+    )[source]
     kinds: list[Form] = [theirs for theirs in said if isinstance(theirs, tuple)]
     if is_source:
         data = pack([leaf for leaf in state if isinstance(leaf, torch.Tensor)], wire.device)
@@ -378,13 +460,15 @@ def carried(state: list[Array], source: int, wire: Wire) -> list[Array]:
 
 
 def _said_of(leaf: object) -> "Form | bool | float | complex | str | None":
-    """What is said of a leaf of the state: the kind of an array, a number itself, None of any other object."""
+    """What is said of a leaf of the state: the kind of an array, a number itself, None of any
+    other object.
+    """
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
-# ------------------------------------------------------------------------------------------------- arrays as bytes
+# ---------------------------------------------------------------------------------- arrays as bytes
 
 # The shape and the dtype of an array.
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -397,7 +481,12 @@ def nbytes(kinds: Sequence[Form]) -> int:
 
 def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The bytes of the arrays, one after the other, on the device."""
-    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *[as_bytes(a).to(device) for a in arrays]])
+    return torch.cat(
+        [
+            torch.empty(0, dtype=torch.uint8, device=device),
+            *[as_bytes(a).to(device) for a in arrays],
+        ]
+    )
 
 
 def unpack(data: torch.Tensor, kinds: Sequence[Form]) -> list[torch.Tensor]:

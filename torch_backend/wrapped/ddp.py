@@ -2,8 +2,8 @@
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 
-Wrappers reduce gradients inside the backward pass, unless told to wait. After a window the parameters have the sums
-over the replicas as gradients, divided by what `scales` says.
+Wrappers reduce gradients inside the backward pass, unless told to wait. After a window the
+parameters have the sums over the replicas as gradients, divided by what `scales` says.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,10 +29,11 @@ from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 class Wrapper:
     """How a wrapper reduces the gradients of a module over a window.
 
-    `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the gradients lie in memory
-    that nobody else will write to. `in_step`: whether all replicas need equally many micro-batches, even if all but the
-    last wait. `kind`: its row of the table of what is supported. `knows_outer`: whether sync="outer" is for it.
-    `remedy`: what to do where sums in 16 bits are refused.
+    `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
+    gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
+    equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
+    is supported. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in
+    16 bits are refused.
     """
 
     fresh = in_step = knows_outer = False
@@ -49,7 +50,9 @@ class Wrapper:
 
     @property
     def searches(self) -> bool:
-        """Whether it is done with parameters that no forward pass has used before the backward pass begins."""
+        """Whether it is done with parameters that no forward pass has used before the backward
+        pass begins.
+        """
         return False
 
     def covered(self) -> set[int]:
@@ -57,7 +60,9 @@ class Wrapper:
         raise NotImplementedError
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
-        """For every wrapped part the process groups that its gradients are reduced over, the inner one first."""
+        """For every wrapped part the process groups that its gradients are reduced over, the
+        inner one first.
+        """
         raise NotImplementedError
 
     def check(self, sync: str) -> None:
@@ -66,16 +71,21 @@ class Wrapper:
         if len({*ranks}) > 1:
             first, other = [*dict.fromkeys(ranks)][:2]
             raise FuncgaError(
-                f"parts of the module are wrapped by {self.name} over different replicas, the ranks {first} and "
-                f"{other}, so there is no one set of replicas to weigh micro-batches over. Give every part the "
-                f"same process group or mesh; or let funcga reduce: accumulate(funcga.value_and_grad("
-                f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+                f"parts of the module are wrapped by {self.name} over different replicas, the "
+                f"ranks {first} and {other}, so there is no one set of replicas to weigh "
+                "micro-batches over. Give every part the same process group or mesh; or let funcga "
+                "reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
+                "loss_fn)), n, across=group), with the module that was wrapped."
             )
-        if sync == "outer" and not (self.knows_outer and all(len(groups) == 2 for groups in self.groups())):
+        if sync == "outer" and not (
+            self.knows_outer and all(len(groups) == 2 for groups in self.groups())
+        ):
             raise no_outer_mesh(self.name)
 
     def replicas(self, across: Array) -> InTurn:
-        """What a window is merged over, the inner group first. Raises FuncgaError if `across=` names anything else."""
+        """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
+        names anything else.
+        """
         groups = self.groups()[0]
         if across is not None:
             check_one_for_all(
@@ -83,14 +93,16 @@ class Wrapper:
                 f"the module is wrapped by {self.name}, which reduces all gradients itself",
                 "Leave across= out; or let funcga reduce the module that was wrapped.",
             )
-            # On a mesh of two dimensions a process sees only its own row, the inner group, and its own column, the
-            # outer one. All other ranks follow, because the rows are the same row shifted along the column.
+            # On a mesh of two dimensions a process sees only its own row, the inner group, and its
+            # own column, the outer one. All other ranks follow, because the rows are the same row
+            # shifted along the column.
             shifts = [rank - dist.get_rank() for rank in _ranks(groups[-1])] if groups[1:] else [0]
             ranks = sorted(rank + shift for rank in _ranks(groups[0]) for shift in shifts)
             if _ranks(across) != ranks:
                 raise FuncgaError(
-                    f"across= names the ranks {_ranks(across)}, and the module is wrapped by {self.name}, which "
-                    f"reduces over the ranks {ranks}. Leave across= out: the wrapper knows its replicas."
+                    f"across= names the ranks {_ranks(across)}, and the module is wrapped by "
+                    f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
+                    "wrapper knows its replicas."
                 )
         return InTurn([Replicas(group) for group in groups])
 
@@ -99,14 +111,17 @@ class Wrapper:
         return []
 
     def leaf_of(self) -> dict[int, torch.Tensor]:
-        """By the id of a parameter, the leaf that its gradient comes to on this replica, where that is another tensor.
+        """By the id of a parameter, the leaf that its gradient comes to on this replica, where that
+        is another tensor.
 
         Raises FuncgaError if there is no such leaf. To be asked after a forward pass.
         """
         return {}
 
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """What the sum of each parameter has been divided by. Wrappers average, so it is the number of replicas."""
+        """What the sum of each parameter has been divided by. Wrappers average, so it is the
+        number of replicas.
+        """
         scale = float(prod(group.size() for group in self.groups()[0]))
         return [scale for _ in params]
 
@@ -115,7 +130,8 @@ class Wrapper:
         return param.dtype
 
     def window(self) -> AbstractContextManager[None]:
-        """The context of a window: passes synchronise unless `waiting`, and the user's own sums are put aside.
+        """The context of a window: passes synchronise unless `waiting`, and the user's own sums are
+        put aside.
 
         In it the module's parameters are those that get the gradients.
         """
@@ -125,8 +141,12 @@ class Wrapper:
         """The context of the micro-batches before the last, which need not synchronise."""
         raise NotImplementedError
 
-    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """The context of the last backward pass. Raises FuncgaError if that pass leaves out what was summed before."""
+    def synchronising(
+        self, sync: str, params: dict[str, torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
+        was summed before.
+        """
         return nullcontext()
 
     def recover(self) -> None:
@@ -138,31 +158,40 @@ class Wrapper:
         return []
 
     def begin_plan(self) -> None:
-        """Makes ready for a window that is planned: all `holders`, and the modules, have stand-ins for their tensors.
+        """Makes ready for a window that is planned: all `holders`, and the modules, have stand-ins
+        for their tensors.
 
         Nothing is sent in it, and afterwards all of their attributes are as before.
         """
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """What it holds beside the parameters, and gradients in their shapes here, by the name in a plan."""
+        """What it holds beside the parameters, and gradients in their shapes here, by the name
+        in a plan.
+        """
         return {}
 
 
 def no_outer_mesh(what: str) -> FuncgaError:
-    """The error for a module, wrapped by this, without an outer dimension of a mesh to all-reduce over."""
+    """The error for a module, wrapped by this, without an outer dimension of a mesh to
+    all-reduce over.
+    """
     return FuncgaError(
-        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for fully_shard with a '
-        f'mesh of two dimensions (HSDP). Write sync="last", to synchronise once, or sync="every".'
+        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for '
+        'fully_shard with a mesh of two dimensions (HSDP). Write sync="last", to synchronise once, '
+        'or sync="every".'
     )
 
 
 class DDP(Wrapper):
-    """torch.nn.parallel.DistributedDataParallel: averages in place, in buckets, as gradients become ready."""
+    """torch.nn.parallel.DistributedDataParallel: averages in place, in buckets, as gradients
+    become ready.
+    """
 
     remedy = (
         "Keep the parameters in float32, with torch.autocast in loss_fn; or use fully_shard with "
-        "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: accumulate(funcga.value_and_grad("
-        "torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped."
+        "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: "
+        "accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n, "
+        "across=group), with the module that was wrapped."
     )
     wrapped: "Sequence[nn.parallel.DistributedDataParallel]"
 
@@ -173,7 +202,10 @@ class DDP(Wrapper):
     @property
     def begins_with_buffers(self) -> bool:
         """Whether one of them broadcasts buffers, and has some."""
-        return any(ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()) for ddp in self.modules())
+        return any(
+            ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())
+            for ddp in self.modules()
+        )
 
     @property
     def searches(self) -> bool:
@@ -190,19 +222,24 @@ class DDP(Wrapper):
         }
 
     def check(self, sync: str) -> None:
-        """Refuses static_graph, which fails in torch when a pass waits, and mixed_precision, which sums in 16 bits."""
+        """Refuses static_graph, which fails in torch when a pass waits, and mixed_precision,
+        which sums in 16 bits.
+        """
         super().check(sync)
         for ddp in self.modules():
             if ddp.static_graph and sync == "last":
                 raise FuncgaError(
-                    "the module is wrapped by DistributedDataParallel with static_graph=True, which fails an internal "
-                    "assertion of torch when a backward pass does not synchronise. Leave static_graph out, or "
-                    'synchronise every micro-batch: module_value_and_grad(module, loss_fn, sync="every").'
+                    "the module is wrapped by DistributedDataParallel with static_graph=True, "
+                    "which fails an internal assertion of torch when a backward pass does not "
+                    "synchronise. Leave static_graph out, or "
+                    "synchronise every micro-batch: module_value_and_grad(module, loss_fn, "
+                    'sync="every").'
                 )
             if ddp.mixed_precision is not None:
                 raise FuncgaError(
-                    "the module is wrapped by DistributedDataParallel with mixed_precision=, whose gradients of "
-                    "several micro-batches would be summed in 16 bits. Leave it out, and use torch.autocast in loss_fn."
+                    "the module is wrapped by DistributedDataParallel with mixed_precision=, whose "
+                    "gradients of several micro-batches would be summed in 16 bits. Leave it out, "
+                    "and use torch.autocast in loss_fn."
                 )
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
@@ -213,11 +250,13 @@ class DDP(Wrapper):
         """Synchronises even inside of the user's no_sync(). Raises FuncgaError inside of Join."""
         if any(map(_private.is_in_join, self.modules())):
             raise FuncgaError(
-                f"the module is wrapped by {self.name} and was called inside of Join, which answers for replicas that "
-                f"have run out of data, and knows nothing of the counts that funcga merges. Leave Join out: replicas "
-                f"may have different numbers of micro-batches, one of weight 0 where there is no more data."
+                f"the module is wrapped by {self.name} and was called inside of Join, which "
+                "answers for replicas that have run out of data, and knows nothing of the counts "
+                "that funcga merges. Leave Join out: replicas may have different numbers of "
+                "micro-batches, one of weight 0 where there is no more data."
             )
-        # With gradient_as_bucket_view the user's gradients may be views of DDP's buckets, which this window overwrites.
+        # With gradient_as_bucket_view the user's gradients may be views of DDP's buckets, which
+        # this window overwrites.
         views = [ddp for ddp in self.modules() if ddp.gradient_as_bucket_view]
         for p in (p for ddp in views for p in ddp.module.parameters()):
             if p.grad is not None and not is_alone(p.grad):
@@ -234,33 +273,44 @@ class DDP(Wrapper):
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Checks that DDP has synchronised: it waits for every gradient, and is silent if one is missing."""
+        """Checks that DDP has synchronised: it waits for every gradient, and is silent if one is
+        missing.
+        """
         before = {name: mark(p) for name, p in params.items()}
-        # A communication hook of the user's may reduce by other means, so a silent listener tells nothing there.
-        listeners = [Listener(ddp.process_group) for ddp in self.modules() if not _private.has_comm_hooks(ddp)]
+        # A communication hook of the user's may reduce by other means, so a silent listener tells
+        # nothing there.
+        listeners = [
+            Listener(ddp.process_group)
+            for ddp in self.modules()
+            if not _private.has_comm_hooks(ddp)
+        ]
         yield
-        # Three things can go wrong. A parameter was not reached, so its bucket was not sent. No parameter was reached.
-        # Or all were, but loss_fn called the module inside of the wrapper, so nothing was sent.
+        # Three things can go wrong. A parameter was not reached, so its bucket was not sent. No
+        # parameter was reached. Or all were, but loss_fn called the module inside of the wrapper,
+        # so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
         is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.modules())
         if is_finished and listeners and all(listener.is_silent for listener in listeners):
             raise FuncgaError(
-                f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call it, but perhaps the "
-                f"module inside of it, that it closes over, whose gradients would differ from replica to replica. Call "
-                f"the module that loss_fn is given: lambda module, x, y: F.mse_loss(module(x), y)."
+                f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
+                "it, but perhaps the module inside of it, that it closes over, whose gradients "
+                "would differ from replica to replica. Call the module that loss_fn is given: "
+                "lambda module, x, y: F.mse_loss(module(x), y)."
             )
         if not is_finished or (missed and len(missed) == len(params)):
             raise FuncgaError(
-                f"the last micro-batch has no gradient for {_some(missed)}, so that {self.name} did not synchronise, "
-                f"nor what earlier micro-batches had summed: it waits for every parameter in that backward pass. Use "
-                f"all parameters in every micro-batch, or wrap the module with find_unused_parameters=True."
+                f"the last micro-batch has no gradient for {_some(missed)}, so that {self.name} "
+                "did not synchronise, nor what earlier micro-batches had summed: it waits for "
+                "every parameter in that backward pass. Use all parameters in every micro-batch, "
+                "or wrap the module with find_unused_parameters=True."
             )
 
     def recover(self) -> None:
         """Lets the next forward pass begin anew."""
         for ddp in self.modules():
             _private.reset_ddp(ddp)
-            # The replicas may have stopped in different micro-batches, and must begin with the same flag.
+            # The replicas may have stopped in different micro-batches, and must begin with the same
+            # flag.
             ddp.require_forward_param_sync = True
 
     def holders(self) -> list[object]:
@@ -271,19 +321,29 @@ class DDP(Wrapper):
         """Puts stand-ins in the place of what reduces, which is not written in Python."""
         for ddp in self.modules():
             reducer = PlannedReducer(ddp)
-            vars(ddp).update(reducer=reducer, logger=reducer, modules_buffers=[])  # no buffers are broadcast
+            vars(ddp).update(
+                reducer=reducer, logger=reducer, modules_buffers=[]
+            )  # no buffers are broadcast
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """The buckets, which are as large as all gradients."""
-        return {"buckets": [bucket for ddp in self.modules() for bucket in vars(ddp)["reducer"].buckets]}
+        return {
+            "buckets": [bucket for ddp in self.modules() for bucket in vars(ddp)["reducer"].buckets]
+        }
 
 
 class PlannedReducer:
-    """The reducer of DDP while a window is planned: it has buckets, puts gradients into them, and sends nothing."""
+    """The reducer of DDP while a window is planned: it has buckets, puts gradients into them,
+    and sends nothing.
+    """
 
     def __init__(self, ddp: nn.parallel.DistributedDataParallel):
         ignored = ddp.parameters_to_ignore
-        trained = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        trained = [
+            p
+            for name, p in ddp.module.named_parameters()
+            if p.requires_grad and name not in ignored
+        ]
         self.ddp, self.buckets = ddp, [torch.zeros_like(p, requires_grad=False) for p in trained]
         for p, bucket in zip(trained, self.buckets, strict=True):
             p.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
@@ -303,7 +363,9 @@ class Replicate(DDP):
     """torch.distributed._composable.replicate: DDP in the hooks of a module."""
 
     def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
-        """The DistributedDataParallel objects, which are made at the first forward pass, or here."""
+        """The DistributedDataParallel objects, which are made at the first forward pass, or
+        here.
+        """
         return [_private.replicate_state(module)._ddp for module in self.wrapped]
 
     def check(self, sync: str) -> None:
@@ -311,7 +373,10 @@ class Replicate(DDP):
         DDP(self.modules(), "DistributedDataParallel").check(sync)
 
     def _synchronised(self) -> list[tuple[object, str, object]]:
-        return [(_private.replicate_state(module), *_private.SYNCHRONISES_REPLICATE) for module in self.wrapped]
+        return [
+            (_private.replicate_state(module), *_private.SYNCHRONISES_REPLICATE)
+            for module in self.wrapped
+        ]
 
     @contextmanager
     def waiting(self, sync: str) -> Iterator[None]:
@@ -353,7 +418,9 @@ def in_no_sync(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """A mark that changes whenever a tensor's `.grad` is replaced or written to; None if it has no `.grad`."""
+    """A mark that changes whenever a tensor's `.grad` is replaced or written to; None if it has
+    no `.grad`.
+    """
     grad = tensor.grad
     if grad is None:
         return None

@@ -17,12 +17,14 @@ from torch_backend.wrapped.ddp import Wrapper, assigned
 
 
 class FSDP2(Wrapper):
-    """fully_shard, and the replicate that is made of it: gradients are DTensors, in memory that each pass makes."""
+    """fully_shard, and the replicate that is made of it: gradients are DTensors, in memory that
+    each pass makes.
+    """
 
     fresh = in_step = knows_outer = True
     remedy = (
-        "Say that it sums in float32: "
-        "fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
+        "Say that it sums in float32: fully_shard(module, "
+        "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
     )
 
     @cached_property
@@ -32,37 +34,53 @@ class FSDP2(Wrapper):
 
     def _param_groups(self) -> list[_private.ParamGroup]:
         """The groups of parameters that are communicated together."""
-        return list({id(group): group for part in self.parts for group in _private.param_groups(part)}.values())
+        return list(
+            {
+                id(group): group for part in self.parts for group in _private.param_groups(part)
+            }.values()
+        )
 
     def covered(self) -> set[int]:
         """All that are sharded or replicated by it."""
         self._reshard()
-        return {id(param) for group in self._param_groups() for param in _private.sharded_params(group)}
+        return {
+            id(param) for group in self._param_groups() for param in _private.sharded_params(group)
+        }
 
     def _reshard(self) -> None:
-        """Shards the parameters again. An evaluation may have left them unsharded, and they are other tensors then."""
+        """Shards the parameters again. An evaluation may have left them unsharded, and they are
+        other tensors then.
+        """
         for part in self.parts:
             if not all(map(_private.is_sharded, _private.param_groups(part))):
                 part.reshard()
 
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded ones, which are made at the first forward pass."""
-        return [param for group in self._param_groups() for param in _private.unsharded_params(group)]
+        return [
+            param for group in self._param_groups() for param in _private.unsharded_params(group)
+        ]
 
     def leaf_of(self) -> dict[int, torch.Tensor]:
         """The unsharded parameter of each sharded one."""
         return {
             id(sharded): unsharded
             for group in self._param_groups()
-            for sharded, unsharded in zip(_private.sharded_params(group), _private.unsharded_params(group), strict=True)
+            for sharded, unsharded in zip(
+                _private.sharded_params(group), _private.unsharded_params(group), strict=True
+            )
         }
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
-        """The group of the mesh, or for a mesh of two dimensions the one that shards, then the one that replicates."""
+        """The group of the mesh, or for a mesh of two dimensions the one that shards, then the
+        one that replicates.
+        """
         return [_private.process_groups_of(group) for group in self._param_groups()]
 
     def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of its own."""
+        """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of
+        its own.
+        """
         factors: dict[int, float] = {}
         for group in self._param_groups():
             factor = _private.divide_factor(group)
@@ -72,20 +90,26 @@ class FSDP2(Wrapper):
         return [factors[id(param)] for param in params]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
-        """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the parameter's own dtype."""
+        """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the
+        parameter's own dtype.
+        """
         if sync == "every":
             return param.dtype
-        group = next(g for g in self._param_groups() if any(p is param for p in _private.sharded_params(g)))
+        group = next(
+            g for g in self._param_groups() if any(p is param for p in _private.sharded_params(g))
+        )
         return _private.reduce_dtype(group) or param.dtype
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Synchronises, whatever the user has set, and what one replica alone has used too, if torch can do that.
+        """Synchronises, whatever the user has set, and what one replica alone has used too, if
+        torch can do that.
 
         What the user's own backward passes have summed without synchronising is put aside.
         """
         self._reshard()  # then the parameters are the sharded ones, DTensors
-        # All of these values are put back when the window ends, including those that `_require` changes meanwhile.
+        # All of these values are put back when the window ends, including those that `_require`
+        # changes meanwhile.
         groups = self._param_groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
         with assigned([*values, *map(_private.last_backward_flag, self.parts)]):

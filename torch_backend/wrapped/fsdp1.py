@@ -18,19 +18,28 @@ from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync, mark
 
 
 class FSDP1(Wrapper):
-    """torch.distributed.fsdp.FullyShardedDataParallel: reduce-scatters one flat gradient for each wrapped module."""
+    """torch.distributed.fsdp.FullyShardedDataParallel: reduce-scatters one flat gradient for
+    each wrapped module.
+    """
 
     in_step = True
     kind = supported.FSDP1
     remedy = (
-        'Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, sync="every"), which sums '
-        "shards in their dtype; or use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+        "Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, "
+        'sync="every"), which sums '
+        "shards in their dtype; or use fully_shard with "
+        "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
     )
 
     @cached_property
     def parts(self) -> list[FullyShardedDataParallel]:
         """All modules that are wrapped."""
-        return [m for root in self.wrapped for m in root.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [
+            m
+            for root in self.wrapped
+            for m in root.modules()
+            if isinstance(m, FullyShardedDataParallel)
+        ]
 
     def covered(self) -> set[int]:
         """All that are in a flat parameter."""
@@ -45,7 +54,9 @@ class FSDP1(Wrapper):
         return [_private.groups_of_fsdp1(part) for part in self.parts]
 
     def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
-        """Waiting passes sum gradients in the dtype that they are computed in, others in the parameter's own."""
+        """Waiting passes sum gradients in the dtype that they are computed in, others in the
+        parameter's own.
+        """
         for part in self.parts if sync == "last" else ():
             flat = _private.flat_param_of(part)
             if flat is not None and any(param is p for p in _private.params_of_flat(flat)):
@@ -55,13 +66,15 @@ class FSDP1(Wrapper):
     def window(self) -> AbstractContextManager[None]:
         """Synchronises even inside of the user's no_sync().
 
-        Raises FuncgaError if there are unsharded sums of the user's: FSDP1 keeps them where the shards go.
+        Raises FuncgaError if there are unsharded sums of the user's: FSDP1 keeps them where the
+        shards go.
         """
         if any(map(_private.has_unsharded_sum, self.parts)):
             raise FuncgaError(
-                "the module is wrapped by FullyShardedDataParallel and has gradients of a .backward() in "
-                "no_sync(), which would be reduced along with those of this call. First end that window by a "
-                "backward pass outside of no_sync(), or drop it: module.zero_grad()."
+                "the module is wrapped by FullyShardedDataParallel and has gradients of a "
+                ".backward() in no_sync(), which would be reduced along with those of this call. "
+                "First end that window by a backward pass outside of no_sync(), or drop it: "
+                "module.zero_grad()."
             )
         return assigned([(part, _private.SYNCHRONISES_FSDP1, True) for part in self.parts])
 
@@ -71,20 +84,25 @@ class FSDP1(Wrapper):
 
     @contextmanager
     def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Checks that every flat parameter is reached: else its gradient would stay that of this replica alone."""
-        # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the last pass.
+        """Checks that every flat parameter is reached: else its gradient would stay that of this
+        replica alone.
+        """
+        # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the
+        # last pass.
         before = [(flat, mark(flat)) for flat in self.leaves() if sync == "last"]
         try:
             yield
             if not any(earlier is not None and mark(flat) == earlier for flat, earlier in before):
                 return
         except AssertionError as error:
-            # Where parameters are sharded, torch itself fails an assertion. Any other one is not about this.
+            # Where parameters are sharded, torch itself fails an assertion. Any other one is not
+            # about this.
             if not _private.says_that_a_shard_is_missing(error):
                 raise
         raise FuncgaError(
-            "the last micro-batch does not use all of the module that is wrapped by FullyShardedDataParallel, and it "
-            "synchronises only what that backward pass reaches. Use all wrapped parts in every micro-batch, or "
+            "the last micro-batch does not use all of the module that is wrapped by "
+            "FullyShardedDataParallel, and it synchronises only what that backward pass reaches. "
+            "Use all wrapped parts in every micro-batch, or "
             'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").'
         )
 
@@ -100,6 +118,8 @@ class FSDP1(Wrapper):
         """The whole parameters, and gradients that were not reduced yet."""
         sums = [part for part in self.parts if _private.has_unsharded_sum(part)]
         return {
-            "unsharded parameters": [whole for part in self.parts for whole in _private.whole_of_fsdp1(part)],
+            "unsharded parameters": [
+                whole for part in self.parts for whole in _private.whole_of_fsdp1(part)
+            ],
             "unsharded gradients": [_private.flat_param_of(part).grad for part in sums],
         }

@@ -28,7 +28,9 @@ from torch_backend.reduce import reductions_of
 
 
 class _Calling(threading.local):
-    """The arguments, and those of the micro-batch, of a call of grad_fn whose in_axes was left at its default."""
+    """The arguments, and those of the micro-batch, of a call of grad_fn whose in_axes was left
+    at its default.
+    """
 
     microbatch: tuple[Arguments, tuple[Tree, ...]] | None = None
 
@@ -38,7 +40,9 @@ calling = _Calling()
 
 @dataclass(frozen=True, eq=False)
 class ModuleGradient(OwningGradient):
-    """The gradient function of the parameters of a module that nothing wraps. Made by `module_value_and_grad`."""
+    """The gradient function of the parameters of a module that nothing wraps. Made by
+    `module_value_and_grad`.
+    """
 
     module: nn.Module
     loss_fn: LossFn
@@ -54,7 +58,9 @@ class ModuleGradient(OwningGradient):
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
     def __getstate__(self) -> dict[str, object]:
-        """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from them."""
+        """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from
+        them.
+        """
         return {each.name: vars(self)[each.name] for each in fields(self)}
 
     @cached_property
@@ -81,15 +87,22 @@ class ModuleGradient(OwningGradient):
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
         with window:
-            args, kwargs = window.detached(args), dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True))
-            return window.result(window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True))
+            args, kwargs = (
+                window.detached(args),
+                dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True)),
+            )
+            return window.result(
+                window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True)
+            )
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""
         return self.parts.gradient_in(value)
 
     def snapshot(self) -> Callable[[], None]:
-        """The buffers as they are now, such as BatchNorm's running statistics; calling it puts them back."""
+        """The buffers as they are now, such as BatchNorm's running statistics; calling it puts
+        them back.
+        """
         tables = [part.__dict__[_private.BUFFERS] for part in self.module.modules()]
         buffers = [
             (table, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -110,7 +123,9 @@ class ModuleGradient(OwningGradient):
         return [*self.module.parameters()]
 
     def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
-        """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
+        """One window of a program with this gradient function; one that is `alone` has a single
+        micro-batch.
+        """
         self.check_not_traced()
         check_wrapped_before(self.module)
         reduction = None if program.across is None else reductions_of(program, backend)[0]
@@ -120,21 +135,26 @@ class ModuleGradient(OwningGradient):
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
         if torch.compiler.is_compiling() or arrays.in_transform() or callable(_private.compiling()):
             raise FuncgaError(
-                "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled "
-                "nor transformed by torch.func. Compile the module, or loss_fn; inside of a transform use "
+                "module_value_and_grad runs .backward() on the module's own parameters, which can "
+                "be neither compiled nor transformed by torch.func. Compile the module, or "
+                "loss_fn; inside of a transform use "
                 "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))."
             )
 
 
 def _rows(tree: Tree) -> list[int]:
     """How many rows the tensors of a tree have."""
-    return [len(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return [
+        len(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]
 
 
 def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) -> None:
-    """Raises FuncgaError if a function around a gradient function passes on what should have been cut.
+    """Raises FuncgaError if a function around a gradient function passes on what should have been
+    cut.
 
-    `args` are those of a micro-batch, cut from all but the first of `arguments`. `rows`: of what is passed on.
+    `args` are those of a micro-batch, cut from all but the first of `arguments`. `rows`: of what is
+    passed on.
     """
     of_batch, of_microbatch = _rows([leaf for leaf, _ in arguments]), _rows(args[1:])
     # A micro-batch of a stream is not cut, and neither is the only one of a batch.
@@ -143,11 +163,11 @@ def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) ->
     if of_batch[0] in rows and of_batch[0] in _rows(args[0]):
         count = len(args)
         raise FuncgaError(
-            f"grad_fn calls the gradient function of a module with {of_batch[0]} rows, those of the whole batch, in a "
-            f"micro-batch of {of_microbatch[0]}. Without in_axes its first argument, "
-            f"`{argument_names(arguments.grad_fn, count)[0]}`, is passed whole, and only the others are split. Split "
-            f"it too: accumulate(grad_fn, n, in_axes=0); or say that it is no part of the batch: "
-            f"in_axes={(None,) + (0,) * (count - 1)}."
+            f"grad_fn calls the gradient function of a module with {of_batch[0]} rows, those of "
+            f"the whole batch, in a micro-batch of {of_microbatch[0]}. Without in_axes its first "
+            f"argument, `{argument_names(arguments.grad_fn, count)[0]}`, is passed whole, and only "
+            "the others are split. Split it too: accumulate(grad_fn, n, in_axes=0); or say that it "
+            f"is no part of the batch: in_axes={(None,) + (0,) * (count - 1)}."
         )
 
 
@@ -157,7 +177,7 @@ class LossOfModule(GradientFunction):
     def unreached(self, count: int, backend: Backend) -> FuncgaError:
         """The error for a loss that depends on no parameter of the module."""
         return FuncgaError(
-            "the loss does not depend on any parameter of the module: nothing would be trained. loss_fn uses "
-            "another module, that it closes over, or it detaches what it computes. Call the module that it is "
-            "given: lambda module, x, y: F.mse_loss(module(x), y)."
+            "the loss does not depend on any parameter of the module: nothing would be trained. "
+            "loss_fn uses another module, that it closes over, or it detaches what it computes. "
+            "Call the module that it is given: lambda module, x, y: F.mse_loss(module(x), y)."
         )

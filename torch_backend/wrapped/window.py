@@ -1,10 +1,13 @@
-"""One window of a wrapped module: the `.backward()` loop that its wrapper needs, weighed over all replicas.
+"""One window of a wrapped module: the `.backward()` loop that its wrapper needs, weighed over all
+replicas.
 
-Only torch has this file: in JAX parameters are arguments, and nothing is reduced but by the program.
+Only torch has this file: in JAX parameters are arguments, and nothing is reduced but by the
+program.
 
-The weight of a micro-batch is its cotangent, and wrappers divide the sum over the replicas by the number of replicas.
-So their sums are the weighted sums in units of that number. Dividing by the weight that all replicas have folded
-together gives the weighted mean, however uneven the replicas are.
+The weight of a micro-batch is its cotangent, and wrappers divide the sum over the replicas by the
+number of replicas. So their sums are the weighted sums in units of that number. Dividing by the
+weight that all replicas have folded together gives the weighted mean, however uneven the replicas
+are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +69,9 @@ class WrappedGradient(ModuleGradient):
         return [module for module in modules_in(self.loss_fn) if module not in inner]
 
     def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
-        """One window of a program with this gradient function; one that is `alone` has a single micro-batch."""
+        """One window of a program with this gradient function; one that is `alone` has a single
+        micro-batch.
+        """
         self.check_not_traced()
         return ModuleWindow(program, self, backend, alone)
 
@@ -75,20 +80,25 @@ class WrappedGradient(ModuleGradient):
         return self.wrapper.replicas(across)
 
     def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch alone."""
+        """Raises FuncgaError for a function around it, which is called for each micro-batch
+        alone.
+        """
         if grad_fn is not self:
             raise FuncgaError(
-                f"totals= was given, and grad_fn is a function around module_value_and_grad: called by itself, that "
-                f"averages every micro-batch over the replicas of {self.wrapper.name}, where a sum is asked for. Write "
-                f"accumulate(module_value_and_grad(module, loss_fn), n, totals=totals), and pass keyword arguments to "
-                f"the step."
+                "totals= was given, and grad_fn is a function around module_value_and_grad: called "
+                "by itself, that averages every micro-batch over the replicas of "
+                f"{self.wrapper.name}, where a sum is asked for. Write "
+                "accumulate(module_value_and_grad(module, loss_fn), n, totals=totals), and pass "
+                "keyword arguments to the step."
             )
 
 
 class ModuleWindow:
-    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then take the `result`.
+    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
+    take the `result`.
 
-    A context, in which the parameters' `.grad`s are the window's. One that is `alone` has a single micro-batch.
+    A context, in which the parameters' `.grad`s are the window's. One that is `alone` has a single
+    micro-batch.
     """
 
     records = looks_ahead = may_be_short = True
@@ -96,11 +106,14 @@ class ModuleWindow:
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
         self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
-        self.reductions = reductions_of(replace(program, across=gradient.merged_over(program.across)), backend)
+        self.reductions = reductions_of(
+            replace(program, across=gradient.merged_over(program.across)), backend
+        )
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.buffers: Buffers | None = None
         self.sync = gradient.sync
-        # Whether what is beside the gradients is added after the backward pass, which tells what that is.
+        # Whether what is beside the gradients is added after the backward pass, which tells what
+        # that is.
         self.adds_late = program.dropping is not None or program.observers is not None
         self.observing: Observing | None = None
         self.folded: GradientFunction = self.parts  # whose output is folded
@@ -111,14 +124,17 @@ class ModuleWindow:
         return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> "ModuleWindow":
-        # If something here raises, this stack undoes what was entered before; otherwise `__exit__` does.
+        # If something here raises, this stack undoes what was entered before; otherwise `__exit__`
+        # does.
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
             stack.enter_context(replacements)
             self.since = applied.last if applied.is_noted else None
             stack.enter_context(self.wrapper.window())
-            stack.enter_context(IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module)))
+            stack.enter_context(
+                IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module))
+            )
             self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
@@ -130,7 +146,10 @@ class ModuleWindow:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         # The stack closes last: `recover` still needs the window's `.grad`s and flags.
         with self.stack:
@@ -140,7 +159,8 @@ class ModuleWindow:
             if error is not None:
                 for reduction in self.reductions:
                     reduction.give_up()
-                # Also where nothing has begun here: what the wrapper does next has to be the same on all replicas.
+                # Also where nothing has begun here: what the wrapper does next has to be the same
+                # on all replicas.
                 self.wrapper.recover()
                 if is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
@@ -150,7 +170,12 @@ class ModuleWindow:
     # --- micro-batches
 
     def fold(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
+        last: bool,
     ) -> list[Array]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         scale = None
@@ -169,7 +194,8 @@ class ModuleWindow:
             self.seed = cotangent if on_device else float(weight if self.is_weighted else 1)
             state = self._add(loss.detach(), aux, weight)
         else:
-            # The loss is added first: before the last backward pass the replicas tell each other what they have folded.
+            # The loss is added first: before the last backward pass the replicas tell each other
+            # what they have folded.
             state = self._add(loss.detach(), aux, weight)
             self._backward(differentiated, cotangent)
         if last:
@@ -182,7 +208,8 @@ class ModuleWindow:
         return self.wrapper.in_step or self.sync != "last"
 
     def _begin_pass(self, last: bool) -> None:
-        """Meets the other replicas if the next pass communicates, and ends the waiting if it is the last of all.
+        """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
+        last of all.
 
         `last`: whether it is the last that this replica needs.
         """
@@ -195,7 +222,9 @@ class ModuleWindow:
             self.is_last = True
 
     def _meet(self, last: bool) -> bool:
-        """Waits for the other replicas; whether the next pass is the last for all. FuncgaError if one has failed."""
+        """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
+        if one has failed.
+        """
         for reduction in self.reductions:
             last = reduction.meet(last)
         return last
@@ -203,9 +232,11 @@ class ModuleWindow:
     def _forward(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
-        """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that is not folded."""
-        # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked. The host cannot see
-        # whether a weight on a device is 0.
+        """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that
+        is not folded.
+        """
+        # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked.
+        # The host cannot see whether a weight on a device is 0.
         masks = isinstance(weight, torch.Tensor) or not weight
         module = self.gradient.module
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
@@ -217,7 +248,8 @@ class ModuleWindow:
 
     @contextmanager
     def masked(self, weight: Scalar) -> Iterator[None]:
-        """A context in which the gradients of the module's outputs are 0 where the weight is, even if the loss is NaN.
+        """A context in which the gradients of the module's outputs are 0 where the weight is, even
+        if the loss is NaN.
 
         The backward pass still runs, because the wrapper communicates in it.
         """
@@ -227,7 +259,11 @@ class ModuleWindow:
             if gradient is None or (weight is not None and not self.is_weighted):
                 return gradient
             on_device = isinstance(weight, torch.Tensor)
-            counts = weight.to(gradient.device) != 0 if on_device else torch.zeros_like(gradient, dtype=torch.bool)
+            counts = (
+                weight.to(gradient.device) != 0
+                if on_device
+                else torch.zeros_like(gradient, dtype=torch.bool)
+            )
             return torch.where(counts, gradient, 0)
 
         def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
@@ -249,19 +285,23 @@ class ModuleWindow:
         if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
             which = "a weight that is on the device" if on_device else f"the weight {weight}"
             raise FuncgaError(
-                f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return a loss in float32, "
-                f"computed from outputs in float32: F.cross_entropy(module(x).float(), y)."
+                f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return "
+                "a loss in float32, computed from outputs in float32: "
+                "F.cross_entropy(module(x).float(), y)."
             )
         if isinstance(weight, torch.Tensor):
             return weight.to(loss.device, loss.dtype).expand_as(loss)
         return torch.full_like(loss, float(weight), requires_grad=False)
 
     def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
-        """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others' `.grad`s stay."""
+        """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others'
+        `.grad`s stay.
+        """
         if not loss.requires_grad:
             raise FuncgaError(
-                f"the loss does not depend on any parameter, so there is no backward pass for {self.wrapper.name} to "
-                f"synchronise in. Return a loss that is computed from module(x), 0 times that if need be."
+                "the loss does not depend on any parameter, so there is no backward pass for "
+                f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
+                "module(x), 0 times that if need be."
             )
         inputs, others = self._inputs_and_others(loss)
         with ExitStack() as stack:
@@ -281,11 +321,15 @@ class ModuleWindow:
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
 
-    def _inputs_and_others(self, loss: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of others that it reaches).
+    def _inputs_and_others(
+        self, loss: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
+        others that it reaches).
 
-        It runs unrestricted if the graph has functions written in Python, which may run passes of their own; or if it
-        does not end in the parameters, because FSDP has put other tensors in their place.
+        It runs unrestricted if the graph has functions written in Python, which may run passes of
+        their own; or if it does not end in the parameters, because FSDP has put other tensors in
+        their place.
         """
         params, replaced = tuple(self.params.values()), self.wrapper.leaves()
         if params and not replaced and applied.last is self.since:
@@ -295,11 +339,16 @@ class ModuleWindow:
         if params and not (is_custom or replaced):
             return params, []
         return (), others + [
-            p for module in self.gradient.other_modules for p in module.parameters() if id(p) not in ids
+            p
+            for module in self.gradient.other_modules
+            for p in module.parameters()
+            if id(p) not in ids
         ]
 
     def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> list[Array]:
-        """Folds the loss and its aux in, and returns the state that is threaded to the next micro-batch."""
+        """Folds the loss and its aux in, and returns the state that is threaded to the next
+        micro-batch.
+        """
         leaves = self._leaves(loss, aux)
         if self.observing is not None:
             told = self.observing.told(leaves, weight, self.seed)
@@ -308,27 +357,37 @@ class ModuleWindow:
         return self.buffers.add(leaves, weight)
 
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where the wrapper sums them."""
+        """The leaves of what grad_fn returns, None for the gradients, which are where the
+        wrapper sums them.
+        """
         which = f"micro-batch {1 if self.buffers is None else self.buffers.steps + 1}"
         leaves = self.layout.head.leaves(self.folded.compose(loss, aux, [()]), which)
         return [*leaves, *[None] * len(self.params)]
 
     # --- replicas with fewer micro-batches than others
 
-    def _keep_step(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
-        """Runs passes that add nothing while other replicas have micro-batches and this one has none left."""
+    def _keep_step(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> None:
+        """Runs passes that add nothing while other replicas have micro-batches and this one has
+        none left.
+        """
         while not self.is_last:
             self._begin_pass(True)
             self._run_nothing(arguments, args, kwargs)
 
-    def _run_nothing(self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+    def _run_nothing(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> None:
         """Forward and backward passes that add nothing. The module's buffers are as before."""
         module = self.gradient.module
-        if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()):
+        if any(
+            isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()
+        ):
             raise FuncgaError(
-                "this replica has fewer micro-batches than others, and the module has a SyncBatchNorm layer: rows that "
-                "stand in for the missing ones would count in the statistics of all replicas. Give every replica "
-                "equally many micro-batches."
+                "this replica has fewer micro-batches than others, and the module has a "
+                "SyncBatchNorm layer: rows that stand in for the missing ones would count in the "
+                "statistics of all replicas. Give every replica equally many micro-batches."
             )
         # The rows only stand in for others, so running statistics, for instance, must not see them.
         before = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -341,10 +400,13 @@ class ModuleWindow:
         for buffer, values in before:
             buffer.copy_(values)
 
-    def result_without_microbatches(self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]) -> Tree:
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
+    ) -> Tree:
         """The result on a replica that has no micro-batch in this window.
 
-        It runs the passes that the others wait for, over a row of zeros: many modules cannot run on an empty batch.
+        It runs the passes that the others wait for, over a row of zeros: many modules cannot run on
+        an empty batch.
         """
         check_no_stream(self.program)
         kwargs = self.parts.read_scale(kwargs, self.backend)[1]
@@ -355,7 +417,9 @@ class ModuleWindow:
     # --- the result
 
     def result(self, state: list[Array]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output, the same on every replica."""
+        """The normalised result, in the structure of grad_fn's output, the same on every
+        replica.
+        """
         buffers = self.buffers
         assert buffers is not None
         with torch.no_grad():
@@ -364,7 +428,8 @@ class ModuleWindow:
             sums = local_tensors(gradients)
             if isinstance(buffers, DroppingBuffers):
                 buffers.look_at(sums)
-            # The wrapper has merged the gradients already, so they join the buffers only after the rest is merged.
+            # The wrapper has merged the gradients already, so they join the buffers only after the
+            # rest is merged.
             for reduction in self.reductions:
                 state = reduction.finish(state)
             if not buffers.steps and self.program.dropping is None:
@@ -374,8 +439,8 @@ class ModuleWindow:
             before, (value, folded) = ((), result) if self.program.observers is None else result
             if self.program.dropping is not None:
                 put_back(self.statistics_before, buffers.rejected == 0)
-        # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor. Only a result in
-        # another dtype has memory of its own.
+        # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor.
+        # Only a result in another dtype has memory of its own.
         named = zip(self.params, gradients, sums, strict=True)
         grads = {
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
@@ -386,12 +451,16 @@ class ModuleWindow:
     # --- what becomes of each leaf
 
     def _make_room(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
-        """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot fold."""
+        """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot
+        fold.
+        """
         structure = self.backend.trees.flatten(self.params)[1]
         leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
         bind = lambda value: self.program.bind(value, arguments)
         if self.program.observers is not None:
-            readings = self.program.readings(self.parts.compose(loss, aux, [self.params]), arguments)
+            readings = self.program.readings(
+                self.parts.compose(loss, aux, [self.params]), arguments
+            )
             self.folded = observed = ObservedGradient.of(self.parts, readings, loss)
         layout = self.program.memory.keep(Kept).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
@@ -414,52 +483,69 @@ class ModuleWindow:
 
     def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
-        dtypes = None if self.alone else [self.wrapper.sums_in(p, self.sync) for p in self.params.values()]
+        dtypes = (
+            None
+            if self.alone
+            else [self.wrapper.sums_in(p, self.sync) for p in self.params.values()]
+        )
         check_folds(outputs, self.params, dtypes, self.wrapper.name, self.wrapper.remedy)
 
 
 def check_folds(
-    outputs: Outputs, params: Mapping[str, torch.Tensor], dtypes: Sequence[torch.dtype] | None, adds: str, remedy: str
+    outputs: Outputs,
+    params: Mapping[str, torch.Tensor],
+    dtypes: Sequence[torch.dtype] | None,
+    adds: str,
+    remedy: str,
 ) -> None:
-    """Raises FuncgaError if the folds of the gradients, which are the last leaves, are not sums as a wrapper adds them.
+    """Raises FuncgaError if the folds of the gradients, which are the last leaves, are not sums as
+    a wrapper adds them.
 
-    `adds`: what adds the gradients; `dtypes`: in what, None for one micro-batch; `remedy`: for those that are narrow.
+    `adds`: what adds the gradients; `dtypes`: in what, None for one micro-batch; `remedy`: for
+    those that are narrow.
     """
     weighted = set()
     folds = outputs.folds[len(outputs.folds) - len(params) :]
     for position, (fold, name) in enumerate(zip(folds, params, strict=True)):
         if fold is None or not fold.fold.reducer.additive:
             raise FuncgaError(
-                "the gradients' fold is no sum, and a module's own gradients are only added, in the backward pass. "
-                "Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
-                "fold=(funcga.max(), funcga.mean()). For any other fold of gradients use "
-                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module not wrapped."
+                "the gradients' fold is no sum, and a module's own gradients are only added, in "
+                "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
+                "the value otherwise: fold=(funcga.max(), funcga.mean()). For any other fold of "
+                "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+                "with the module not wrapped."
             )
         weighted.add(fold.fold.reducer.linear)
         dtype = fold.accumulator_dtype if dtypes is None else dtypes[position]
         if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
-            narrow, promised = (str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype))
+            narrow, promised = (
+                str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype)
+            )
             raise FuncgaError(
-                f"`{name}` has gradients that {adds} sums in {narrow} over the "
-                f"micro-batches, and the fold promises {promised}. {remedy} Or say that {narrow} is "
-                f"meant: funcga.mean(dtype={narrow!r})."
+                f"`{name}` has gradients that {adds} sums in {narrow} over the micro-batches, and "
+                f"the fold promises {promised}. {remedy} Or say that {narrow} is meant: "
+                f"funcga.mean(dtype={narrow!r})."
             )
     if len(weighted) > 1:
         raise FuncgaError(
-            "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum(): a module's "
-            "own gradients come from one backward pass with one weight. Give all of them one of the two."
+            "some gradients are weighed, as by funcga.mean(), and others are not, as by "
+            "funcga.sum(): a module's own gradients come from one backward pass with one weight. "
+            "Give all of them one of the two."
         )
 
 
 def check_no_stream(program: Program) -> None:
-    """Raises FuncgaError for a stream without a micro-batch: there are no arguments to make a row of zeros of."""
+    """Raises FuncgaError for a stream without a micro-batch: there are no arguments to make a
+    row of zeros of.
+    """
     if program.n is None and program.microbatch_size is None:
         raise FuncgaError(
-            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or of a pipeline, which "
-            "the processes run together: without a micro-batch there is nothing to run it on. Give every replica a "
-            "micro-batch, one of weight 0 if need be, or let funcga reduce, for which a replica may have none: "
-            "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), across=group), with the module "
-            "that was wrapped."
+            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or "
+            "of a pipeline, which the processes run together: without a micro-batch there is "
+            "nothing to run it on. Give every replica a micro-batch, one of weight 0 if need be, "
+            "or let funcga reduce, for which a replica may have none: "
+            "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+            "across=group), with the module that was wrapped."
         )
 
 
@@ -474,7 +560,9 @@ def with_a_blank_row(arguments: Arguments) -> Arguments:
         return leaf.new_zeros(shape)
 
     parts = [
-        part._replace(leaves=[blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)])
+        part._replace(
+            leaves=[blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
+        )
         if part.axes
         else part
         for part in arguments.parts
@@ -493,10 +581,15 @@ def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
 
 
 def put(buffers: Buffers, sums: list[torch.Tensor], scales: list[float]) -> None:
-    """Puts the sums of the gradients into the buffers; a wrapper has divided them by these scales."""
+    """Puts the sums of the gradients into the buffers; a wrapper has divided them by these
+    scales.
+    """
     layout, unit = buffers.layout, scales[0] if scales else 1.0
     for scale in {*scales} - {unit}:
-        torch._foreach_mul_([gradient for gradient, of in zip(sums, scales, strict=True) if of == scale], scale / unit)
+        torch._foreach_mul_(
+            [gradient for gradient, of in zip(sums, scales, strict=True) if of == scale],
+            scale / unit,
+        )
     indices = [layout.index_of[leaf_index] for leaf_index in layout.in_backward]
     pairs = [*zip(indices, sums, strict=True)]
     # The scale is the unit of weighted sums. All others are multiplied by it.
