@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any, Literal, overload
 
 from funcga._backend import Backend
-from funcga._call import OwningGradient, Program, owner_of, read_program
+from funcga._call import Memory, OwningGradient, Program, owner_of, read_program
 from funcga._call.dropping import DropScope, DropTest
 from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._observe import ObserverTree
-from funcga._replicas import Memory
 from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
 from funcga.folds import FoldTree, mean

@@ -15,13 +15,13 @@ from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Program, read_program
+from funcga._call import Memory, Program, read_program
 from funcga._call.arguments import Arguments, argument_names
 from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._grad import GradientFunction, value_and_grad
-from funcga._replicas import Memory, check_one_for_all, step_of
+from funcga._replicas import check_one_for_all, step_of
 from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import (
     FuncgaError,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from funcga._backend import Backend, Coupled
 from funcga._backend.dispatch import load_imported
-from funcga._call import Program, read_program, step_program
-from funcga._replicas import Memory
+from funcga._call import Memory, Program, read_program, step_program
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree, mean

@@ -5,14 +5,11 @@ for.
 import inspect
 import os
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from funcga._backend.dispatch import backend_of
 from funcga._types import Across, Tree
 from funcga.errors import FuncgaError
-
-Kept = TypeVar("Kept")
 
 
 def check_replicas(params: Tree, across: Across) -> None:
@@ -52,28 +49,6 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         return f"the step of {self.name}" + (f" (number {self.number + 1})" if self.number else "")
-
-
-@dataclass(eq=False)
-class Memory:
-    """What a backend keeps from one call of a step to the next; and which step it is, if it is
-    merged over replicas.
-    """
-
-    step: Step | None = None
-    kept: dict[type, object] = field(default_factory=dict)
-
-    def keep(self, kind: type[Kept], *args: object) -> Kept:
-        """What is kept of this kind: `kind(*args)`, made at the first call.
-
-        Each backend has classes of its own for what it works out once, not at every call.
-        """
-        # The class is the key, so backends never meet in it, and a type checker knows what comes
-        # back.
-        kept = self.kept.get(kind)
-        if not isinstance(kept, kind):
-            kept = self.kept[kind] = kind(*args)
-        return kept
 
 
 # How many steps of each name this process has made. Every replica runs the same code, so the

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from funcga._backend import Backend
-from funcga._call import Program
-from funcga._replicas import Memory
+from funcga._call import Memory, Program
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import trees

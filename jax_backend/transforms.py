@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._call import Memory
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
-from funcga._replicas import Memory
 from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
 from funcga._types import Array, Reduced, Scalar, Tree

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
-from funcga._call import Program
+from funcga._call import Memory, Program
 from funcga._call.arguments import Argument, Arguments, groups, starts
 from funcga._call.supported import MODULE
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
-from funcga._replicas import Memory
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -451,7 +450,8 @@ def folded(
         # with the memory of a second micro-batch.
         microbatch = next(microbatches, None) if window.looks_ahead else None
         args = next(views) if views is not None else arguments.cut(start, size, state, take)
-        weight = program.weigh(arguments, args, None if size is None else size * devices)
+        rows = None if size is None else size * devices
+        weight = rows if program.weight is None and rows else program.weigh(arguments, args, rows)
         is_last = window.looks_ahead and microbatch is None
         fold = window.fold if program.dropping is None else partial(fold_or_drop, window, state)
         state = fold(arguments, args, kwargs, weight, last=is_last)

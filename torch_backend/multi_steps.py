@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from funcga._call import Memory
 from funcga._fold import Tally, largest
 from funcga._fold.outputs import Outputs
-from funcga._replicas import Memory
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError

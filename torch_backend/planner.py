@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
-from funcga._call import Program, owner_of
+from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import groups, starts
 from funcga._grad import GradientFunction
-from funcga._replicas import Memory
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold

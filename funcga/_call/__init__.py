@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from funcga import reducers
 from funcga._backend import Backend
@@ -19,10 +19,12 @@ from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
-from funcga._replicas import Memory, check_one_for_all, step_of
+from funcga._replicas import Step, check_one_for_all, step_of
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
 from funcga.folds import Fold, FoldTree
+
+Kept = TypeVar("Kept")
 
 
 class KnownGradient:
@@ -63,6 +65,28 @@ class OwningGradient(KnownGradient):
         """Raises FuncgaError if totals do not reach as far as a step of grad_fn does, which
         calls this function.
         """
+
+
+@dataclass(eq=False)
+class Memory:
+    """What a backend keeps from one call of a step to the next; and which step it is, if it is
+    merged over replicas.
+    """
+
+    step: Step | None = None
+    kept: dict[type, object] = field(default_factory=dict)
+
+    def keep(self, kind: type[Kept], *args: object) -> Kept:
+        """What is kept of this kind: `kind(*args)`, made at the first call.
+
+        Each backend has classes of its own for what it works out once, not at every call.
+        """
+        # The class is the key, so backends never meet in it, and a type checker knows what comes
+        # back.
+        kept = self.kept.get(kind)
+        if not isinstance(kept, kind):
+            kept = self.kept[kind] = kind(*args)
+        return kept
 
 
 @dataclass(frozen=True, eq=False)

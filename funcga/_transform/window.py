@@ -8,13 +8,14 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, leaf_paths
+from funcga._call import Memory
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.dropping import Dropping
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings
-from funcga._replicas import Memory, Step
+from funcga._replicas import Step
 from funcga._transform.loss_scale import LossScaledState
 from funcga._types import Array, Scalar, Structure, Tree
 from funcga.errors import FuncgaError

@@ -17,14 +17,13 @@ import numpy as np
 from funcga import folds
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Program, owner_of
+from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, groups, starts
 from funcga._call.totals import whole_state
 from funcga._coupled import Coupled, coupled
 from funcga._fold import Tally, bind
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._replicas import Memory
 from funcga._types import LossFn, TotalsFn, Tree, WeightFn
 from funcga._verify.causes import Cause, cause, diagnose, note, of_totals
 from funcga._verify.fixed_rows import of_fixed_rows, of_order

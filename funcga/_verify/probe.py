@@ -20,12 +20,11 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Program
+from funcga._call import Memory, Program
 from funcga._call.arguments import CARRY
 from funcga._compare.tolerances import epsilon
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._replicas import Memory
 from funcga._trees import to_numpy
 from funcga._types import Array, Namespace, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 from benchmarks.torch_measure import Watch
-from funcga._call import step_program
+from funcga._call import Memory, step_program
 from funcga._plan import read_memory, size_of, smallest_that_fits
-from funcga._replicas import Memory
 from tests.processes import processes
 from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
 from torch_backend import _private as torch_private
