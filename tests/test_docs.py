@@ -168,6 +168,7 @@ def test_the_package_promises_the_versions_that_were_tried():
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
     tried = {key: versions.cells(line)[2:6] for key, line in versions.rows(PAGES["reference/versions.md"]).items()}
     assert (*tried,) == versions.ROWS
+    assert all((DOCS.parent / path).exists() for path in versions.CORE)
     for found in [found for (_, age), found in tried.items() if age == "oldest"]:
         pairs = zip(found, versions.floors(), strict=True)
         assert all(version == least or version.startswith(f"{least}.") for version, (_, least) in pairs)

@@ -502,7 +502,7 @@ def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 def _granule(tensor: torch.Tensor) -> int:
-    return 1 if tensor.device.type == "cpu" else _BLOCK
+    return 1 if tensor.device.type in ("cpu", "meta") else _BLOCK
 
 
 def _rounded(size: int, granule: int) -> int:

@@ -115,15 +115,14 @@ def multi_steps(make):
     return run
 
 
-def accumulated_from(devices):
+def flushed(devices):
     params, *batch = arguments(devices)
     tx = funcga.multi_steps(from_optimizer(torch.optim.SGD, lr=0.1), 4)
     state = tx.init(params)
     for k in range(3):
-        value, state = tx.accumulate_from(
-            funcga.value_and_grad(averaged), state, params, *batch, weight=batch[1].sum() * k
-        )
-    return value, tx.flush_into(state, params)[0]
+        grads = funcga.grad(averaged)(params, *batch)
+        state = tx.accumulate(grads, state, weight=k * batch[1].sum())
+    return tx.flush(state, params)[0]
 
 
 WEIGHED = {"fold": funcga.per_weight(), "weight": rows}
@@ -153,7 +152,7 @@ CASES = {
     "coupled": coupled,
     "coupled, a mean": coupled_mean,
     "Accumulator": accumulator,
-    "accumulate_from": accumulated_from,
+    "flush": flushed,
     "multi_steps": multi_steps(lambda tx: funcga.multi_steps(tx, 4)),
     "multi_steps, per_weight": multi_steps(lambda tx: funcga.multi_steps(tx, 4, fold=funcga.per_weight())),
     "multi_steps, reproducible": multi_steps(lambda tx: funcga.multi_steps(tx, 4, fold=EXACT(funcga.mean()))),
