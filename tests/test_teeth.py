@@ -149,7 +149,11 @@ MUTANTS = {
     ),
     "keeps the total weight in float32": ("tally", in_float32, properties.counts_past_two_to_the_24),
     "counts no weight": ("tally", lambda own: lambda weight, steps=1: own(1, steps), tokens),
-    "returns another dtype": ("cast", lambda own: lambda x, dtype: own(x, _wide(x)), properties.keeps_dtypes),
+    "returns another dtype": (
+        "cast",
+        lambda own: lambda x, dtype, *beside: own(x, _wide(x), *beside),
+        properties.keeps_dtypes,
+    ),
 }
 
 

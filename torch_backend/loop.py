@@ -440,9 +440,7 @@ def folded(
     take = local_rows if devices != 1 else _copied_rows if program.is_exact else None
     microbatch = next(microbatches, None)
     if microbatch is None:
-        arguments = without()
-        result = window.result_without_microbatches(arguments, kwargs, _initial(arguments))
-        return result if program.observers is None else program.observed(result, kwargs, arguments)
+        return _result_of_nothing(program, window, without(), kwargs)
     state = _initial(microbatch[0]) if microbatch[0].state else []
     while microbatch is not None:
         arguments, start, size = microbatch
@@ -461,6 +459,14 @@ def folded(
             microbatch = next(microbatches, None)
     result = window.result(state)
     return result if program.observers is None else program.observed(result, kwargs)
+
+
+def _result_of_nothing(
+    program: Program, window: Window, arguments: Arguments, kwargs: dict[str, Tree]
+) -> Tree:
+    """The result of a window without micro-batches, on a replica."""
+    result = window.result_without_microbatches(arguments, kwargs, _initial(arguments))
+    return result if program.observers is None else program.observed(result, kwargs, arguments)
 
 
 def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:

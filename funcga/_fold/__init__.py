@@ -289,7 +289,10 @@ def largest(reduced: Reduced) -> Array:
     """The array of them that has the shape of the leaf: of a tuple, such as a sum and a count,
     that of most axes.
     """
-    return max(reduced, key=lambda part: len(part.shape)) if isinstance(reduced, tuple) else reduced
+    if not isinstance(reduced, tuple):
+        return reduced
+    axes = [len(part.shape) for part in reduced]
+    return reduced[axes.index(max(axes))]
 
 
 def bind(

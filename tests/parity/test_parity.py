@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -163,7 +164,8 @@ def test_the_printed_report(tmp_path):
         "--updates",
         "0",
     ]
-    ran = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, encoding="utf-8", check=False)
+    wide = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    ran = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=wide, encoding="utf-8", check=False)
     said = [line for line in ran.stderr.splitlines() if not re.fullmatch(r"problem: \d+ of 16 steps are done", line)]
     assert (ran.returncode, said) == (0, [])
     assert max(map(len, ran.stdout.splitlines())) <= 100

@@ -430,7 +430,7 @@ def test_losses_that_do_not_take_the_module():
     text = "F.mse_loss(module(x), y))."
     assert check_refused(text, funcga.value_and_grad, module).startswith("loss_fn is a module of type ")
     text = check_refused("the call has keyword arguments alone", funcga.accumulate(own, 2), x=x, y=y)
-    assert text.endswith("Keyword arguments are passed whole: pass what is to be split by position. Write step(x, y).")
+    assert text.endswith("Write step(x, y), or step(batch) in place of step(**batch).")
 
     def raises(module, x, y):
         return of_module(module, x)
