@@ -39,6 +39,7 @@ from torch_backend.engine.layout import Layout
 from torch_backend.engine.window import Engine, detached
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
+from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.replicas import Listener
 from torch_backend.wrapped.gradient import ModuleGradient, calling
@@ -601,9 +602,11 @@ class Calls:
             counts = weight != 0
         if program.dropping is not None:
             # It is evaluated to be looked at, and then once more, with the same random numbers.
-            with torch.random.fork_rng():
-                called, named = trees.unflatten(structure, constants)
-                outputs, value = program.bind(self.grad_fn(*called, **named), arguments)
+            devices = devices_of(leaves)
+            generators = generator_states(devices)
+            called, named = trees.unflatten(structure, constants)
+            outputs, value = program.bind(self.grad_fn(*called, **named), arguments)
+            put_generator_states(devices, generators)
             keep = torch.as_tensor(
                 program.dropping.keeps(outputs, program.dropping.tested(outputs), value, weight)
             )
@@ -620,9 +623,8 @@ class Calls:
     ) -> Tree:
         """grad_fn's output."""
         if self.records:
-            with (
-                torch.no_grad()
-            ):  # so that parameters that require grad ask for no second derivative
+            # Parameters that require grad ask for a second derivative otherwise.
+            with torch.no_grad():
                 return self.grad_fn(*args, **kwargs)
         if not self.assumes_whole:
             return self.grad_fn(*args, **kwargs)

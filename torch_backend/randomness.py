@@ -164,8 +164,7 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
 
     Returns:
         A function with one argument more, after the first: int64 [rows] of `example_keys`, on the
-            CPU, or the host
-        waits for them.
+        CPU, or the host waits for them.
 
     Raises:
         FuncgaError: for other keys, and for keys that are not as many as the rows.
@@ -248,9 +247,8 @@ def generator_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """The states of the generators of the host and of these devices."""
     states = [torch.get_rng_state()]
     for device in devices:
-        with torch.accelerator.device_index(
-            device.index
-        ):  # not all of these functions take a device
+        # Not all of these functions take a device.
+        with torch.accelerator.device_index(device.index):
             states.append(torch.get_device_module(device).get_rng_state())
     return states
 

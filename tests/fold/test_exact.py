@@ -369,6 +369,7 @@ def test_folds_that_are_exact_are_left_alone():
 # -- what leaves the range
 
 
+@pytest.mark.host
 @KITS
 def test_out_of_range_is_an_error_on_the_host(kit):
     """It names the leaf, whether micro-batches are cut or come one by one."""
@@ -408,6 +409,7 @@ def test_out_of_range_is_an_error_of_finalize(kit, exponent):
     np.testing.assert_array_equal(kit.numpy(result), kit.numpy(value))
 
 
+@pytest.mark.host
 @KITS
 def test_more_micro_batches_than_there_is_room_for(kit):
     step = funcga.accumulate(lambda v: v.sum(), microbatch_size=1, in_axes=0, fold=funcga.reproducible(funcga.sum()))
