@@ -51,7 +51,7 @@ def replicated(
         in_specs: A PartitionSpec, or a tuple with one, or a tree prefix of them, for each
             positional argument. Default: as the step's in_axes say, cut where it splits; for a step
             that is not of funcga's, the first argument whole on every device, every other cut on
-            its axis 0. Keyword arguments are passed whole, and what is no array is part of the
+            its axis 0. Keyword arguments are passed whole, and anything but an array is part of the
             program.
         out_specs: Of the result, a tree prefix. Default: P(), the same on all devices; for what
             `scatter` leaves cut, P("data"), as in out_specs=(P(), P("data")).
