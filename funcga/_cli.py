@@ -162,9 +162,8 @@ def _of_function(
         )
     variables = vars(loaded.module)
     _check_arguments(loaded, (args, *([weight] if weight else [])))
-    names = (
-        {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()
-    )  # a step of coupled brings them
+    # A step of coupled brings them.
+    names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()
     if names and "totals" in inspect.signature(loaded.value).parameters:
         names.add("totals")
     choices: dict[str, Tree] = {name: variables[name] for name in names & variables.keys()}

@@ -278,9 +278,8 @@ class Coupled:
             addends = backend.arrays.addends(
                 program.weigh(program.read(args, backend), args, None), wide=False
             )
-            zero = xp.zeros_like(
-                kept, dtype=xp.float32
-            ).sum()  # made of what is kept, so that it is where that is
+            # Made of what is kept, so that it is where that is.
+            zero = xp.zeros_like(kept, dtype=xp.float32).sum()
             weight = xp.stack([zero + addend for addend in addends])
             return {"summary": trees.unflatten(structure, leaves), "weight": weight[None]}
 

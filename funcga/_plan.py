@@ -185,9 +185,8 @@ def plan(
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    on_each = getattr(
-        grad_fn, "on_each", None
-    )  # of a step in `jax_backend.replicated`, which says what it wraps
+    # Of a step in `jax_backend.replicated`, which says what it wraps.
+    on_each = getattr(grad_fn, "on_each", None)
     step = grad_fn if on_each is None else grad_fn.step  # type: ignore[attr-defined]
     job = getattr(step, "coupled", None)  # of a step of `coupled`, which has its program
     program = step_program(step) if job is None else job.program

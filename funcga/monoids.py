@@ -92,9 +92,8 @@ sum = Monoid(_zeros, _each(lambda xp, a, b: a + b), collective="sum")
 
 def _extreme(xp: Namespace, like: Array, lowest: bool) -> Any:
     """The lowest, or the highest, number of a dtype."""
-    if "float" in str(
-        like.dtype
-    ):  # the one test of a dtype that both namespaces and torch.compile understand
+    # The one test of a dtype that both namespaces and torch.compile understand.
+    if "float" in str(like.dtype):
         return float("-inf") if lowest else float("inf")
     if like.dtype == xp.bool:
         return not lowest

@@ -51,9 +51,8 @@ class _Step:
         arg_indices = job.arg_indices(args)
         job.check_whole(arguments, arg_indices)
         params = [args[arg_index] for arg_index in arg_indices]
-        of_summary = replace(
-            job.gradient, loss_fn=job.program.grad_fn
-        )  # whose arguments have their names there
+        # Whose arguments have their names there.
+        of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
         for arg_index, param in zip(arg_indices, params, strict=True):
             of_summary.check_leaves(param, arg_index, backend)
         rows = arguments.rows()
@@ -145,13 +144,9 @@ class _PulledBack:
         sizes: list[tuple[int, int]],
         unit: Scalar,
     ):
-        self.job, self.first, self.backend, self.cotangents, self.spread = (
-            job,
-            first,
-            backend,
-            cotangents,
-            spread,
-        )
+        self.job, self.first = job, first
+        self.backend, self.cotangents = backend, cotangents
+        self.spread = spread
         self.sizes, self.unit = sizes, unit
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -205,9 +200,8 @@ class _PulledBack:
         if replicas is not None:  # they have equally many rows, one after the other
             total //= int(lax.axis_size(replicas.names))
             offset = lax.axis_index(replicas.names) * total
-        if (
-            self.spread.blocks > 1
-        ):  # then a leaf that is collected has a row for each of the micro-batch
+        # Then a leaf that is collected has a row for each of the micro-batch.
+        if self.spread.blocks > 1:
             return jnp.take(cotangent, offset + index, axis=axis)
         (count, rows), *smaller = self.sizes
         if smaller and index.shape[0] == smaller[0][1]:

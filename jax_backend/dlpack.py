@@ -154,9 +154,8 @@ def _native(dtype: Dtype) -> np.dtype[np.generic] | None:
     else:
         native = jax.numpy.dtype(str(dtype).removeprefix("torch."))
     is_number = native.kind in "biufc" and native.itemsize <= (16 if native.kind == "c" else 8)
-    return (
-        native if is_number or native.isbuiltin == 2 else None
-    )  # 2: a dtype that is registered, as by ml_dtypes
+    # 2: a dtype that is registered, as by ml_dtypes.
+    return native if is_number or native.isbuiltin == 2 else None
 
 
 def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool) -> list[Transfer]:

@@ -672,9 +672,8 @@ class _Stream:
         self.outputs: dict[object, Outputs] = {}
         # Traced once, for the shapes and the steps alike.
         self.evaluate = jitted(self._evaluate, inline=True)
-        self.begin = compiled(
-            self._begin, keep_unused=True
-        )  # it has no devices but those of its arguments
+        # It has no devices but those of its arguments.
+        self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
         self.finish = compiled(self._finish, is_exact=program.is_exact)
         self.spoilt = compiled(spoilt)

@@ -223,9 +223,8 @@ def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
 
 class _Stack(NamedTuple):
     variable: "Var"  # what the scan stacks
-    casts: tuple[
-        Dtype, ...
-    ]  # the dtypes that it is cast to, one after the other, until it is an output
+    # The dtypes that it is cast to, one after the other, until it is an output.
+    casts: tuple[Dtype, ...]
 
 
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:

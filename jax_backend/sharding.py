@@ -146,9 +146,8 @@ def _blocks(leaf: jax.Array, axis: int) -> int:
         return 1  # refused later, by whoever counts the rows
     if not _private.is_traced(leaf):
         return int(leaf.shape[axis] // leaf.sharding.shard_shape(leaf.shape)[axis])
-    return devices_along(
-        jax.typeof(leaf).sharding, axis % leaf.ndim
-    )  # over the axes that are Explicit
+    # Over the axes that are Explicit.
+    return devices_along(jax.typeof(leaf).sharding, axis % leaf.ndim)
 
 
 # -- micro-batches that take as many rows from each block, so that no row moves to another device

@@ -86,11 +86,12 @@ class Static:
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
         leaves = list(arrays)
+        # In the order of the leaves, so each goes to its own place.
         for (
             leaf_index,
             _,
             leaf,
-        ) in self.others:  # in the order of the leaves, so each goes to its own place
+        ) in self.others:
             leaves.insert(leaf_index, leaf)
         return jax.tree.unflatten(self.structure, leaves)
 

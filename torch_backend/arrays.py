@@ -152,9 +152,8 @@ def strided(array: torch.Tensor) -> torch.Tensor:
     return array if array.layout is torch.strided else array.to_dense()
 
 
-_LONG = (
-    2**16
-)  # elements whose squares the host adds to float32 sums with an error of less than 1e-6
+# Elements whose squares the host adds to float32 sums with an error of less than 1e-6.
+_LONG = 2**16
 
 
 def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -59,9 +59,8 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
         if job.program.totals is not None:
             kwargs = with_totals(job.program, backend, args, kwargs)
         parameters = _Parameters(job, backend, args)
-        if (
-            arrays.in_transform() and parameters.own is None
-        ):  # it keeps the graphs of all micro-batches anyway
+        # It keeps the graphs of all micro-batches anyway.
+        if arrays.in_transform() and parameters.own is None:
             job.check_whole(job.program.read(args, backend), parameters.arg_indices)
             return parameters.in_one_graph(args, kwargs)
         return _in_two_passes(parameters, args, kwargs)
@@ -367,9 +366,8 @@ class _SecondPass:
     ) -> dict[torch.Tensor, torch.Tensor]:
         """Computes the loss, and returns its gradients by the leaves that it depends on."""
         own, pure, wrapper = self.parameters.own, self.parameters.pure, self.parameters.wrapper
-        visit = (
-            nullcontext() if pure is None else pure.entered(params[0], recorded=True)
-        )  # loss_fn may use its module
+        # loss_fn may use its module.
+        visit = nullcontext() if pure is None else pure.entered(params[0], recorded=True)
         with torch.enable_grad(), recording_loss(), visit:
             loss, aux = self.parameters.job.loss_of(
                 params, summaries.tree(variables), self.parameters.backend

@@ -125,10 +125,11 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
         raise ExportError(
             f"{arrays.describe(tensor)}, which NumPy has with ml_dtypes only: pip install ml_dtypes"
         ) from error
+    # Of a running torch.func transform, or of a FakeTensorMode.
     except (
         RuntimeError,
         TypeError,
-    ) as error:  # of a running torch.func transform, or of a FakeTensorMode
+    ) as error:
         raise ExportError(
             f"{arrays.describe(tensor)} without memory that can be read "
             f"({str(error).splitlines()[0].rstrip('.')}). A tensor inside of a torch.func "

@@ -507,21 +507,16 @@ class Calls:
         gradient: GradientFunction | None = None,
         records: bool = False,
     ):
-        self.program, self.grad_fn, self.reductions, self.gradient = (
-            program,
-            grad_fn,
-            reductions,
-            gradient,
-        )
+        self.program, self.grad_fn = program, grad_fn
+        self.reductions, self.gradient = reductions, gradient
         self.records = records
         owner = grad_fn if isinstance(grad_fn, ModuleGradient) else None
         self.parameters = [] if owner is None else owner.parameters()
         # What a module writes in a forward pass, which a micro-batch that is dropped takes back.
         self.module = None if owner is None or program.dropping is None else owner.module
         self.statistics_before = statistics_of(self.module)
-        self.parameters_by_leaf: dict[
-            int, torch.Tensor
-        ] = {}  # where gradients are to lie that are DTensors
+        # Where gradients are to lie that are DTensors.
+        self.parameters_by_leaf: dict[int, torch.Tensor] = {}
         self.buffers: Buffers | None = None
         for reduction in reductions:
             reduction.buffers_of = buffers_of(program)

@@ -280,9 +280,8 @@ class _Fakes:
 
     def __init__(self, mode: Any):
         self.mode = mode
-        self.made: dict[
-            int, tuple[Any, Any]
-        ] = {}  # each tensor and its stand-in, by the id of the tensor
+        # Each tensor and its stand-in, by the id of the tensor.
+        self.made: dict[int, tuple[Any, Any]] = {}
 
     def of(self, tree: Tree) -> Any:
         """The tree with these in place of its tensors."""

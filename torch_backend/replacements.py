@@ -17,9 +17,8 @@ class Replacements(AbstractContextManager[None]):
 
     def __init__(self) -> None:
         self.lock, self.count = threading.Lock(), 0
-        self.attributes: list[
-            tuple[object, str, object, object]
-        ] = []  # owner, name, torch's own value, ours
+        # owner, name, torch's own value, ours.
+        self.attributes: list[tuple[object, str, object, object]] = []
 
     def add(self, owner: object, name: str, value: object) -> None:
         """Replaces one attribute more."""

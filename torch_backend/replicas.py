@@ -298,9 +298,8 @@ def owed_to(group: dist.ProcessGroup) -> list[Owed]:
     """The windows that an error has ended here, which a process group still waits for; more may
     be added.
     """
-    return (
-        _OWED.setdefault(group, []) if PLANNED.get() is None else []
-    )  # nobody waits for one that is planned
+    # Nobody waits for one that is planned.
+    return _OWED.setdefault(group, []) if PLANNED.get() is None else []
 
 
 # Makes the channel of a group while a step is planned, when nothing is sent.

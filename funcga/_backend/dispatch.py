@@ -126,9 +126,8 @@ def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[st
 
 
 def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
-    owned: dict[
-        str, tuple[str, str]
-    ] = {}  # the first array of each framework: its path and its argument
+    # The first array of each framework: its path and its argument.
+    owned: dict[str, tuple[str, str]] = {}
     for backend in loaded:
         for name, tree in zip(names, trees, strict=True):
             for path, leaf in zip(

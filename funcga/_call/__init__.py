@@ -202,9 +202,8 @@ class Program:
         if self.observers is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
-            bind_outputs(
-                self.fold, value[1], backend, carried=carried
-            )  # its errors tell what grad_fn returned
+            # Its errors tell what grad_fn returned.
+            bind_outputs(self.fold, value[1], backend, carried=carried)
             outputs, leaves = bind_outputs(
                 (self.observers.folds, self.fold), value, backend, carried=carried
             )
@@ -441,9 +440,8 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
 
 def step_program(step: object) -> Program | None:
     """The program of a step that `accumulate` has made."""
-    program = getattr(
-        step, "program", None
-    )  # of jax.jit(step), too, which takes over what the step has
+    # Of jax.jit(step), too, which takes over what the step has.
+    program = getattr(step, "program", None)
     return program if isinstance(program, Program) else None
 
 

@@ -367,9 +367,8 @@ def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
     ]
     is_array = arguments.backend.arrays.is_array
     leaves = zip(arguments.paths(), arguments, strict=True)
-    paths = [
-        path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape
-    ]  # whose rows it could be
+    # Whose rows it could be.
+    paths = [path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape]
     takes = ", ".join(split) if split and all(map(str.isidentifier, split)) else "*item"
     counted = (
         f"len({paths[0]}), or 1 where all weigh alike"

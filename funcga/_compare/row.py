@@ -342,9 +342,8 @@ def _number(element: Array) -> Array:
     """An element as Python's own bool, int, float or complex."""
     if element.dtype.kind in "biu":
         return element.item()
-    return (
-        complex(element) if element.dtype.kind == "c" else float(element)
-    )  # item() of a longdouble is itself
+    # item() of a longdouble is itself.
+    return complex(element) if element.dtype.kind == "c" else float(element)
 
 
 def _status(row: Row, check_dtype: bool) -> str:

@@ -178,9 +178,8 @@ class LeafFold:
     def weighs(self) -> bool:
         """Whether the weight of a micro-batch counts for what is folded of it."""
         reducer = self.fold.reducer
-        return getattr(
-            reducer.lift, "is_weighted", not reducer.unweighted
-        )  # as exact sums say themselves
+        # As exact sums say themselves.
+        return getattr(reducer.lift, "is_weighted", not reducer.unweighted)
 
     @property
     def is_of_window(self) -> bool:

@@ -227,9 +227,8 @@ def _kind(folds: Sequence[Fold]) -> tuple[bool, str | None]:
     for fold in folds:
         reducer, normalizer = fold.reducer, fold.normalizer
         if isinstance(reducer.lift, Lift) and isinstance(normalizer.apply, Finish):
-            kinds.add(
-                (reducer.lift.is_weighted, normalizer.apply.divides_by)
-            )  # exact sums of the same
+            # Exact sums of the same.
+            kinds.add((reducer.lift.is_weighted, normalizer.apply.divides_by))
             continue
         is_plain = (
             normalizer.divides_by is not None or normalizer.apply is normalizers.identity.apply

@@ -198,9 +198,8 @@ class _ScaledUpdate(UpdateFunction):
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
-        smaller = xp.where(
-            smaller > LEAST32, smaller, LEAST32
-        )  # never 0, whatever does not become finite
+        # Never 0, whatever does not become finite.
+        smaller = xp.where(smaller > LEAST32, smaller, LEAST32)
         # A scale that would become infinite stays as it is.
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)

@@ -265,9 +265,8 @@ def verify(
     _check_rows(counts, rows)
     if job is not None:
         counts = counts or counts_of(job, rows)
-    arguments.cut(
-        0, 1, arguments.state
-    )  # refuses what has no rows to be cut, such as a sparse tensor
+    # Refuses what has no rows to be cut, such as a sparse tensor.
+    arguments.cut(0, 1, arguments.state)
     _check_finite((args, kwargs), backend)
     probe = Probe(program, backend, args, kwargs, precise=False)
     states = random_states(probe)

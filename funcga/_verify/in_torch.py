@@ -114,9 +114,8 @@ def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tr
             return transform(*args, **kwargs)
         with recording_loss():
             return function(*args, **kwargs)
-    except (
-        Exception
-    ):  # checkpoints, saved-tensor hooks and some custom functions are not for torch.func
+    # Checkpoints, saved-tensor hooks and some custom functions are not for torch.func.
+    except Exception:
         return None
 
 

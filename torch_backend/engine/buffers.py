@@ -50,9 +50,8 @@ class Buffers:
         self.unit_is_fixed = False
         self.reduced: list[Reduced] = [None] * len(self.folds)
         self.normalized: set[int] = set()  # sums that are divided already
-        self.borrowed: set[int] = (
-            set()
-        )  # of a step that is compiled: what may be the memory of an argument
+        # Of a step that is compiled: what may be the memory of an argument.
+        self.borrowed: set[int] = set()
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {
             leaf_index: [] for leaf_index in self.outputs.collected

@@ -45,9 +45,8 @@ class DroppingBuffers(Buffers):
         if keep is True:
             return super().add(leaves, weight)
         for index in self.layout.rest:
-            if (
-                self.reduced[index] is None
-            ):  # it may be the first, and every other may be dropped, too
+            # It may be the first, and every other may be dropped, too.
+            if self.reduced[index] is None:
                 self.reduced[index] = self.folds[index].identity(
                     leaves[self.outputs.reduced[index]]
                 )

@@ -74,9 +74,8 @@ class Observing:
         append, dtype = self.arrived[index].append, self.readings.dtype
         if index in self.short:
             return append
-        if (
-            self.takes_norms and leaf.device == self.nothing.device
-        ):  # the usual case, in as few calls as there can be
+        # The usual case, in as few calls as there can be.
+        if self.takes_norms and leaf.device == self.nothing.device:
             return lambda gradient: append(arrays.squared_norm(gradient, dtype))
         return partial(self._measure, index)
 

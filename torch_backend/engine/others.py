@@ -200,12 +200,8 @@ class Surroundings:
         gradient: GradientFunction,
         in_module: bool,
     ):
-        self.originals, self.paths, self.gradient, self.in_module = (
-            originals,
-            paths,
-            gradient,
-            in_module,
-        )
+        self.originals, self.paths = originals, paths
+        self.gradient, self.in_module = gradient, in_module
 
     @functools.cached_property
     def objects(self) -> list[torch.Tensor | nn.Module]:
@@ -258,9 +254,8 @@ class Surroundings:
             # `params['layer.weight']` becomes params.layer.weight, which ends in the parameter's
             # name.
             dotted = ".".join(re.findall(r"[\w-]+", path))
-            is_item = dotted.rpartition(".")[
-                2
-            ].isdigit()  # of a list: it has no name, so the shape alone decides
+            # Of a list: it has no name, so the shape alone decides.
+            is_item = dotted.rpartition(".")[2].isdigit()
             for name, parameter in slots:
                 is_named = is_item or dotted.endswith(f".{name}")
                 if (
@@ -299,6 +294,5 @@ def _parts(value: object, kind: type) -> Iterable[object]:
     is_long = issubclass(kind, _CONTAINERS) and len(value) > 1000  # type: ignore[arg-type]
     if is_long or issubclass(kind, type | types.ModuleType):
         return ()
-    return gc.get_referents(
-        value
-    )  # the items of containers, the attributes of objects, bound arguments
+    # The items of containers, the attributes of objects, bound arguments.
+    return gc.get_referents(value)

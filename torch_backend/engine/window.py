@@ -99,12 +99,8 @@ class Engine:
         reduction: Merge | None,
         module: nn.Module | None = None,
     ):
-        self.program, self.gradient, self.backend, self.reduction = (
-            program,
-            gradient,
-            backend,
-            reduction,
-        )
+        self.program, self.gradient = program, gradient
+        self.backend, self.reduction = backend, reduction
         # What is folded is the output of this gradient function, and `buffers_of(layout)` makes
         # what it is folded into.
         self.folded = gradient

@@ -338,9 +338,8 @@ def _clipped(
     clip: Clip, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
 ) -> tuple[Tree, Tree]:
     """The gradients clipped, in their own memory if they are `owned`, and the state after it."""
-    check_not_differentiated(
-        "clipping", grads
-    )  # before graphs are switched off, which would hide a loss around it
+    # Before graphs are switched off, which would hide a loss around it.
+    check_not_differentiated("clipping", grads)
     leaves, structure = trees.flatten(grads)
     for index, leaf in enumerate(leaves):
         _check_gradient(leaf, index, grads)

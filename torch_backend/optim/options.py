@@ -247,9 +247,8 @@ class _Running:
             try:
                 self.scheduler.step()
             except ValueError as error:
-                if "Tried to step" not in str(
-                    error
-                ):  # which OneCycleLR says; all else is the user's own
+                # Which OneCycleLR says; all else is the user's own.
+                if "Tried to step" not in str(error):
                     raise
                 raise FuncgaError(
                     f"{type(self.scheduler).__name__} does not go on after update "

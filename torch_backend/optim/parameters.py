@@ -119,9 +119,8 @@ def _is_addable(leaf: object, update: object) -> bool:
 
 def _sums(leaves: list[Array], additions: list[Array]) -> list[Array]:
     if leaves and all(map(_is_plain, leaves, additions)):
-        return list(
-            torch._foreach_add(leaves, additions)
-        )  # one launch for all, where a device has that
+        # One launch for all, where a device has that.
+        return list(torch._foreach_add(leaves, additions))
     return [_sum(leaf, update) for leaf, update in zip(leaves, additions, strict=True)]
 
 

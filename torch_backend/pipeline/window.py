@@ -80,9 +80,8 @@ class PipelineWindow:
     ):
         self.program, self.gradient, self.backend = program, gradient, backend
         self.pipeline, self.wrapper, self.parts = pipeline, wrapper, gradient.parts
-        self.count = (
-            count or program.n
-        )  # micro-batches of a step of the schedule; None if all of the window are one
+        # micro-batches of a step of the schedule; None if all of the window are one.
+        self.count = count or program.n
         across = gradient.merged_over(program.across)
         several = (
             across
@@ -99,9 +98,8 @@ class PipelineWindow:
         self.stack = ExitStack()
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
-        self.values: list[
-            tuple[torch.Tensor, Tree]
-        ] = []  # the loss and aux of each, on the last stage
+        # The loss and aux of each, on the last stage.
+        self.values: list[tuple[torch.Tensor, Tree]] = []
         self.error: Exception | None = None  # the first one of the loss
         self.steps = 0  # of the schedule
         self.arguments: Arguments | None = None  # of the first micro-batch

@@ -61,9 +61,8 @@ class History:
     step: Step | None
     begun: int = 0
     finished: int = 0
-    agreements: deque[Agreement] = field(
-        default_factory=lambda: deque(maxlen=16)
-    )  # on the last structures
+    # On the last structures.
+    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))
 
     def recalled(self, digest: float = 0) -> Agreement | None:
         """The last Agreement of all replicas on the structure that has this digest, or on any."""

@@ -321,9 +321,8 @@ class DDP(Wrapper):
         """Puts stand-ins in the place of what reduces, which is not written in Python."""
         for ddp in self.modules():
             reducer = PlannedReducer(ddp)
-            vars(ddp).update(
-                reducer=reducer, logger=reducer, modules_buffers=[]
-            )  # no buffers are broadcast
+            # No buffers are broadcast.
+            vars(ddp).update(reducer=reducer, logger=reducer, modules_buffers=[])
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """The buckets, which are as large as all gradients."""
