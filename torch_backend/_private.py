@@ -161,21 +161,23 @@ transforms: Callable[[], int] = _attribute(
     torch._C, "_functorch.get_dynamic_layer_stack_depth", _transforms_found_out
 )
 
-# Whether forward-mode AD says at which level it is: -1 outside of all of them. Without it a dual
-# number is made, which is refused there.
-_TELLS_LEVEL = _attribute(forward_ad, "_current_level", None) is not None
 
-
-def in_forward_mode() -> bool:
-    """Whether there is a level of forward-mode AD."""
-    if _TELLS_LEVEL:
-        return forward_ad._current_level >= 0
+def _probed_level() -> int:
     number = torch.empty(0, device="cpu")
     try:
         forward_ad.make_dual(number, number)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return False
-    return True
+        return -1
+    return 0
+
+
+# The level of forward-mode AD: -1 outside of all of them. Without it a dual number is made, which
+# is refused there.
+forward_level: Callable[[], int] = (
+    _probed_level
+    if _attribute(forward_ad, "_current_level", None) is None
+    else functools.partial(getattr, forward_ad, "_current_level")
+)
 
 
 # --- Tensors --------------------------------------------------------------------------------------

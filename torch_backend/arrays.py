@@ -1,5 +1,7 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -345,9 +347,47 @@ def in_transform() -> bool:
     """
     return (
         _private.transforms() > 0
-        or _private.in_forward_mode()
+        or _private.forward_level() >= 0
         or (_recordings > 0 and is_recorded())
     )
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+_IS_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
+
+
+def divide(sums: list[torch.Tensor], total: float) -> None:
+    """Divides in place; zeros if nothing was folded."""
+    if total == 1:
+        return
+    if not total:
+        torch._foreach_zero_(sums)
+        return
+    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
+    # faster.
+    dtype = sums[0].dtype
+    alike = (
+        not torch.compiler.is_compiling()
+        and all(map(_IS_CPU, sums))
+        and {*map(_DTYPE, sums)} == {dtype}
+    )
+    if not (alike and dtype in (torch.float32, torch.float64)):
+        torch._foreach_div_(sums, total)
+    elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:
+        # Multiplying is faster than dividing, and gives the same bits for a power of two.
+        torch._foreach_mul_(sums, torch.full((), 1 / total, dtype=dtype, device="cpu"))
+    else:
+        torch._foreach_div_(sums, torch.full((), total, dtype=dtype, device="cpu"))
+
+
+# The inverse of this is still a normal float32.
+_MOST = 2.0**64
+
+
+def is_power_of_two(number: float) -> bool:
+    """Whether to multiply or to divide by it rounds nothing."""
+    return math.frexp(number)[0] == 0.5
 
 
 # --- Memory ---------------------------------------------------------------------------------------

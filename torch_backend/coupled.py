@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from funcga._backend import Backend
-from funcga._call import OwningGradient, Program
+from funcga._call import OwningGradient
 from funcga._call.arguments import Argument, Arguments
 from funcga._coupled import Coupled, Summaries
 from funcga._types import GradFn, Scalar, Tree
@@ -28,12 +28,13 @@ from funcga.normalizers import identity
 from funcga.reducers import weighted
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.alone import Alone
+from torch_backend.engine.alone import value_of
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.window import Engine, detached
+from torch_backend.engine.inputs import DifferentiatedArguments, OwnParameters, detached
+from torch_backend.engine.window import Engine
 from torch_backend.loop import Calls, accumulate, cut, folded, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
-from torch_backend.modules.layers import called
+from torch_backend.modules.layers import Walk, called
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
 from torch_backend.wrapped.ddp import Wrapper
@@ -122,11 +123,8 @@ class _Parameters:
         if self.own is None:
             return replace(gradient, loss_fn=loss_fn)(*args, **kwargs)
         of_module = LossOfModule(loss_fn, 0, gradient.has_aux, with_value=True)
-        with Alone(
-            Program(of_module, _SUM), of_module, self.backend, None, self.own.module
-        ) as window:
-            window.begin(args, kwargs)
-            return window.value(args, kwargs)
+        inputs = OwnParameters(of_module, self.backend, self.own.module, Walk())
+        return value_of(inputs, args, kwargs, keeps_graphs=False)
 
     def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The loss of all micro-batches."""
@@ -195,8 +193,8 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             job.check_whole(arguments, parameters.arg_indices)
             pairs = zip(parameters.params, parameters.arg_indices, strict=True)
             params = (
-                [window.leaves_of(*pair).tree for pair in pairs]
-                if isinstance(window, Engine)
+                [window.inputs.leaves_of(*pair).tree for pair in pairs]
+                if isinstance(window, Engine) and isinstance(window.inputs, DifferentiatedArguments)
                 else []
             )
             cuts, devices = cut(first.program, arguments, first.may_be_short)

@@ -35,8 +35,10 @@ from torch_backend.engine.dropping import (
     put_back,
     statistics_of,
 )
-from torch_backend.engine.layout import Layout
-from torch_backend.engine.window import Engine, detached
+from torch_backend.engine.inputs import DifferentiatedArguments, detached
+from torch_backend.engine.layout import Kept, Layout
+from torch_backend.engine.passes import Pass
+from torch_backend.engine.window import Engine
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
@@ -67,7 +69,21 @@ def window_of(program: Program, backend: Backend) -> Window:
         return Calls(program, grad_fn, reductions)
     if not runs_autograd:
         return Calls(program, gradient.bound(backend), reductions, gradient)
-    return _window_on_autograd(program, gradient, backend, reductions)
+    if program.dropping is not None:
+        # Autograd cannot take back what it has added, so each gradient is computed alone, and
+        # looked at first.
+        alone = partial(value_alone, gradient, backend)
+        return Calls(program, alone, reductions, gradient, records=True)
+    reduction = next(iter(reductions), None)
+    # A compiled micro-step adds gradients that nobody sees.
+    is_plain = reduction is None and program.observers is None
+    step = program.memory.keep(_LastGradient).step_of(gradient) if is_plain else None
+    if step is not None:
+        return CompiledWindow(program, gradient, backend, step)
+    kept = program.memory.keep(Kept, gradient)
+    inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
+    is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
+    return Engine(program, Pass(inputs, is_uninterrupted), kept, reduction)
 
 
 def _window_of_module(program: Program, gradient: ModuleGradient, backend: Backend) -> Window:
@@ -76,24 +92,6 @@ def _window_of_module(program: Program, gradient: ModuleGradient, backend: Backe
     gradient.check_not_traced()
     reductions = [] if program.across is None else reductions_of(program, backend)
     return Calls(program, gradient, reductions, gradient.parts, records=True)
-
-
-def _window_on_autograd(
-    program: Program, gradient: GradientFunction, backend: Backend, reductions: list[Reduction]
-) -> Window:
-    if program.dropping is not None:
-        # Autograd cannot take back what it has added, so each gradient is computed alone, and
-        # looked at first.
-        return Calls(
-            program, partial(value_alone, gradient, backend), reductions, gradient, records=True
-        )
-    reduction = next(iter(reductions), None)
-    # A compiled micro-step adds gradients that nobody sees.
-    is_plain = reduction is None and program.observers is None
-    step = program.memory.keep(_LastGradient).step_of(gradient) if is_plain else None
-    if step is not None:
-        return CompiledWindow(program, gradient, backend, step)
-    return Engine(program, gradient, backend, reduction)
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
@@ -191,7 +189,10 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 views = iter([arguments.cut(start, count, []) for start, count in cuts])
             return folded(program, window, microbatches, lambda: arguments, kwargs, devices, views)
 
-    return untraced(fold) if program.across is not None or runs_as_it_is(program) else fold
+    # Without torch._dynamo nothing is compiled, and there is nothing to look at.
+    if "torch._dynamo" in sys.modules and (program.across is not None or runs_as_it_is(program)):
+        return untraced(fold)
+    return fold
 
 
 class LastCut:
@@ -337,7 +338,10 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             microbatches = _read(program, window, leading, items, backend)
             return folded(program, window, microbatches, without, kwargs)
 
-    return untraced(fold) if program.across is not None or runs_as_it_is(program) else fold
+    # Without torch._dynamo nothing is compiled, and there is nothing to look at.
+    if "torch._dynamo" in sys.modules and (program.across is not None or runs_as_it_is(program)):
+        return untraced(fold)
+    return fold
 
 
 def _read(

@@ -2,8 +2,6 @@
 where memory is donated.
 """
 
-import math
-import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -164,46 +162,10 @@ def _divided(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[t
     if not total:
         return [torch.zeros_like(accumulator) for accumulator in sums]
     if donate:
-        divide(sums, float(total))
+        arrays.divide(sums, float(total))
         return sums
     quotients: tuple[torch.Tensor, ...] = torch._foreach_div(sums, float(total))
     return quotients
-
-
-_IS_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
-
-
-def divide(sums: list[torch.Tensor], total: float) -> None:
-    """Divides in place; zeros if nothing was folded."""
-    if total == 1:
-        return
-    if not total:
-        torch._foreach_zero_(sums)
-        return
-    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
-    # faster.
-    dtype = sums[0].dtype
-    alike = (
-        not torch.compiler.is_compiling()
-        and all(map(_IS_CPU, sums))
-        and {*map(_DTYPE, sums)} == {dtype}
-    )
-    if not (alike and dtype in (torch.float32, torch.float64)):
-        torch._foreach_div_(sums, total)
-    elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:
-        # Multiplying is faster than dividing, and gives the same bits for a power of two.
-        torch._foreach_mul_(sums, torch.full((), 1 / total, dtype=dtype, device="cpu"))
-    else:
-        torch._foreach_div_(sums, torch.full((), total, dtype=dtype, device="cpu"))
-
-
-# The inverse of this is still a normal float32.
-_MOST = 2.0**64
-
-
-def is_power_of_two(number: float) -> bool:
-    """Whether to multiply or to divide by it rounds nothing."""
-    return math.frexp(number)[0] == 0.5
 
 
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:

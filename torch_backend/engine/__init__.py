@@ -21,8 +21,12 @@ class Window(Protocol):
     """
 
     records: bool
-    may_be_short: bool
     looks_ahead: bool
+
+    @property
+    def may_be_short(self) -> bool:
+        """Whether other replicas may have more micro-batches."""
+        ...
 
     def __enter__(self) -> Self:
         """Begins the window, before its arguments are read."""

@@ -8,36 +8,29 @@ import operator
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcga._backend import Backend
-from funcga._call import Program
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from funcga.folds import mean
 from torch_backend import _private, trees
-from torch_backend.arrays import recording_loss
-from torch_backend.engine.backward import Pass, are_alone, autocasting, ran_backward
-from torch_backend.engine.layout import Leaves
-from torch_backend.engine.others import applied, reach
-from torch_backend.engine.window import (
-    Arrivals,
-    Engine,
-    changed_in_place,
+from torch_backend.engine.inputs import (
+    DifferentiatedArguments,
+    Inputs,
+    Leaves,
     detached,
-    explain,
-    tensors_of,
+    unsplit,
 )
+from torch_backend.engine.lent_sums import are_alone
+from torch_backend.engine.others import reach
+from torch_backend.engine.passes import Pass, check_no_grads
 from torch_backend.gradients import needs_autograd, recorded_gradients
-from torch_backend.modules.functional import noted, recomputing
 
-_FOLD = mean()  # of the one micro-batch: nothing is folded
-_GRAD, _IS_CPU, _LAYOUT = (operator.attrgetter(name) for name in ("grad", "is_cpu", "layout"))
-_ON_FUNC = object()  # in place of a result: torch.func has to find it
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 
 def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwargs: Tree) -> Tree:
@@ -45,119 +38,95 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
 
     An argument that is part of a graph has second-order terms, which torch.func records.
     """
-    with Alone(Program(gradient, _FOLD), gradient, backend, None) as window:
-        result = _ON_FUNC if window.begin(args, kwargs) else window.value(args, kwargs)
-    return gradient.bound(backend)(*args, **kwargs) if result is _ON_FUNC else result
+    inputs = DifferentiatedArguments(gradient, backend, gradient.arg_indices)
+    try:
+        return value_of(inputs, args, kwargs, keeps_graphs=torch.is_grad_enabled())
+    except _NotByAutogradError:
+        pass
+    return gradient.bound(backend)(*args, **kwargs)
 
 
-class Alone(Engine):
-    """A window of one micro-batch, in which nothing is added: aux may be anything, and each dtype
-    is the leaf's own.
+class _NotByAutogradError(Exception):
+    """That torch.func has to find the gradient."""
 
-    The results have no graph, but for this: if autograd records what the caller does, and the loss
-    leads to somebody else's tensor that requires grad, such as a parameter that loss_fn closes
-    over, their graph leads there too.
+
+def value_of(
+    inputs: Inputs, args: tuple[Tree, ...], kwargs: dict[str, Tree], keeps_graphs: bool
+) -> Tree:
+    """What the gradient function of these inputs returns. `keeps_graphs` as in Alone."""
+    with Pass(inputs) as passes:
+        passes.begin(unsplit(args, inputs.gradient, inputs.backend), args, stays=False)
+        if keeps_graphs and _are_recorded(inputs, args, kwargs):
+            raise _NotByAutogradError
+        return Alone(passes, keeps_graphs).value(args, kwargs)
+
+
+def _are_recorded(inputs: Inputs, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> bool:
+    """Whether an argument is part of a graph."""
+    if inputs.watch is not None:  # parameters that require grad
+        return True
+    others = [arg for index, arg in enumerate(args) if index not in inputs.leaves]
+    return any(_requires_grad(trees.flatten(tree)[0]) for tree in (*others, *kwargs.values()))
+
+
+class Alone:
+    """One micro-batch, in which nothing is added: aux may be anything, and each dtype is the leaf's
+    own.
+
+    The results have no graph, but for this: if autograd records what the caller does
+    (`keeps_graphs`), and the loss leads to somebody else's tensor that requires grad, such as a
+    parameter that loss_fn closes over, their graph leads there too.
     """
 
-    detaches_aux = False
-
-    def __enter__(self) -> Self:
-        # Whether autograd records what the caller does. Leaving inference mode switches it on.
-        self.keeps_graphs = torch.is_grad_enabled()
-        return super().__enter__()
-
-    def begin(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> bool:
-        """Makes the leaves, and says whether an argument is part of a graph."""
-        self._begin(self.whole(args), args)
-        if not self.keeps_graphs:
-            return False
-        if self.watched:  # parameters that require grad
-            return True
-        others = [arg for index, arg in enumerate(args) if index not in self.leaves]
-        return any(_requires_grad(trees.flatten(tree)[0]) for tree in (*others, *kwargs.values()))
+    def __init__(self, passes: Pass, keeps_graphs: bool):
+        self.passes, self.keeps_graphs = passes, keeps_graphs
+        self.leads_elsewhere = False  # whether the loss leads to somebody else's tensor
 
     def value(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """What the gradient function returns at these arguments, once begun with them; or
-        `_ON_FUNC`.
-        """
-        args = self.detached(args)
+        """What the gradient function returns."""
+        passes, inputs = self.passes, self.passes.inputs
+        args = inputs.detached(args)
         kwargs = {name: detached(value, recorded=True) for name, value in kwargs.items()}
+        leaves = tuple(inputs.tensors)
         called = [
-            self.leaves[index].tree if index in self.leaves else arg
+            inputs.leaves[index].tree if index in inputs.leaves else arg
             for index, arg in enumerate(args)
         ]
-        leaves = tuple(tensors_of(self.leaves))
-        versions = sum(map(_private.version, leaves))
-        arrivals = None if self.gradient.reached else Arrivals(self.gradient)
-        loss, aux, gradients = self._run(called[self.first :], kwargs, leaves, arrivals)
-        if gradients is None:
-            return _ON_FUNC
-        if arrivals is not None and arrivals.are_missed(loss, 1, alone=True):
-            raise self.gradient.unreached(self.arity, self.backend)
-        if sum(map(_private.version, leaves)) != versions:
-            raise changed_in_place()
-        if self.watch is not None:
-            self.watch.check()
+        with inputs.visit as loss_fn:
+            loss, aux, differentiated = passes.forward(loss_fn, called[inputs.first :], kwargs)
+            check_no_grads(leaves)
+            gradients = passes.backwards(
+                inputs.leaves, lambda: self._gradients(differentiated, leaves)
+            )
+        if passes.arrivals is not None and passes.arrivals.are_missed(loss, 1, alone=True):
+            raise inputs.unreached()
+        inputs.check_unchanged()
         each, ids = iter(gradients), {*map(id, leaves)}
-        grads = [_like(argument, each) for argument in self.leaves.values()]
-        aux = self._aux(aux, ids) if self.gradient.has_aux else None
-        return self.gradient.compose(loss if self.leads_elsewhere else loss.detach(), aux, grads)
-
-    def _run(
-        self,
-        args: list[Tree],
-        kwargs: dict[str, Tree],
-        leaves: tuple[torch.Tensor, ...],
-        arrivals: Arrivals | None,
-    ) -> tuple[torch.Tensor, Tree, list[torch.Tensor] | None]:
-        """(the loss, its aux, the gradients of the leaves or None), by a forward and a backward
-        pass.
-        """
-        noted.calls = []
-        with self.visit as loss_fn:
-            loss, aux, differentiated = self._evaluate(loss_fn, args, kwargs)
-            if {*map(type, map(_GRAD, leaves))} - {type(None)}:
-                raise ran_backward()
-            # A checkpoint runs parts of the loss again in the backward pass, and needs the
-            # parameters in the module.
-            with recomputing(applied.last is self.since) if noted.calls else recording_loss():
-                try:
-                    if arrivals is not None:
-                        arrivals.watch(leaves)
-                    return loss, aux, self._gradients(differentiated, leaves)
-                except BaseException as error:
-                    explain(error, self.leaves, arrivals)
-                    raise
+        grads = [_like(argument, each) for argument in inputs.leaves.values()]
+        gradient = inputs.gradient
+        aux = self._aux(aux, ids) if gradient.has_aux else None
+        return gradient.compose(loss if self.leads_elsewhere else loss.detach(), aux, grads)
 
     def _gradients(
         self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]
-    ) -> list[torch.Tensor] | None:
-        """The gradients of the leaves; None where torch.func has to find them."""
-        self.leads_elsewhere = (
-            False  # whether the loss has a graph that leads to somebody else's tensor
-        )
+    ) -> list[torch.Tensor]:
+        """The gradients of the leaves, by a backward pass."""
         if not (loss.requires_grad and leaves):
             return _taken(leaves)
         others: list[torch.Tensor] = []
         custom = False
-        if self.keeps_graphs or applied.last is not self.since:
+        if self.keeps_graphs or self.passes.has_functions:
             others, custom = reach(loss, {*map(id, leaves)})
         self.leads_elsewhere = self.keeps_graphs and _foreign(others)
         if self.leads_elsewhere:
             if custom:  # it may run a backward pass of its own, of which nothing would be recorded
-                return None
+                raise _NotByAutogradError
             with _refused_recomputing():
                 return recorded_gradients(loss, leaves)
-        autocast = (
-            autocasting({leaf.device.type for leaf in leaves})
-            if _private.is_any_autocast_enabled()
-            else []
-        )
-        backward = Pass(lambda: self.around, autocast, all(map(_IS_CPU, leaves)))
         if custom:
-            backward.run_by_hand(loss, 1.0, leaves, others)
+            self.passes.run_by_hand(loss, 1.0, leaves, others)
         else:
-            backward.run(loss, 1.0, leaves)
+            self.passes.run(loss, 1.0, leaves)
         return _taken(leaves)
 
     def _aux(self, aux: Tree, ids: set[int]) -> Tree:

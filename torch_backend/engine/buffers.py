@@ -5,17 +5,48 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from funcga._call.arguments import Arguments
 from funcga._fold import Tally, largest
-from funcga._types import Reduced, Scalar, Tree
+from funcga._fold.outputs import Outputs
+from funcga._types import Array, Reduced, Scalar, Tree
 from torch_backend import arrays, sums
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 from torch_backend.engine import elementwise, ordered
-from torch_backend.engine.layout import Layout, Quotients
+from torch_backend.engine.layout import Layout
+from torch_backend.replicas import Replicas
+
+
+class Merge(Protocol):
+    """What merges a window over replicas.
+
+    `unweighed`: whether gradients of other replicas' losses came in, and nothing had weighed them;
+    `weights`: those of the micro-batches. A window notes both, where losses mix.
+    """
+
+    replicas: Replicas
+    unweighed: bool
+    weights: set[Scalar]
+
+    def begin(self, buffers: "Buffers", leaves: Sequence[Array]) -> None:
+        """Takes the buffers of a window whose first micro-batch has these leaves."""
+        ...
+
+    def take_part(self, bind: Callable[[Tree], Outputs], arguments: Arguments) -> "Buffers":
+        """The buffers of a replica without any micro-batch."""
+        ...
+
+    def finish(self, state: list[Array]) -> list[Array]:
+        """Merges the buffers, and returns the state that is threaded on."""
+        ...
+
+    def give_up(self) -> None:
+        """Tells the other replicas of an error."""
+        ...
 
 
 class Buffers:
@@ -28,12 +59,7 @@ class Buffers:
     """
 
     def __init__(self, layout: Layout):
-        self.layout, self.outputs, self.folds, self.pure = (
-            layout,
-            layout.outputs,
-            layout.folds,
-            layout.pure,
-        )
+        self.layout, self.outputs, self.folds = layout, layout.outputs, layout.folds
         # The host counts the weights that it can see, and `counted` has those that only a device
         # knows. Nothing waits for the device before the end.
         self.weight: Scalar = 0
@@ -49,13 +75,17 @@ class Buffers:
         self.unit: float | None = None
         self.unit_is_fixed = False
         self.reduced: list[Reduced] = [None] * len(self.folds)
-        self.normalized: set[int] = set()  # sums that are divided already
         # Of a step that is compiled: what may be the memory of an argument.
         self.borrowed: set[int] = set()
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {
             leaf_index: [] for leaf_index in self.outputs.collected
         }
+
+    @property
+    def pure(self) -> bool:
+        """Whether nothing may be written to, as what is computed can be differentiated."""
+        return self.layout.pure
 
     # --- the unit of weighted sums
 
@@ -81,7 +111,7 @@ class Buffers:
         # power of two: dividing by that is exact. For a heavier micro-batch the unit grows, because
         # a share can be the cotangent of a backward pass in float16, which overflows early.
         stays = self.unit_is_fixed or torch.compiler.is_compiling()
-        if not stays and (weight > self.unit or not sums.is_power_of_two(weight / self.unit)):
+        if not stays and (weight > self.unit or not arrays.is_power_of_two(weight / self.unit)):
             self.hold_in(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
@@ -108,16 +138,17 @@ class Buffers:
         """
         layout, share = self.layout, self.share(weight)
         values = {
-            index: arrays.strided(leaves[self.outputs.reduced[index]]) for index in layout.rest
+            index: arrays.strided(leaves[self.outputs.reduced[index]])
+            for index in layout.rest.indices
         }
-        self._add_sums(layout.rest_plain, values, 1)
+        self._add_sums(layout.rest.plain, values, 1)
         if share is None:
-            self._add_masked(layout.rest_weighted, values, weight)
+            self._add_masked(layout.rest.weighted, values, weight)
         else:
-            self._add_sums(layout.rest_weighted, values, share)
-        for index in layout.rest_others:
+            self._add_sums(layout.rest.weighted, values, share)
+        for index in layout.rest.others:
             self._combine(index, values[index], weight)
-        for leaf_index in layout.rest_collected:
+        for leaf_index in layout.rest.collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[leaf_index].append(arrays.strided(leaves[leaf_index]).clone())
         self._count(weight)
@@ -136,7 +167,7 @@ class Buffers:
         """`add` where one weighted sum is all that is added: usually the loss, beside gradients
         that autograd adds.
         """
-        index = self.layout.loss_index
+        index = self.layout.rest.loss_index
         # A weight of 0 adds nothing, not even a NaN.
         if self.reduced[index] is not None:
             if share:
@@ -289,9 +320,7 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
-        for index, value in (
-            () if {*map(type, self.reduced)} == {torch.Tensor} else enumerate(self.reduced)
-        ):
+        for index, value in enumerate(self.reduced):
             if type(value) is not torch.Tensor:
                 self.reduced[index] = without_partials(
                     value, likes.get(self.outputs.reduced[index])
@@ -355,13 +384,13 @@ class Buffers:
             folded = self.tally
             total, steps = folded.total, folded.steps
         left = [*self.layout.undivided]
-        for indices, by, weighted in (
-            self._quotients_left() if self.normalized else self.layout.quotients
-        ):
+        for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps
-            sums_here = local_tensors([*map(self.reduced.__getitem__, indices)])
+            sums_here = [*map(self.reduced.__getitem__, indices)]
+            if {*map(type, sums_here)} != {torch.Tensor}:
+                sums_here = local_tensors(sums_here)
             if not isinstance(divisor, torch.Tensor):
-                sums.divide(sums_here, float(divisor / unit if weighted else divisor))
+                arrays.divide(sums_here, float(divisor / unit if weighted else divisor))
             else:
                 _divide_on_device(
                     sums_here, divisor, unit if weighted else 1.0, not weighted and by == "weight"
@@ -369,16 +398,6 @@ class Buffers:
         for index in self.layout.undivided_weighted:
             local(self.reduced[index]).mul_(unit)
         return left
-
-    def _quotients_left(self) -> list[Quotients]:
-        """What is still to be divided, where some sums are divided already."""
-        left = [
-            quotients._replace(
-                indices=[index for index in quotients.indices if index not in self.normalized]
-            )
-            for quotients in self.layout.quotients
-        ]
-        return [quotients for quotients in left if quotients.indices]
 
 
 def _divide_on_device(
@@ -405,4 +424,4 @@ def power_below(number: float) -> float:
 
 def _power_above(number: float) -> float:
     """The smallest power of two that is not below a positive number."""
-    return number if sums.is_power_of_two(number) else 2 * power_below(number)
+    return number if arrays.is_power_of_two(number) else 2 * power_below(number)

@@ -31,7 +31,7 @@ from funcga._types import LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
-from torch_backend.engine.layout import Leaves
+from torch_backend.engine.inputs import Leaves
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 

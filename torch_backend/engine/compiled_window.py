@@ -7,7 +7,7 @@ Only torch has this file: XLA compiles the loop as a whole.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -18,7 +18,9 @@ from funcga._grad import GradientFunction
 from funcga._types import Scalar, Tree
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.compiled import Kind, MicroStep, Sums, is_watched, kind_of
-from torch_backend.engine.layout import Layout
+from torch_backend.engine.inputs import DifferentiatedArguments
+from torch_backend.engine.layout import Kept, Layout
+from torch_backend.engine.passes import Pass
 from torch_backend.engine.window import Engine
 from torch_backend.modules.visits import Visit
 
@@ -40,7 +42,7 @@ class _CompiledBuffers(Buffers):
         self._hold(sums.totals)
 
     def _hold(self, totals: list[torch.Tensor]) -> None:
-        for added, total in zip(self.layout.added, totals, strict=True):
+        for added, total in zip(self.layout.backward.added, totals, strict=True):
             self.reduced[added.sum_index] = total
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
@@ -50,60 +52,79 @@ class _CompiledBuffers(Buffers):
             self._hold(self.sums.released())
 
 
-class CompiledWindow(Engine):
-    """One window of a gradient whose loss is compiled. `step` is what the loss is compiled to."""
+class CompiledWindow:
+    """One window of a gradient whose loss is compiled. `step` is what the loss is compiled to.
+
+    The engine has the buffers, begins, ends, and folds what no compiled micro-step can.
+    """
+
+    records = True
+    looks_ahead = may_be_short = False
 
     def __init__(
         self, program: Program, gradient: GradientFunction, backend: Backend, step: MicroStep
     ):
-        super().__init__(program, gradient, backend, None)
-        self.step, self.last = step, program.memory.keep(_LastKind)
-        self.has_begun = self.is_uninterrupted = (
-            False  # a compiled micro-step visits the module by itself
-        )
+        self.program, self.gradient, self.step = program, gradient, step
+        # A compiled micro-step visits the module by itself.
+        kept = program.memory.keep(Kept, gradient)
+        inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
+        self.engine = Engine(program, Pass(inputs), kept, None)
+        self.detached, self.has_begun = self.engine.detached, False
         self.sums: Sums | None = None  # None where autograd adds the gradients
 
+    def __enter__(self) -> Self:
+        self.engine.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.engine.__exit__(*error)
+
     def _begin(self, arguments: Arguments, args: tuple[Tree, ...]) -> None:
-        if self.has_begun:
-            return
-        super()._begin(arguments, args)
         self.has_begun = True
+        self.engine.passes.begin(arguments, args, stays=False)
         if self._may_be_compiled(arguments):
             kind = self._kind()
             if kind is not None:
-                visit = self.visit if isinstance(self.visit, Visit) else None
-                weighs = self.program.weight is not None
-                self.sums = Sums(self.step, kind, self.leaves, self.gradient.loss_fn, visit, weighs)
-                self.buffers_of = partial(_CompiledBuffers, self.sums)
+                inputs, weighs = self.engine.inputs, self.program.weight is not None
+                visit = inputs.visit if isinstance(inputs.visit, Visit) else None
+                self.sums = Sums(
+                    self.step, kind, inputs.leaves, self.gradient.loss_fn, visit, weighs
+                )
+                self.engine.buffers_of = partial(_CompiledBuffers, self.sums)
 
     def _may_be_compiled(self, arguments: Arguments) -> bool:
         """Whether nothing else is to see the gradients of a micro-batch, or takes part in
         computing them.
         """
-        if self.step.is_refused or self.hooked or not self.is_whole:
+        inputs = self.engine.inputs
+        if self.step.is_refused or inputs.hooked or not inputs.are_whole:
             return False
-        if self.listener is not None or arguments.state or is_watched():
+        if self.engine.listener is not None or arguments.state or is_watched():
             return False
-        if isinstance(self.visit, Visit):
-            self.visit.reserve()  # the module and its parameters are checked
-            self.visit.give_back()
+        if isinstance(inputs.visit, Visit):
+            inputs.visit.reserve()  # the module and its parameters are checked
+            inputs.visit.give_back()
         return True
 
     def _kind(self) -> Kind | None:
         """What the sums of this window are like."""
+        last, leaves_of = self.program.memory.keep(_LastKind), self.engine.inputs.leaves
         key = [
             (
                 argument.structure,
                 [type(leaf) if leaf is None else leaf.dtype for leaf in argument.leaves],
             )
-            for argument in self.leaves.values()
+            for argument in leaves_of.values()
         ]
-        if self.last.key != key:
-            self.last.key = key
-            self.last.kind = kind_of(
-                self.program.fold, self.gradient, [*self.leaves.values()], self.backend
+        if last.key != key:
+            last.key = key
+            last.kind = kind_of(
+                self.program.fold,
+                self.gradient,
+                [*leaves_of.values()],
+                self.engine.inputs.backend,
             )
-        return self.last.kind
+        return last.kind
 
     def fold(
         self,
@@ -114,10 +135,10 @@ class CompiledWindow(Engine):
         last: bool,
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        if self.backward is None:
+        if not self.has_begun:
             self._begin(arguments, args)
         if self.sums is None or not self._run(self.sums, arguments, args, kwargs, weight):
-            return super().fold(arguments, args, kwargs, weight, last)
+            return self.engine.fold(arguments, args, kwargs, weight, last)
         return []
 
     def _run(
@@ -129,9 +150,10 @@ class CompiledWindow(Engine):
         weight: Scalar,
     ) -> bool:
         """Folds one micro-batch in by a compiled micro-step; False if autograd has to."""
-        is_first, share, unit = self.backward is None, None, 1.0
+        engine, share, unit = self.engine, None, 1.0
+        is_first = engine.sums is None
         if not is_first:
-            share, unit = self.buffers.share(weight), self.buffers.unit or 1.0
+            share, unit = engine.buffers.share(weight), engine.buffers.unit or 1.0
         elif not isinstance(weight, torch.Tensor):
             share = float(bool(weight))  # the first weight is the unit
         # A weight of 0 adds nothing, not even a NaN.
@@ -146,16 +168,23 @@ class CompiledWindow(Engine):
             return False
         if is_first:
             self.gradient.reached.add(True)
-            self.backward = self._bind(loss, None, self.leaves, (), arguments)
-            self.buffers.share(weight)
-        if share is not None and loss.dtype == self.lone_dtype:
-            self.buffers.add_value(loss, weight, share)
-        else:
-            self.buffers.add(self._leaves_to_add(loss, None, self.leaves), weight)
+            engine.sums = engine.bind(loss, None, engine.inputs.leaves, arguments)
+            engine.buffers.share(weight)
+        engine.add_beside(loss, None, engine.inputs.leaves, weight, share)
         return True
 
     def _leave_to_autograd(self) -> None:
         if self.step.is_refused:
             self.sums = None
-        if self.backward is not None:
-            self.backward.settle()
+        if self.engine.sums is not None:
+            self.engine.sums.settle()
+
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
+        return self.engine.result(state)
+
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+    ) -> Tree:
+        """The result on a replica that has nothing to fold."""
+        return self.engine.result_without_microbatches(arguments, kwargs, state)

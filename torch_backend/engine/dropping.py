@@ -44,13 +44,13 @@ class DroppingBuffers(Buffers):
         keep = self.kept = self.keeps(leaves, weight)
         if keep is True:
             return super().add(leaves, weight)
-        for index in self.layout.rest:
+        for index in self.layout.rest.indices:
             # It may be the first, and every other may be dropped, too.
             if self.reduced[index] is None:
                 self.reduced[index] = self.folds[index].identity(
                     leaves[self.outputs.reduced[index]]
                 )
-        for leaf_index in self.layout.rest_collected:
+        for leaf_index in self.layout.rest.collected:
             # Only observers collect anything here: of what is dropped, NaN.
             self.collected[leaf_index].append(
                 selected(keep, leaves[leaf_index], leaves[leaf_index] * NAN)
@@ -82,12 +82,12 @@ class DroppingBuffers(Buffers):
         # Not to be kept is to be of weight 0: of that not even a NaN is added to weighted sums. All
         # other folds keep what they had. One leaf at a time, so that one copy is alive.
         kept_weight, layout = _where(keep, weight, 0), self.layout
-        values = {index: leaves[self.outputs.reduced[index]] for index in layout.rest}
+        values = {index: leaves[self.outputs.reduced[index]] for index in layout.rest.indices}
         self.share(kept_weight)
-        self._add_masked(layout.rest_weighted, values, kept_weight)
-        for index in layout.rest_plain:
+        self._add_masked(layout.rest.weighted, values, kept_weight)
+        for index in layout.rest.plain:
             self._add_sums([index], {index: _where(keep, values[index], 0)}, 1)
-        for index in layout.rest_others:
+        for index in layout.rest.others:
             before = self.reduced[index]  # which some folds overwrite
             before = (
                 tuple([part.clone() for part in before])

@@ -5,9 +5,9 @@ Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` on
 reduced.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from funcga._grad import GradientFunction
 from funcga._types import Structure, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
+from torch_backend.engine.inputs import Leaves
 
 
 class Added(NamedTuple):
@@ -46,15 +47,82 @@ class Quotients(NamedTuple):
     weighted: bool  # whether the sums are in units of weight
 
 
+class InBackward:
+    """The leaves that a backward pass leaves gradients in, by their leaf indices in the output;
+    None for a leaf that is None.
+
+    `scaled`: whether the loss comes multiplied by a scale.
+    """
+
+    def __init__(self, layout: "Layout", leaves: Mapping[int, torch.Tensor | None], scaled: bool):
+        self.leaf_indices = [*leaves]
+        self.added: list[Added] = []
+        self.dtensors: list[int] = []  # sums that are added on their mesh, and not by autograd
+        self.others: list[int] = []  # folds that are no sums
+        present = {leaf_index: leaf for leaf_index, leaf in leaves.items() if leaf is not None}
+        self.present = [*present]
+        for position, (leaf_index, leaf) in enumerate(present.items()):
+            index = layout.index_of.get(leaf_index)
+            kind = None if index is None else layout.kinds[index]
+            if index is None or kind is None:
+                self.others.append(leaf_index)
+            elif is_dtensor(leaf):
+                self.dtensors.append(leaf_index)
+            else:
+                dtype = layout.folds[index].accumulator_dtype
+                wide = None if dtype == leaf.dtype else dtype
+                self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
+        self.added_sums = [added.sum_index for added in self.added]
+        self.widens = any(added.wide is not None for added in self.added)
+        self.sums = {*self.dtensors, *(added.leaf_index for added in self.added)}
+        # The cotangent can be a weight only if every gradient is to be multiplied by that weight.
+        # In float16, and in dtypes of 8 bits, a gradient times a weight overflows too early, and so
+        # it does if it has a scale already.
+        kinds = {layout.kinds[layout.index_of[leaf_index]] for leaf_index in self.sums}
+        self.only_weighted = "plain" not in kinds and not self.others
+        is_narrow = any(
+            leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in present.values()
+        )
+        self.takes_weights = self.only_weighted and not (self.dtensors or scaled or is_narrow)
+
+
+class Rest:
+    """The other leaves, which `Buffers.add` adds: `indices` are those that are reduced.
+
+    `structure` is theirs in an output that has leaves of a backward pass, too; `head` the Outputs
+    of them alone, to check values by.
+    """
+
+    def __init__(self, layout: "Layout", structure: Structure):
+        outputs, in_backward = layout.outputs, {*layout.backward.leaf_indices}
+        self.leaf_indices = [
+            leaf_index for leaf_index in range(len(outputs.folds)) if leaf_index not in in_backward
+        ]
+        self.head = outputs if structure is None else outputs.part(self.leaf_indices, structure)
+        self.indices = [
+            index for leaf_index, index in layout.index_of.items() if leaf_index not in in_backward
+        ]
+        self.weighted, self.plain, self.others = (
+            [index for index in self.indices if layout.kinds[index] == kind]
+            for kind in ("weighted", "plain", None)
+        )
+        self.collected = [
+            leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward
+        ]
+        # Usually a weighted sum is all the rest, beside what observers are told: that of the loss.
+        self.loss_index = layout.index_of.get(outputs.before, -1)
+        is_last = self.leaf_indices[outputs.before :] == [outputs.before]
+        self.is_loss_alone = is_last and self.loss_index in self.weighted and not outputs.threads
+
+
 class Layout:
     """How each leaf of an output is folded, and who adds it: sums in place, every other fold leaf
     by leaf.
 
-    `leaves` are what a backward pass leaves gradients in, by their leaf indices in the output; None
-    for a leaf that is None. All other leaves of the output are the rest, whose `structure` in it is
-    to be given where there are both. `scaled`: whether the loss comes multiplied by a scale.
-    `pure`: whether nothing may be written to, so that what is computed can be differentiated and
-    vmapped.
+    `leaves` are what a backward pass leaves gradients in, by their leaf indices in the output. All
+    other leaves of the output are the rest, whose `structure` in it is to be given where there are
+    both. `scaled`: whether the loss comes multiplied by a scale. `pure`: whether nothing may be
+    written to, so that what is computed can be differentiated and vmapped.
     """
 
     def __init__(
@@ -74,81 +142,9 @@ class Layout:
         ]
         self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
         self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
-        self._plan_backward({} if leaves is None else leaves, scaled)
-        self._plan_rest(structure)
-        self._plan_end()
-
-    def _plan_backward(self, leaves: Mapping[int, torch.Tensor | None], scaled: bool) -> None:
-        """Sorts the leaves that the backward pass adds. All but `added` are known by their leaf
-        indices.
-        """
-        self.in_backward = [*leaves]
-        self.added: list[Added] = []
-        self.dtensors: list[int] = []  # sums that are added on their mesh, and not by autograd
-        self.others: list[int] = []  # folds that are no sums
-        present = {leaf_index: leaf for leaf_index, leaf in leaves.items() if leaf is not None}
-        self.present = [*present]
-        for position, (leaf_index, leaf) in enumerate(present.items()):
-            index = self.index_of.get(leaf_index)
-            kind = None if index is None else self.kinds[index]
-            if index is None or kind is None:
-                self.others.append(leaf_index)
-            elif is_dtensor(leaf):
-                self.dtensors.append(leaf_index)
-            else:
-                dtype = self.folds[index].accumulator_dtype
-                wide = None if dtype == leaf.dtype else dtype
-                self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
-        self.added_sums = [added.sum_index for added in self.added]
-        self.widens = any(added.wide is not None for added in self.added)
-        self._plan_cotangent([*present.values()], scaled)
-
-    def _plan_cotangent(self, leaves: Sequence[torch.Tensor], scaled: bool) -> None:
-        """Decides whether the cotangent can be the weight of a micro-batch."""
-        self.sums_in_backward = {*self.dtensors, *(added.leaf_index for added in self.added)}
-        kinds = {self.kinds[self.index_of[leaf_index]] for leaf_index in self.sums_in_backward}
-        # The cotangent can be a weight only if every gradient is to be multiplied by that weight.
-        # In float16, and in dtypes of 8 bits, a gradient times a weight overflows too early, and so
-        # it does if it has a scale already.
-        self.only_weighted = "plain" not in kinds and not self.others
-        self.narrow = any(
-            leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in leaves
-        )
-        self.takes_seeds = self.only_weighted and not (self.dtensors or scaled or self.narrow)
-
-    def _plan_rest(self, structure: Structure) -> None:
-        """Sorts the leaves that `Buffers.add` adds, by their indices in `Buffers.reduced`."""
-        in_backward = {*self.in_backward}
-        # All leaves of the rest, by their leaf indices, and the Outputs of them alone, to check
-        # values by.
-        leaf_indices = range(len(self.outputs.folds))
-        self.rest_leaves = [
-            leaf_index for leaf_index in leaf_indices if leaf_index not in in_backward
-        ]
-        self.head = (
-            self.outputs if structure is None else self.outputs.part(self.rest_leaves, structure)
-        )
-        self.rest = [
-            index for leaf_index, index in self.index_of.items() if leaf_index not in in_backward
-        ]
-        self.rest_weighted, self.rest_plain, self.rest_others = (
-            [index for index in self.rest if self.kinds[index] == kind]
-            for kind in ("weighted", "plain", None)
-        )
-        self.rest_collected = [
-            leaf_index for leaf_index in self.outputs.collected if leaf_index not in in_backward
-        ]
-        # Usually a weighted sum is all the rest, beside what observers are told: that of the loss.
-        self.loss_index = self.index_of.get(self.outputs.before, -1)
-        is_last = self.rest_leaves[self.outputs.before :] == [self.outputs.before]
-        self.is_loss_alone = (
-            is_last and self.loss_index in self.rest_weighted and not self.outputs.threads
-        )
-
-    def _plan_end(self) -> None:
-        """Groups the sums by what divides them, as one kernel divides a whole group; and the
-        results that are cast.
-        """
+        self.backward = InBackward(self, {} if leaves is None else leaves, scaled)
+        self.rest = Rest(self, structure)
+        # The sums by what divides them, as one kernel divides a whole group.
         self.quotients: list[Quotients] = []
         for summed, weighted in ((self.weighted, True), (self.plain, False)):
             for by in ("weight", "steps"):
@@ -200,28 +196,16 @@ def _kind_of(leaf: torch.Tensor | None) -> object:
 _KINDS_OF_OTHERS: list[Callable[[Any], object]] = [_kind_of]
 
 
-class Leaves(NamedTuple):
-    """One argument that is differentiated: its tree, and the leaves of it that autograd records;
-    None stays None.
-    """
-
-    tree: Tree
-    leaves: Sequence[torch.Tensor | None]
-    structure: Structure
-    originals: Sequence[Any]
-
-
-@dataclass(eq=False)
 class Kept:
-    """What a step keeps from one window to the next: its last layout, for outputs of a `key`.
-
-    `argnums`: which arguments are differentiated, by how many there are.
+    """What a step keeps from one window to the next: its last layout, for outputs of a `key`; and
+    which arguments are differentiated, by how many there are.
     """
 
-    key: object = None
-    kinds: list[list[object]] = field(default_factory=list)  # of the leaves, in columns
-    layout: Layout | None = None
-    argnums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    def __init__(self, gradient: GradientFunction) -> None:
+        self.indices_of = functools.cache(gradient.arg_indices)
+        self.key: object = None
+        self.kinds: list[list[object]] = []  # of the leaves, in columns
+        self.layout: Layout | None = None
 
     def layout_of(
         self,

@@ -57,7 +57,7 @@ class Visit:
         self.with_buffers: list[Space] = []
         self.buffers: list[Table] = []
         self.empty: list[Table] = []  # the tables of modules without buffers
-        self.is_prepared = self.in_transform = False
+        self.is_prepared = False
         self.watch: Watch | None = None
 
     def __enter__(self) -> Callable[..., Output]:
@@ -104,7 +104,6 @@ class Visit:
         """Works out what stands in for the parameters: the same whenever the visit begins again."""
         spaces = self.parts.spaces
         check_no_max_norm(self.parts.owners)
-        self.in_transform = arrays.in_transform()
         self.own = own_of(self.parts)
         places = self.walk.places_of(self.params, self.own)
         # The engine puts the hooks of a parameter on its leaf, and autograd calls them there.
@@ -181,12 +180,12 @@ class Visit:
         if replacement is not None:
             # An alias is marked, and not the caller's own tensor, which may be a parameter
             # elsewhere.
-            if not (self.recorded or self.in_transform):
+            if not (self.recorded or arrays.in_transform()):
                 replacement = (
                     replacement[...] if replacement.requires_grad else replacement.detach()
                 )
         else:
-            if self.in_transform and hasattr(tensor, "_stands_in"):
+            if hasattr(tensor, "_stands_in") and arrays.in_transform():
                 return tensor
             # A leaf only if autograd is to record what is not differentiated, as a loop by hand
             # would.

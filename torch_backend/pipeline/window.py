@@ -25,9 +25,9 @@ from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Kept, Leaves
+from torch_backend.engine.inputs import Leaves, detached
+from torch_backend.engine.layout import Kept
 from torch_backend.engine.others import left_alone
-from torch_backend.engine.window import detached
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_params
 from torch_backend.modules.layers import Walk
@@ -353,7 +353,7 @@ class PipelineWindow:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
-        head = self.layout.head.leaves(self.parts.compose(loss, aux, [()]), "a micro-batch")
+        head = self.layout.rest.head.leaves(self.parts.compose(loss, aux, [()]), "a micro-batch")
         return [*head, *[None] * len(self.params)]
 
     def _make_room(self, loss: torch.Tensor, aux: Tree) -> None:
@@ -367,11 +367,12 @@ class PipelineWindow:
         structure = self.backend.trees.flatten(self.params)[1]
         leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
         bind = lambda value: self.program.bind(value, arguments)
-        self.layout = self.program.memory.keep(Kept).layout_of(
+        self.layout = self.program.memory.keep(Kept, self.parts).layout_of(
             self.parts, (loss, aux), leaves, leaves, bind, self._check, False
         )
         folds = [
-            self.layout.outputs.folds[leaf_index] for leaf_index in self.layout.in_backward[:1]
+            self.layout.outputs.folds[leaf_index]
+            for leaf_index in self.layout.backward.leaf_indices[:1]
         ]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
         self.buffers = Buffers(self.layout)

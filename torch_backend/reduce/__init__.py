@@ -372,7 +372,7 @@ class Reduction:
             nothing = Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
             buffers.counted = nothing if buffers.counted is None else buffers.counted.merge(nothing)
         # A view would keep its whole bucket alive as long as the caller keeps a loss.
-        for leaf in self.sums.views.keys() & {*buffers.layout.rest}:
+        for leaf in self.sums.views.keys() & {*buffers.layout.rest.indices}:
             view = self.sums.views[leaf]
             buffers.reduced[leaf] = view.clone() if view.nbytes <= _SMALL else view
         if buffers.outputs.collected:

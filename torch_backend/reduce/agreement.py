@@ -104,7 +104,7 @@ def proposed(
     if known is not None:
         return known
     likes = [
-        None if fold is None or leaf is None else _like(leaf, leaf_index in layout.sums_in_backward)
+        None if fold is None or leaf is None else _like(leaf, leaf_index in layout.backward.sums)
         for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
     ]
     history.agreements.append(_proposal(key, outputs, likes, layout, replicas))

@@ -22,7 +22,7 @@ from funcga._replicas import check_one_for_all
 from funcga._types import Array
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.engine.backward import is_alone
+from torch_backend.engine.lent_sums import is_alone
 from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 

@@ -15,15 +15,19 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call import OwningGradient, Program
-from funcga._call.arguments import Argument, Arguments, argument_names
+from funcga._call.arguments import Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
+from torch_backend.engine.inputs import OwnParameters, unsplit
+from torch_backend.engine.layout import Kept
+from torch_backend.engine.passes import Pass
 from torch_backend.engine.window import Engine
 from torch_backend.modules.checks import check_wrapped_before
+from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
 
 
@@ -81,7 +85,7 @@ class ModuleGradient(OwningGradient):
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
         backend = load("torch")
         window = self.window(self._alone, backend, alone=True)
-        arguments = Arguments(tuple([Argument(arg, [], [], None) for arg in args]), self, backend)
+        arguments = unsplit(args, self, backend)
         # There are no in_axes here, so the first tensor tells how many rows the batch has.
         rows = _rows(args)
         if calling.microbatch is not None:
@@ -129,7 +133,9 @@ class ModuleGradient(OwningGradient):
         self.check_not_traced()
         check_wrapped_before(self.module)
         reduction = None if program.across is None else reductions_of(program, backend)[0]
-        return Engine(program, self.parts, backend, reduction, self.module)
+        inputs = OwnParameters(self.parts, backend, self.module, program.memory.keep(Walk))
+        kept = program.memory.keep(Kept, self.parts)
+        return Engine(program, Pass(inputs), kept, reduction)
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""

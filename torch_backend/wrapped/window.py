@@ -29,13 +29,14 @@ from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.engine.backward import autocasting, holds, is_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
-from torch_backend.engine.layout import Kept, Leaves
+from torch_backend.engine.inputs import Leaves, detached
+from torch_backend.engine.layout import Kept
+from torch_backend.engine.lent_sums import holds, is_alone
 from torch_backend.engine.observing import ObservedGradient, Observing
 from torch_backend.engine.others import applied, left_alone, reach
-from torch_backend.engine.window import detached
+from torch_backend.engine.passes import autocasting
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_params, modules_in
 from torch_backend.modules.layers import Walk, called
@@ -361,7 +362,7 @@ class ModuleWindow:
         wrapper sums them.
         """
         which = f"micro-batch {1 if self.buffers is None else self.buffers.steps + 1}"
-        leaves = self.layout.head.leaves(self.folded.compose(loss, aux, [()]), which)
+        leaves = self.layout.rest.head.leaves(self.folded.compose(loss, aux, [()]), which)
         return [*leaves, *[None] * len(self.params)]
 
     # --- replicas with fewer micro-batches than others
@@ -462,13 +463,13 @@ class ModuleWindow:
                 self.parts.compose(loss, aux, [self.params]), arguments
             )
             self.folded = observed = ObservedGradient.of(self.parts, readings, loss)
-        layout = self.program.memory.keep(Kept).layout_of(
+        layout = self.program.memory.keep(Kept, self.parts).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
         self.layout, self.buffers = layout, buffers_of(self.program)(layout)
         if self.program.observers is not None:
             computed_with = self.wrapper.leaf_of()
-            in_backward = zip(layout.in_backward, self.params.values(), strict=True)
+            in_backward = zip(layout.backward.leaf_indices, self.params.values(), strict=True)
             self.observing = Observing(
                 readings,
                 {leaf_index: computed_with.get(id(p), p) for leaf_index, p in in_backward},
@@ -478,7 +479,9 @@ class ModuleWindow:
         for reduction in self.reductions:
             reduction.begin(self.buffers, leaves_beside)
         # All of the gradients are weighed, or none.
-        folds = [layout.outputs.folds[leaf_index] for leaf_index in layout.in_backward[:1]]
+        folds = [
+            layout.outputs.folds[leaf_index] for leaf_index in layout.backward.leaf_indices[:1]
+        ]
         self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
 
     def _check_folds(self, outputs: Outputs) -> None:
@@ -590,7 +593,7 @@ def put(buffers: Buffers, sums: list[torch.Tensor], scales: list[float]) -> None
             [gradient for gradient, of in zip(sums, scales, strict=True) if of == scale],
             scale / unit,
         )
-    indices = [layout.index_of[leaf_index] for leaf_index in layout.in_backward]
+    indices = [layout.index_of[leaf_index] for leaf_index in layout.backward.leaf_indices]
     pairs = [*zip(indices, sums, strict=True)]
     # The scale is the unit of weighted sums. All others are multiplied by it.
     without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from tests.processes import processes
 from torch_backend import Replicas, pure_loss
-from torch_backend.engine import backward, others
-from torch_backend.engine.backward import Backward
+from torch_backend.engine import lent_sums, others
+from torch_backend.engine.passes import Pass
 from torch_backend.replacements import replacements
 
 
@@ -239,7 +239,7 @@ def test_an_exception_in_it_leaves_every_grad_as_it_was(recompute):
 def test_the_next_micro_batch_is_an_ordinary_one_again(monkeypatch):
     module, x = net()
     foreign, by_hands = nn.Parameter(torch.ones((), dtype=torch.float64)), []
-    monkeypatch.setattr(Backward, "run_by_hand", recorded(Backward.run_by_hand, by_hands))
+    monkeypatch.setattr(Pass, "run_by_hand", recorded(Pass.run_by_hand, by_hands))
     loss = lambda module, x: module.loss(x, RECOMPUTES["reentrant" if x[0, 0] > 0 else "plain"]) * foreign
     expected, foreign.grad = mean_by_hand(module, loss, x, 7), None
     step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 7)
@@ -256,7 +256,7 @@ def recorded(function, calls):
 def test_what_runs_no_backward_pass_is_run_as_ever(kind, monkeypatch):
     module, x = net()
     by_hands = []
-    monkeypatch.setattr(Backward, "run_by_hand", recorded(Backward.run_by_hand, by_hands))
+    monkeypatch.setattr(Pass, "run_by_hand", recorded(Pass.run_by_hand, by_hands))
     loss = lambda module, x: module.loss(x, RECOMPUTES["plain" if kind == "compiled" else kind])
     torch._dynamo.reset()
     made = torch.compile(loss, backend="aot_eager") if kind == "compiled" else loss
@@ -269,7 +269,7 @@ def test_what_runs_no_backward_pass_is_run_as_ever(kind, monkeypatch):
 def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
     """Then every graph is looked at; else only those of windows in which a function was applied."""
     looked, module, x = [], *net()
-    monkeypatch.setattr(backward, "reach", recorded(backward.reach, looked))
+    monkeypatch.setattr(lent_sums, "reach", recorded(lent_sums.reach, looked))
     monkeypatch.setattr(others.applied, "is_noted", noted)
     assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
     assert len(looked) == (0 if noted else 3)

@@ -1,4 +1,4 @@
-"""One backward pass: the gradients of a micro-batch are added where autograd computes them.
+"""The sums of a window, lent to autograd: gradients are added where they are computed.
 
 Only torch has this file: XLA fuses the sum into the loop by itself.
 
@@ -8,18 +8,10 @@ gradients ever exists. The first gradient becomes the accumulator itself, unless
 hold its memory; a float32 accumulator of a 16-bit leaf begins with zeros, and takes each gradient
 in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds its gradient in
 and frees it at once.
-
-Functions written in Python may run backward passes of their own, as a reentrant checkpoint does. A
-pass that is restricted to the leaves skips such a function silently if none of its inputs leads to
-a leaf, and some functions refuse a restricted pass. A leaf can also get its gradient in several
-pieces. So where a graph has such a function, the whole backward pass is run, as a hand-written loop
-would run it. Tensors of others get their own `.grad` back afterwards.
 """
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,106 +22,43 @@ from torch.utils.hooks import RemovableHandle
 from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.others import Surroundings, applied, left_alone, reach
+from torch_backend.engine.buffers import Buffers, Merge
+from torch_backend.engine.others import applied, reach
+from torch_backend.engine.passes import Pass, check_no_grads, ran_backward
 
 # Read for all leaves at once, these take a fraction of the time.
-_GRAD, _IS_CPU, _NBYTES, _CDATA = (
-    operator.attrgetter(name) for name in ("grad", "is_cpu", "nbytes", "_cdata")
+_GRAD, _NBYTES, _CDATA, _LAYOUT = (
+    operator.attrgetter(name) for name in ("grad", "nbytes", "_cdata", "layout")
 )
 
 
-@dataclass(eq=False)
-class Pass:
-    """Backward passes restricted to leaves.
-
-    `around`: what a function's own backward pass may write to. `autocast`: the types of devices
-    that it is on for. `on_host`: whether all leaves are there.
-    """
-
-    around: Callable[[], Surroundings]
-    autocast: list[str]
-    on_host: bool
-
-    def run(
-        self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...]
-    ) -> None:
-        """`torch.autograd.backward(loss, seed, inputs=inputs)`, outside of autocast: that is for
-        the forward pass.
-        """
-        with ExitStack() as outside:
-            for device in self.autocast:
-                outside.enter_context(torch.autocast(device, enabled=False))
-            _private.run_backward(
-                loss, _cotangent(loss, seed), inputs, self.on_host and loss.is_cpu
-            )
-
-    def run_by_hand(
-        self,
-        loss: torch.Tensor,
-        seed: float | torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        others: list[torch.Tensor],
-    ) -> None:
-        """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad`
-        afterwards.
-        """
-        around = self.around()
-        foreign = {id(leaf): leaf for leaf in (*others, *around.leaves)}
-        for leaf in inputs:
-            foreign.pop(id(leaf), None)
-        in_graph = {*map(id, others)}
-        # What the whole pass leaves in the `.grad`s of others is read before they get their own
-        # back.
-        with left_alone([*foreign.values()]):
-            self.run(loss, seed, ())
-            written = [
-                leaf
-                for key, leaf in foreign.items()
-                if leaf.grad is not None and key not in in_graph
-            ]
-        around.check(written)
-
-
-def _cotangent(loss: torch.Tensor, seed: float | torch.Tensor) -> torch.Tensor:
-    if isinstance(seed, torch.Tensor):
-        return seed.to(loss.device, loss.dtype).expand_as(loss)
-    return torch.full_like(loss, seed, requires_grad=False)
-
-
-class Backward(Pass):
+class LentSums:
     """Folds the gradients of a window's leaves into its buffers; `leaves` are by their leaf indices
     in the output.
 
     The cotangent is 1 for micro-batches of equal weight. Otherwise it is the weight's share, if
-    every leaf is a weighted sum, the loss's dtype holds that number, and nothing is float16, which
-    would overflow. Where it cannot be, a hook scales the gradients in the accumulator's dtype.
+    every leaf is a weighted sum, no user's hook is to see the gradient of the loss alone, the
+    loss's dtype holds that number, and nothing is float16, which would overflow. Where it cannot
+    be, a hook scales the gradients in the accumulator's dtype.
 
-    `around`: what a function's own backward pass may write to; `since`: what was `applied.last`
-    before the window. `seeds`: whether the cotangent may be a weight. `mixes`: whether leaves are
-    merged over fewer replicas than the window, so that they have what the losses of the others add
-    to them.
+    `mixed`: the merge of leaves that are merged over fewer replicas than the window, so that they
+    have what the losses of the others add to them. It is told of weights.
     """
 
     def __init__(
         self,
         buffers: Buffers,
         leaves: dict[int, torch.Tensor],
-        around: Callable[[], Surroundings],
-        since: object,
-        seeds: bool = True,
-        mixes: bool = False,
+        passes: Pass,
+        mixed: Merge | None = None,
     ):
-        self.buffers, self.layout, self.leaves, self.inputs = (
-            buffers,
-            buffers.layout,
-            leaves,
-            tuple(leaves.values()),
-        )
-        self.around, self.since, self.seeds = around, since, seeds and self.layout.takes_seeds
-        self.mixes = mixes
+        self.buffers, self.layout = buffers, buffers.layout
+        self.leaves, self.inputs = leaves, tuple(leaves.values())
+        self.passes, self.mixed = passes, mixed
+        # The window has run a loss already, and no backward pass.
+        check_no_grads(self.inputs)
         # The leaves that autograd adds to sums: as a rule all.
-        added = self.layout.added
+        added = self.layout.backward.added
         self.adding = (
             self.inputs
             if len(added) == len(self.inputs)
@@ -138,26 +67,19 @@ class Backward(Pass):
         # From here until `release` buffers and leaves share the accumulators: autograd adds to
         # `leaf.grad` in place.
         reduced = buffers.reduced
-        if self.layout.widens or {*map(type, reduced)} != {type(None)}:
+        if self.layout.backward.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
         self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
-        # Whether gradients of other processes' losses came to a pass that does not weigh them, and
-        # the weights so far.
-        self.unweighed, self.weights = False, set[Scalar]()
-        # whether autograd adds to the accumulators of weighted sums, and not only of plain ones
+        # Whether autograd adds to the accumulators of weighted sums, and not only of plain ones.
         self.attached = True
-        self.autocast = (
-            autocasting({leaf.device.type for leaf in self.inputs})
-            if _private.is_any_autocast_enabled()
-            else []
-        )
-        self.on_host = all(map(_IS_CPU, self.inputs))
         self._survey()
         self.writes = self._count_writes()
 
     def _attach_begun(self, reduced: list[Any]) -> None:
         """Gives the leaves the accumulators that there are before the first gradient."""
-        for leaf, (_, _, index, _, wide) in zip(self.adding, self.layout.added, strict=True):
+        for leaf, (_, _, index, _, wide) in zip(
+            self.adding, self.layout.backward.added, strict=True
+        ):
             if wide is not None:
                 # A sum in a wider dtype begins with zeros: autograd could only begin it in the
                 # gradient's own dtype.
@@ -177,11 +99,14 @@ class Backward(Pass):
         """Notes how far the sums have come: which accumulators there are, and whether a pass
         needs hooks.
         """
-        accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.added_sums)]
+        accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.backward.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
         self.hooked = bool(
-            not self.attached or self.layout.others or self.layout.dtensors or self.mixes
+            not self.attached
+            or self.layout.backward.others
+            or self.layout.backward.dtensors
+            or self.mixed
         )
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
         self.accumulators: list[torch.Tensor] = (
@@ -195,7 +120,7 @@ class Backward(Pass):
         gradients = [gradient for gradient in map(_GRAD, self.inputs) if gradient is not None]
         return len(gradients) + sum(map(_private.version, gradients))
 
-    def __call__(
+    def add(
         self,
         loss: torch.Tensor,
         weight: Scalar,
@@ -220,31 +145,26 @@ class Backward(Pass):
             else self._seed(loss, weight, share, bool(moving), communicates)
         )
         self.seed = seed
-        if self.mixes:
-            self._note(weight, communicates, has_weight)
+        if self.mixed is not None:
+            # Whether what other processes' losses add came to a pass that does not weigh it.
+            self.mixed.weights.add(weight)
+            self.mixed.unweighed |= communicates and not has_weight
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
-            inputs = (*self.inputs, *moving)
+            passes, inputs = self.passes, (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
-                self._add_zeros(self.layout.others, weight)
-            elif self.hooked or self.autocast or applied.last is not self.since:
+                self._add_zeros(self.layout.backward.others, weight)
+            elif self.hooked or passes.autocast or applied.last is not passes.since:
                 self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
                 cotangent = torch.full_like(loss, seed, requires_grad=False)  # type: ignore[arg-type]  # a number
-                _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+                _private.run_backward(loss, cotangent, inputs, passes.on_host and loss.is_cpu)
             if not self.begun:
                 self._adopt()
         self.writes = self._count_writes()
         return share
-
-    def _note(self, weight: Scalar, communicates: bool, has_weight: bool) -> None:
-        """Notes the weight of a pass, and whether what other processes' losses add came to it
-        unweighed.
-        """
-        self.weights.add(weight)
-        self.unweighed |= communicates and not has_weight
 
     def _seed(
         self,
@@ -257,16 +177,18 @@ class Backward(Pass):
         """The cotangent for a share that is not 1, and whether autograd is to add what comes of
         it to weighted sums.
         """
-        may_seed = self.seeds and not moves and (communicates or not self.autocast)
+        may_seed = self.layout.backward.takes_weights and not (moves or self.passes.inputs.hooked)
+        may_seed = may_seed and (communicates or not self.passes.autocast)
         if share is None:
             # What other processes add to a gradient has to have its weight before it travels.
             # Otherwise a mask is better, which keeps the NaN of a weight of 0 out.
-            conditions = communicates, self.mixes, may_seed, loss.dtype.itemsize >= 4
-            return (weight, True) if all(conditions) else (1.0, False)
+            can_weigh = may_seed and loss.dtype.itemsize >= 4
+            is_seed = communicates and self.mixed is not None and can_weigh
+            return (weight, True) if is_seed else (1.0, False)
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate
         # in its backward pass, and other processes wait for that. The gradients that they send here
         # have their weights, so they are added.
-        if self.layout.only_weighted and not moves and share == 0:
+        if self.layout.backward.only_weighted and not moves and share == 0:
             is_alone = not (dist.is_available() and dist.is_initialized())
             return (None, True) if is_alone else (0.0, communicates)
         if may_seed and holds(loss.dtype, share):
@@ -278,7 +200,7 @@ class Backward(Pass):
         come with the weight.
         """
         self.check_grads()
-        for added in self.layout.added:
+        for added in self.layout.backward.added:
             is_attached = has_weight or added.plain
             self.inputs[added.position].grad = (
                 self.buffers.reduced[added.sum_index] if is_attached else None
@@ -299,19 +221,19 @@ class Backward(Pass):
         """
         layout = self.layout
         # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
-        waiting = {*layout.others, *layout.dtensors}
+        waiting = {*layout.backward.others, *layout.backward.dtensors}
         if not has_weight:
-            waiting.update(added.leaf_index for added in layout.added if not added.plain)
+            waiting.update(added.leaf_index for added in layout.backward.added if not added.plain)
         others: list[torch.Tensor] = []
         custom = False
-        if applied.last is not self.since:
+        if self.passes.has_functions:
             others, custom = reach(loss, {*map(id, inputs)})
         if custom:
             # A leaf may get several gradients in such a pass, so each is taken when the pass is
             # over, without a hook.
-            self.run_by_hand(loss, seed, inputs, others)
+            self.passes.run_by_hand(loss, seed, inputs, others)
         elif not waiting:
-            self.run(loss, seed, inputs)
+            self.passes.run(loss, seed, inputs)
         else:
             self._run_hooked(loss, seed, inputs, weight, waiting)
         if waiting:
@@ -323,7 +245,7 @@ class Backward(Pass):
             leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None
         ]:
             self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
-        self._add_zeros(waiting.intersection(self.layout.others), weight)
+        self._add_zeros(waiting.intersection(self.layout.backward.others), weight)
 
     def _run_hooked(
         self,
@@ -341,7 +263,7 @@ class Backward(Pass):
             for leaf_index in waiting
         ]
         try:
-            self.run(loss, seed, inputs)
+            self.passes.run(loss, seed, inputs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -358,7 +280,7 @@ class Backward(Pass):
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
         reduced, sums, gradients = (
             self.buffers.reduced,
-            self.layout.added_sums,
+            self.layout.backward.added_sums,
             [*map(_GRAD, self.adding)],
         )
         arrived = [
@@ -366,7 +288,9 @@ class Backward(Pass):
             for at, index in enumerate(sums)
             if reduced[index] is None and gradients[at] is not None
         ]
-        dense = [arrays.strided(gradients[at]) for at in arrived]
+        dense = [gradients[at] for at in arrived]
+        if {*map(_LAYOUT, dense)} - {torch.strided}:
+            dense = [*map(arrays.strided, dense)]
         # Later gradients are added in place, so nobody else may hold this memory.
         for at, begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
             reduced[sums[at]] = accumulator = begun if alone else begun.clone()
@@ -393,7 +317,9 @@ class Backward(Pass):
             leaf.grad = None
         self.accumulators, layout, reduced = [], self.layout, self.buffers.reduced
         # No loss of the window depended on what has no accumulator yet: its sum is 0.
-        for leaf_index in layout.sums_in_backward if layout.dtensors or not self.begun else ():
+        for leaf_index in (
+            layout.backward.sums if layout.backward.dtensors or not self.begun else ()
+        ):
             index = layout.index_of[leaf_index]
             if reduced[index] is None:
                 dtype = layout.folds[index].accumulator_dtype
@@ -403,7 +329,7 @@ class Backward(Pass):
 
     def check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
-        for added in self.layout.added:
+        for added in self.layout.backward.added:
             is_attached = self.attached or added.plain
             if self.inputs[added.position].grad is not (
                 self.buffers.reduced[added.sum_index] if is_attached else None
@@ -418,15 +344,6 @@ class Backward(Pass):
 def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
     return handle
-
-
-def ran_backward() -> FuncgaError:
-    """The error for a loss that runs a backward pass into its own parameters."""
-    return FuncgaError(
-        "loss_fn called .backward(): the gradients that it leaves in the parameters would be added "
-        "to those of the loss. Return the loss and leave that to funcga; for a gradient inside of "
-        "the loss use torch.autograd.grad or torch.func.grad."
-    )
 
 
 def is_alone(gradient: torch.Tensor) -> bool:
@@ -461,15 +378,3 @@ def holds(dtype: torch.dtype, number: float) -> bool:
         or dtype.itemsize >= 4
         or torch.tensor(number, dtype=dtype, device="cpu").item() == number
     )
-
-
-def autocasting(devices: Iterable[str]) -> list[str]:
-    """The device types that autocast is on for, of the CPU and these."""
-    if not _private.is_any_autocast_enabled():  # as usual
-        return []
-    types = {"cpu", *devices}
-    return [
-        type
-        for type in types
-        if torch.amp.is_autocast_available(type) and torch.is_autocast_enabled(type)
-    ]
