@@ -367,7 +367,7 @@ class PipelineWindow:
         structure = self.backend.trees.flatten(self.params)[1]
         leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
         bind = lambda value: self.program.bind(value, arguments)
-        self.layout = self.program.memory.keep(Kept, self.parts).layout_of(
+        self.layout = self.program.memory.keep(Kept).layout_of(
             self.parts, (loss, aux), leaves, leaves, bind, self._check, False
         )
         folds = [
