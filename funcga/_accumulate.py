@@ -4,6 +4,7 @@ import functools
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal, overload
 
 from funcga._backend import Backend
@@ -300,13 +301,13 @@ class Search:
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> int | None:
         """The n of a plan; None if it cannot be planned, and has to be tried out."""
-        from funcga._plan import planned
-
         try:
-            plan = planned(self.program, backend, args, kwargs)
+            # A tool, by name, as it may not be there.
+            plan = import_module("funcga._plan").planned(self.program, backend, args, kwargs)
         except Exception:
             return None  # whatever is wrong with the call, the attempt raises as well
-        return plan.n if plan.fits else None
+        n: int | None = plan.n if plan.fits else None
+        return n
 
 
 def smallest(

@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, list[str]]:
     """The devices of each framework that is installed, which this imports."""
-    return {name: load(name).dlpack.devices() for name in ("torch", "jax") if _is_found(name)}
+    return {name: load(name).arrays.devices() for name in ("torch", "jax") if _is_found(name)}
 
 
 def show() -> None:

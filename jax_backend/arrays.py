@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga.errors import no_derivative
+from funcga.errors import no_derivative, no_device
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -219,6 +219,25 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
 def integer(number: Scalar) -> jax.Array:
     """A count as a 0-d int32 array."""
     return jnp.asarray(number, dtype=jnp.int32)
+
+
+def device(name: object) -> jax.Device | jax.sharding.Sharding:
+    """The device of this name; FuncgaError, which says what there is, if there is none."""
+    if isinstance(name, jax.Device | jax.sharding.Sharding):
+        return name
+    platform, _, index = str(name).partition(":")
+    try:
+        return jax.local_devices(backend=platform)[int(index or 0)]
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise no_device(name, "JAX", devices()) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    kinds = sorted({"cpu", *(device.platform for device in jax.local_devices())})
+    return [
+        f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))
+    ]
 
 
 def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:

@@ -24,7 +24,7 @@ from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import _private, arrays, dlpack, sharding, trees
+from jax_backend import _private, arrays, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
 from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
@@ -687,7 +687,7 @@ class _Stream:
     ) -> Tree:
         outputs: Outputs | None = None
         chunks = []
-        device = None if self.program.device is None else dlpack.device(self.program.device)
+        device = None if self.program.device is None else arrays.device(self.program.device)
         if device is not None and self.program.totals is not None:
             kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
         # What is the same for all micro-batches is split once. Micro-batches of one shape share a

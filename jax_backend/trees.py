@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass
 import jax
 import numpy as np
 
-from funcga._trees.mappings import Mapped, container_children, is_container, rebuilt
+from funcga._backend.containers import Mapped, container_children, is_container, rebuilt
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 

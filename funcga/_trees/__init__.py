@@ -2,13 +2,14 @@
 in the same.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from funcga._backend import Backend, ExportError, Transfer
-from funcga._backend.dispatch import load, load_imported
+from funcga._backend import Backend
+from funcga._backend.dispatch import is_numpy, is_of_numpy, load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
+from funcga._trees.transfer import ExportError, Extent, Transfer, extent, side
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError, listed
 
@@ -125,7 +126,7 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     walk = _walk(tree, None)
 
     def export(leaf: Array, owner: Backend | None) -> Transfer:
-        exported = Transfer(leaf) if owner is None else owner.dlpack.export_array(leaf, set())
+        exported = Transfer(leaf) if owner is None else side(owner).export_array(leaf, set())
         # What was copied on the way need not be copied again, unless JAX keeps it.
         is_ours = exported.copied is not None and exported.array.flags.writeable
         return (
@@ -151,8 +152,8 @@ def converted(
     Errors call the tree by `name`.
     """
     _check_copy(copy)
-    target_device = None if device is None else target.dlpack.device(device)
-    platforms = {*platforms, *target.dlpack.platforms()}
+    target_device = None if device is None else target.arrays.device(device)
+    platforms = {*platforms, *side(target).platforms()}
     walk = _walk(tree, target, name)
 
     # First every array is exported, so that an error comes before anything is copied.
@@ -162,13 +163,13 @@ def converted(
             exported = _export_numpy(leaf)
         else:
             exported = (
-                Transfer(leaf) if owner is target else owner.dlpack.export_array(leaf, platforms)
+                Transfer(leaf) if owner is target else side(owner).export_array(leaf, platforms)
             )
-        target.dlpack.check_importable(exported.array)
+        side(target).check_importable(exported.array)
         return exported
 
     return walk.rebuilt(
-        target.dlpack.import_arrays(walk.exports(export), target_device, copy is True), copy
+        side(target).import_arrays(walk.exports(export), target_device, copy is True), copy
     )
 
 
@@ -182,7 +183,7 @@ def _check_copy(copy: object) -> None:
 
 def _export_numpy(leaf: Array) -> Transfer:
     """An array or scalar of NumPy as a plain array, whose bytes are in this machine's order."""
-    if _is_class_of_numpy(leaf, "MaskedArray"):
+    if is_of_numpy(leaf, "MaskedArray"):
         raise ExportError(
             f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) "
             "has none"
@@ -194,30 +195,9 @@ def _export_numpy(leaf: Array) -> Transfer:
             f"its bytes are in another order ({array.dtype.str}); x.astype({array.dtype.name!r}) "
             "has them in order",
         )
-    is_scalar = not _is_class_of_numpy(leaf, "ndarray")
+    is_scalar = not is_of_numpy(leaf, "ndarray")
     return Transfer(
         array, "it is a scalar of NumPy; numpy.asarray(x) is an array" if is_scalar else None
-    )
-
-
-def is_numpy(leaf: object) -> bool:
-    """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
-    return _is_class_of_numpy(leaf, "ndarray", "generic")
-
-
-def _is_class_of_numpy(leaf: object, *names: str) -> bool:
-    # By name, as this package does not import NumPy.
-    bases = type(leaf).__mro__
-    return any(
-        base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases
-    )
-
-
-def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
-    """The error for a device that a framework does not have here."""
-    return FuncgaError(
-        f"device={str(name)!r} is none that {framework} has here; it has "
-        f"{', '.join(map(repr, devices))}."
     )
 
 
@@ -261,22 +241,6 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
     }
 
 
-Extent = tuple[int, int]
-"""The addresses of the first byte of a piece of memory, and of the one after its last."""
-
-
-def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
-    """The Extent of a strided array whose first element is at `start`; strides are in bytes, and
-    may be negative.
-    """
-    # Along each axis the last element lies this far from the first; with a negative stride, before
-    # it.
-    spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    return start + sum(min(span, 0) for span in spans), start + sum(
-        max(span, 0) for span in spans
-    ) + itemsize
-
-
 def _extents(tree: Tree) -> dict[str, list[Extent]]:
     walk = _walk(tree, None)
     paths = leaf_paths(tree, walk.walker.trees)
@@ -287,8 +251,8 @@ def _extents(tree: Tree) -> dict[str, list[Extent]]:
 
 def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
     if owner is not None:
-        return owner.dlpack.extents(array)
-    if not _is_class_of_numpy(array, "ndarray") or not array.size:
+        return side(owner).extents(array)
+    if not is_of_numpy(array, "ndarray") or not array.size:
         return []
     return [
         extent(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)

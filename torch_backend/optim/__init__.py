@@ -17,6 +17,7 @@ from torch_backend.arrays import all_with_strides_of, copies, without_overlap
 from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.built import Builder
+from torch_backend.optim.chain import ClipNormState
 from torch_backend.optim.options import (
     Options,
     Schedule,
@@ -25,8 +26,8 @@ from torch_backend.optim.options import (
     check_scheduler,
     shared,
 )
-from torch_backend.optim.parameters import check_parameters
 from torch_backend.optim.state import (
+    Number,
     OptimizerState,
     Slot,
     UpdateArguments,
@@ -37,6 +38,10 @@ from torch_backend.optim.state import (
     to_slots,
     without_grads,
 )
+from torch_backend.parameters import check_parameters
+
+# For torch.load with weights_only=True.
+torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
 
 Closure = Callable[[], torch.Tensor]
 

@@ -14,7 +14,7 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import are_plain, with_strides_of
 from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.parameters import KIND, PLAIN, check_gradients, check_parameters, matched
+from torch_backend.parameters import KIND, PLAIN, check_gradients, check_parameters, matched
 
 Slot = dict[str, object]
 """What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples

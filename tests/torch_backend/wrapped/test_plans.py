@@ -13,6 +13,7 @@ import funcga
 from benchmarks.torch_measure import Watch
 from funcga import _replicas
 from funcga._call import OwningGradient, step_program
+from funcga._plan.in_torch import peak
 from tests.call.test_plan import Block, mean_loss, mlp, transformer
 from tests.processes import Failed, processes
 from tests.torch_backend.wrapped.test_wrapped import WRAPPERS, made, mean_square, mesh_of, rows_of
@@ -65,9 +66,7 @@ def nothing_sent():
 
 def predicted(step, args):
     with nothing_sent():
-        return BACKEND.planner.peak(
-            step_program(step), lambda p: BACKEND.loop.accumulate(p, BACKEND), args, {}, BACKEND
-        )
+        return peak(step_program(step), lambda p: BACKEND.loop.accumulate(p, BACKEND), args, {}, BACKEND)
 
 
 def first_windows(group, kind, problem, n, sync, case):

@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 from funcga._backend import Backend, Coupled
 from funcga._backend.dispatch import load_imported
@@ -11,6 +13,49 @@ from funcga._call import Memory, Program, read_program, step_program
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree, mean
+
+
+class Planner(Protocol):
+    """How much memory a window takes, found without running it."""
+
+    def is_shape(self, leaf: Any) -> bool:
+        """Whether the leaf only stands for an array of this framework: it has a shape and a
+        dtype, and no numbers.
+        """
+        ...
+
+    def rows(self, program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+        """How many rows the arguments of a call have."""
+        ...
+
+    def nbytes(self, tree: Tree) -> int:
+        """The bytes that the arrays of a tree take; memory that several of them share is counted
+        once.
+        """
+        ...
+
+    def free_memory(self, tree: Tree) -> int | None:
+        """The bytes that are free on the device of these arrays; None if that is the host."""
+        ...
+
+    def peak(
+        self,
+        program: Program,
+        window: Callable[[Program], Callable[..., Any]],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        backend: Backend,
+    ) -> dict[str, int]:
+        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it
+        is.
+        """
+        ...
+
+
+def side(backend: Backend) -> Planner:
+    """How a framework is measured."""
+    return cast("Planner", import_module(f"funcga._plan.in_{backend.name}"))
+
 
 Measure = Callable[[int], dict[str, int]]
 """The bytes that a window of n micro-batches holds at its peak, by what they are."""
@@ -236,15 +281,15 @@ def planned(
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:
-            parts = backend.planner.peak(
+            parts = side(backend).peak(
                 replace(program, n=n, microbatch_size=None), window, args, kwargs, backend
             )
             measured[n] = (
-                parts if state is None else {**parts, "state": backend.planner.nbytes(state)}
+                parts if state is None else {**parts, "state": side(backend).nbytes(state)}
             )
         return measured[n]
 
-    rows = backend.planner.rows(program, args, backend)
+    rows = side(backend).rows(program, args, backend)
     if memory is None:
         own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
         memory = available_memory(backend, (args, kwargs, state), own)
@@ -257,7 +302,7 @@ def _backend(
 ) -> Backend:
     """The backend of a call whose arrays may be shapes alone."""
     for backend in load_imported():
-        if any(map(backend.planner.is_shape, backend.trees.flatten((args, kwargs, state))[0])):
+        if any(map(side(backend).is_shape, backend.trees.flatten((args, kwargs, state))[0])):
             return backend
     return program.backend(args, kwargs)
 
@@ -383,10 +428,10 @@ def available_memory(backend: Backend, tree: Tree, own: int) -> int:
     `own`: what the call's arguments and parameters take together.
     """
     leaves = backend.trees.flatten(tree)[0]
-    real = [leaf for leaf in leaves if not backend.planner.is_shape(leaf)]
-    free = backend.planner.free_memory(real)
+    real = [leaf for leaf in leaves if not side(backend).is_shape(leaf)]
+    free = side(backend).free_memory(real)
     return (_free_on_host() if free is None else free) + (
-        own if len(real) == len(leaves) else backend.planner.nbytes(real)
+        own if len(real) == len(leaves) else side(backend).nbytes(real)
     )
 
 
