@@ -95,14 +95,6 @@ def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]
     return [from_slot(slot, owned, like) for slot, like in zip(slots, likes, strict=True)]
 
 
-def to_slots(kept: Sequence[Slot]) -> list[Slot]:
-    """`to_slot` of what an optimizer keeps for each parameter; of tensors alone, as usual, the
-    very dicts.
-    """
-    types = {type(value) for slot in kept for value in slot.values()}
-    return [*kept] if types <= {torch.Tensor} else [*map(to_slot, kept)]
-
-
 def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value.value.item() if isinstance(value, Number) else value
