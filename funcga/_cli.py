@@ -50,12 +50,7 @@ def run_parity(
     console.print(
         "funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items())
     )
-    with plan.pool() as pool:
-        try:
-            runs = [Run(chosen(choice), plan, choice, pool) for choice in problems]
-            every = [_found(run, console) for run in runs]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    every = [_found(Run(chosen(choice), plan, choice), console) for choice in problems]
     console.print("", report.conclusion(every), sep="\n")
     if json_file is not None:
         _write_json(json_file, report.as_json(every))
@@ -77,18 +72,15 @@ SECONDS = 5
 
 def _found(run: Run, console: Console) -> Findings:
     # Progress goes to standard error, so that a report in a file has none.
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, highlight=False)
     said = time.monotonic()
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        bar = progress.add_task(run.problem.name, total=len(run.tasks))
-        for done in run.progress():
-            progress.update(bar, completed=done)
+        bar = progress.add_task(run.problem.name)
+        for done, total in run.steps():
+            progress.update(bar, completed=done, total=total)
             if not errors.is_terminal and time.monotonic() - said >= SECONDS:
                 said = time.monotonic()
-                errors.print(
-                    f"{run.problem.name}: {done} of {len(run.tasks)} steps are done",
-                    highlight=False,
-                )
+                errors.print(f"{run.problem.name}: {done} of {total} steps are done")
         findings = run.findings()
     console.print("", report.as_table(findings), report.sentences(findings), sep="\n")
     return findings

@@ -56,15 +56,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     return jax.jit(step, compiler_options=_private.quick_to_compile())
 
 
-def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns compiled(*args), all Python code of which has
-    run by then.
-    """
-    # What is compiled is kept, for later calls of the function too.
-    lowered = compiled.lower(*args)  # type: ignore[attr-defined]
-    return lambda: lowered.compile()(*args)
-
-
 def over_replicas(
     step: Callable[..., Tree], arguments: Arguments, count: int
 ) -> tuple[Tree, int] | None:

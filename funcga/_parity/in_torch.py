@@ -41,14 +41,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     return step
 
 
-def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns compiled(*args), all Python code of which has
-    run by then.
-    """
-    result = compiled(*args)
-    return lambda: result
-
-
 def over_replicas(
     step: Callable[..., Tree], arguments: Arguments, count: int
 ) -> tuple[Tree, int] | None:

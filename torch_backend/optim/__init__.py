@@ -205,7 +205,7 @@ class _Update(UpdateFunction):
         tensors = [leaf.detach() for leaf in leaves if leaf is not None]
         if not tensors:
             return initial_state(params, [{} for _ in leaves], False)
-        optimizer, functions = self.options.build(tensors, params, 0, 1.0)
+        optimizer, _, functions = self.options.build(tensors, params, 0, 1.0)
         slots = {
             id(tensor): self._zeros(tensor, group)
             for group in optimizer.param_groups

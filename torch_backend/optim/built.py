@@ -63,13 +63,13 @@ class Builder:
                 group["params"] = [tensors[index] for index in members]
             self.options.follow_schedule(optimizer, built.options, count)
         else:
-            optimizer, functions = self.options.build(tensors, arguments.params, count, weight)
+            made = self.options.build(tensors, arguments.params, count, weight)
+            optimizer = made.optimizer
             index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
             members_of = [[index_of[id(t)] for t in g["params"]] for g in optimizer.param_groups]
-            options = [*map(without_params, optimizer.param_groups)]
+            built = Built(optimizer, members_of, made.began_with, kind)
             # Options that are functions are others in another update.
-            built, keeps = Built(optimizer, members_of, options, kind), self.keeps and not functions
-            self.options.follow_schedule(optimizer, options, count)
+            keeps = self.keeps and not made.functions
         yield optimizer
         # Only after a step without an error it is used again. It keeps no memory of the caller's.
         if keeps:
@@ -134,6 +134,5 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
     leaves = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
     empty = [torch.empty((0,) * leaf.ndim, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
     weight = state.weight if isinstance(state.weight, torch.Tensor) else None
-    optimizer, _ = options.build(empty, params, last, weight)
-    options.follow_schedule(optimizer, [*map(without_params, optimizer.param_groups)], last)
-    return [*map(without_params, optimizer.param_groups)]
+    made = options.build(empty, params, last, weight)
+    return [*map(without_params, made.optimizer.param_groups)]

@@ -24,6 +24,16 @@ Group = dict[str, Any]
 """The options of a group of parameters, without these."""
 
 
+class Made(NamedTuple):
+    """An optimizer, the options that its groups began with, before the scheduler, and those of its
+    options that are functions.
+    """
+
+    optimizer: Optimizer
+    began_with: list[Group]
+    functions: list[Callable[..., object]]
+
+
 @dataclass(frozen=True)
 class Options:
     """What an optimizer is made with."""
@@ -35,25 +45,20 @@ class Options:
 
     def build(
         self, tensors: Sequence[torch.Tensor], params: Tree, count: int, weight: object
-    ) -> tuple[Optimizer, list[Callable[..., object]]]:
+    ) -> "Made":
         """The optimizer of the tensors that stand for these parameters after `count` updates, its
-        state empty.
-
-        weight: that of the window, None if it is not known. And those of its options that are
-        functions.
+        state empty. weight: that of the window, None if it is not known.
         """
         # A group of one's own options overrides the options for all, as torch's param_groups do.
         groups = [] if self.groups is None else self._grouped(tensors, params)
-        functions = [
-            value
-            for options in (self.options, *groups)
-            for value in options.values()
-            if callable(value)
-        ]
         grouped = (
             tensors if self.groups is None else [_at(group, count, weight) for group in groups]
         )
-        return self.optimizer(grouped, **_at(self.options, count, weight)), functions
+        optimizer = self.optimizer(grouped, **_at(self.options, count, weight))
+        values = [value for options in (self.options, *groups) for value in options.values()]
+        began_with = [*map(without_params, optimizer.param_groups)]
+        self.follow_schedule(optimizer, began_with, count)
+        return Made(optimizer, began_with, [*filter(callable, values)])
 
     def build_alone(self, tensor: torch.Tensor, group: Group) -> Optimizer:
         """The optimizer of one tensor before the first update, with the options of a group."""
