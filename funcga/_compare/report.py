@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape
+from funcga._tables import rich_table, text_table
 from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
@@ -151,27 +152,18 @@ class Report:
             FuncgaError: rich is not installed.
         """
         try:
-            from rich.box import SIMPLE_HEAD
-            from rich.table import Table
             from rich.text import Text
         except ModuleNotFoundError as error:
             raise FuncgaError(
                 "rich is not installed, and report.table needs it. Install it: pip install "
                 "'funcga[parity]', or print the report as text: print(str(report))."
             ) from error
+        headings = _headings(self.names)
         caption = Text(f"{self.verdict}\n{self.tolerance}")
-        table = Table(
-            caption=caption,
-            caption_justify="left",
-            box=SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-        )
-        for heading in _headings(self.names):
-            table.add_column(heading, no_wrap=heading not in ("leaf", ""), overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, _cells(row)), style="" if row.ok else "bold red")
-        return table
+        lines = [
+            [Text(cell, "" if row.ok else "bold red") for cell in _cells(row)] for row in self.rows
+        ]
+        return rich_table(headings, lines, headings[1:-1], caption=caption, caption_justify="left")
 
     def __rich__(self) -> "Table":
         return self.table()
@@ -246,11 +238,8 @@ def _json(value: object) -> object:
 
 
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """The table as lines of text, in columns."""
-    lines = [_headings(names), *map(_cells, rows)]
-    # Each column is as wide as its longest cell.
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    """The table as lines of text."""
+    return text_table([_headings(names), *map(_cells, rows)])
 
 
 def _headings(names: tuple[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from funcga._backend import Backend, Coupled
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, read_program, step_program
+from funcga._tables import text_table
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree, mean
@@ -121,27 +122,12 @@ class Plan:
         names = [*self.parts]
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
-            parts = (
-                [size_of(row.parts.get(name, 0)) for name in names]
-                if row.parts
-                else [""] * len(names)
-            )
-            about = "" if row.parts else "~"
             fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n and self.fits else "")
-            lines.append(
-                [
-                    str(row.n),
-                    str(row.microbatch_size),
-                    about + size_of(row.peak_bytes),
-                    fits,
-                    *parts,
-                ]
-            )
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = [
-            [cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
-        ]
-        return "\n".join("  ".join(line).rstrip() for line in padded)
+            about = "" if row.parts else "~"  # what follows from other rows
+            parts = [size_of(row.parts.get(name, 0)) if row.parts else "" for name in names]
+            peak = about + size_of(row.peak_bytes)
+            lines.append([str(row.n), str(row.microbatch_size), peak, fits, *parts])
+        return text_table(lines, right=True)
 
     def __str__(self) -> str:
         memory = size_of(self.memory)
