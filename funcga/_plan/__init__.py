@@ -1,5 +1,15 @@
-"""`plan`: how many micro-batches a batch needs to fit in memory, found without running anything."""
+"""The tool that finds how many micro-batches a batch needs to fit in memory; nothing is run.
 
+    plan = funcga.plan(grad_fn, params, batch, memory="14 GiB")
+    step = funcga.accumulate(grad_fn, plan.n)
+
+The search and the table are in this file. What a window holds is measured in `in_torch.py`, on
+tensors without numbers, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
+(`funcga._call`, the backends' `loop` and `passes`); nothing stands on it, but `n="auto"` asks for
+it by name.
+"""
+
+import math
 import os
 import re
 from collections.abc import Callable
@@ -71,15 +81,14 @@ class PlanRow:
         microbatch_size: How many rows the largest of them has.
         peak_bytes: The bytes that are held when most are.
         fits: Whether that is no more than the memory.
-        parts: What these bytes are; None where they follow from other rows of the table, by a
-            straight line.
+        parts: What these bytes are.
     """
 
     n: int
     microbatch_size: int
     peak_bytes: int
     fits: bool
-    parts: dict[str, int] | None = None
+    parts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Plan:
         parts: What these bytes are.
         fits: Whether they fit in the memory.
         memory: The bytes that there are.
-        rows: A `PlanRow` for each n of the table.
+        rows: A `PlanRow` for each n that was looked at.
         whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
             do, or none does.
 
@@ -123,10 +132,9 @@ class Plan:
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
             fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n and self.fits else "")
-            about = "" if row.parts else "~"  # what follows from other rows
-            parts = [size_of(row.parts.get(name, 0)) if row.parts else "" for name in names]
-            peak = about + size_of(row.peak_bytes)
-            lines.append([str(row.n), str(row.microbatch_size), peak, fits, *parts])
+            sizes = [size_of(row.parts.get(name, 0)) for name in names]
+            peak = size_of(row.peak_bytes)
+            lines.append([str(row.n), str(row.microbatch_size), peak, fits, *sizes])
         return text_table(lines, right=True)
 
     def __str__(self) -> str:
@@ -338,20 +346,21 @@ def _size(rows: int, n: int) -> int:
 def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[str, int]]) -> Plan:
     """The Plan of what was measured."""
     peaks = {k: sum(parts.values()) for k, parts in measured.items()}
-    slope = 0.0
-    known = sorted(k for k in peaks if k > 1)
-    if len(known) > 1:
-        least, most = known[0], known[-1]
-        slope = (peaks[least] - peaks[most]) / max(1, _size(rows, least) - _size(rows, most))
-    shown = {*peaks, *([2**k for k in range(rows.bit_length()) if 2**k <= rows] if slope else [])}
-    table = []
-    for k in sorted(shown):
-        size = _size(rows, k)
-        peak = peaks[k] if k in peaks else _between(k, rows, known, peaks)
-        table.append(PlanRow(k, size, peak, peak <= memory, measured.get(k)))
-    whole = (
-        rows - int(-(-(peaks[1] - memory) // slope)) if slope > 0 and n > 1 and 1 in peaks else 0
-    )
+    table = [
+        PlanRow(k, _size(rows, k), peaks[k], peaks[k] <= memory, measured[k])
+        for k in sorted(measured)
+    ]
+    # The rows that are too many for the memory, by the line between the peaks of two other n.
+    whole = None
+    known = [row for row in table if row.n > 1]
+    if n > 1 and len(known) > 1:
+        first, last = known[0], known[-1]
+        bytes_of_row = (first.peak_bytes - last.peak_bytes) / max(
+            1, first.microbatch_size - last.microbatch_size
+        )
+        if bytes_of_row > 0:
+            whole = rows - math.ceil((peaks[1] - memory) / bytes_of_row)
+    has_whole = whole is not None and 0 < whole < rows
     return Plan(
         n,
         _size(rows, n),
@@ -360,18 +369,8 @@ def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[s
         fits,
         memory,
         tuple(table),
-        whole if 0 < whole < rows else None,
+        whole if has_whole else None,
     )
-
-
-def _between(n: int, rows: int, known: list[int], peaks: dict[int, int]) -> int:
-    """The peak on the line between those of the next smaller and the next larger n that were
-    measured.
-    """
-    fewer, more = max(k for k in known if k < n), min(k for k in known if k > n)
-    small, large = _size(rows, more), _size(rows, fewer)
-    share = (_size(rows, n) - small) / max(1, large - small)
-    return round(peaks[more] + share * (peaks[fewer] - peaks[more]))
 
 
 # -- bytes
