@@ -1,5 +1,7 @@
-"""What the commands `parity`, `verify`, `plan` and `info` do. Their arguments are read in
-`__main__`.
+"""The tool that is the command line: what `parity`, `verify` and `plan` do with their options,
+which `__main__` reads.
+
+It stands on the tools of these names; nothing stands on it.
 """
 
 import inspect

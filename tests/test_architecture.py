@@ -13,7 +13,7 @@ import jax_backend
 import torch_backend
 from funcga._backend import Arrays, Gradients, Loop, Passes, Replicas, Sums, Transforms, Trees
 from funcga._plan import Planner
-from funcga._trees.transfer import DLPack
+from funcga._trees import DLPack
 from tests import house
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,9 @@
-"""Transforms of optax on tensors of torch, computed by JAX in the same memory.
+"""The tool that runs transforms of optax on tensors of torch, computed by JAX in the same memory.
 
-This file alone imports JAX in this package, inside of functions, for those who call them.
+    tx = torch_backend.from_optax(optax.adamw(1e-3))
+
+This file alone imports JAX in this package, inside of functions, for those who call them. It stands
+on the trees of two frameworks (`funcga._trees`); nothing stands on it.
 """
 
 import contextlib
@@ -13,8 +16,7 @@ import torch
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
-from funcga._trees import converted, in_torch
-from funcga._trees.transfer import Transfer, side
+from funcga._trees import Transfer, converted, in_torch, side
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

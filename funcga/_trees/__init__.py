@@ -1,15 +1,22 @@
-"""`to_torch`, `to_jax`, `to_numpy`: whole trees from one framework to another, in new memory or
-in the same.
+"""The tool that takes whole trees from one framework to another, in new memory or in the same.
+
+    jax_params = funcga.to_jax(module.state_dict(), copy=None)
+    flax_params = funcga.match(module.state_dict(), like, rules=funcga.rules.torch_to_flax)
+
+`to_torch`, `to_jax`, `to_numpy` and `shares_memory` are in this file, `match` and state dicts in
+`match.py`, renaming rules in `funcga.rules`. How arrays leave a framework and enter it, by DLPack
+or NumPy, is in `in_torch.py` and `in_jax.py`, which are loaded by name. It stands on the core's
+trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax` stand on it.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import is_numpy, is_of_numpy, load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
-from funcga._trees.transfer import ExportError, Extent, Transfer, extent, side
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError, listed
 
@@ -138,6 +145,58 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     return walk.rebuilt(walk.exports(export), copy)
 
 
+class Transfer(NamedTuple):
+    """An array on its way to another framework, and why it was copied: None where it is in its
+    owner's memory.
+    """
+
+    array: Array
+    copied: str | None = None
+
+
+class ExportError(Exception):
+    """What an array is, and why another framework cannot have it; the caller knows its path."""
+
+
+class DLPack(Protocol):
+    """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
+
+    def platforms(self) -> set[str]:
+        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so
+        on.
+        """
+        ...
+
+    def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
+        """The array as others import it: by DLPack, if it lies on one of their platforms, else
+        as NumPy's.
+        """
+        ...
+
+    def check_importable(self, array: Array) -> None:
+        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as
+        it is.
+        """
+        ...
+
+    def import_arrays(self, exports: Sequence[Transfer], device: Any, copy: bool) -> list[Transfer]:
+        """Exported arrays as this framework's, in the same memory where it can be; if `copy`,
+        all in new memory.
+        """
+        ...
+
+    def extents(self, leaf: Array) -> list[tuple[int, int]]:
+        """The addresses of the first byte and of that after the last, of every piece of memory
+        of the array.
+        """
+        ...
+
+
+def side(backend: Backend) -> DLPack:
+    """How a framework exports and imports arrays."""
+    return cast("DLPack", import_module(f"funcga._trees.in_{backend.name}"))
+
+
 def converted(
     tree: Tree,
     target: Backend,
@@ -239,6 +298,22 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
         )
         for path, extents in lefts.items()
     }
+
+
+Extent = tuple[int, int]
+"""The addresses of the first byte of a piece of memory, and of the one after its last."""
+
+
+def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
+    """The Extent of a strided array whose first element is at `start`; strides are in bytes, and
+    may be negative.
+    """
+    # Along each axis the last element lies this far from the first; with a negative stride, before
+    # it.
+    spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return start + sum(min(span, 0) for span in spans), start + sum(
+        max(span, 0) for span in spans
+    ) + itemsize
 
 
 def _extents(tree: Tree) -> dict[str, list[Extent]]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from funcga._trees.transfer import ExportError, Extent, Transfer
+from funcga._trees import ExportError, Extent, Transfer
 from funcga._types import Array, Dtype
 from jax_backend import _private, arrays
 

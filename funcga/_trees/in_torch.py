@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch.utils import dlpack
 
-from funcga._trees.transfer import ExportError, Extent, Transfer, extent
+from funcga._trees import ExportError, Extent, Transfer, extent
 from funcga._types import Array
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local

@@ -18,8 +18,7 @@ from funcga._backend.prefixes import (
     paths_and_leaves,
     paths_apart,
 )
-from funcga._trees import converted, owner_of, walkers
-from funcga._trees.transfer import ExportError, side
+from funcga._trees import ExportError, converted, owner_of, side, walkers
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
