@@ -264,7 +264,7 @@ def _run(name: str, options: argparse.Namespace) -> int:
     # Imported only now, so that --help is quick, and a missing package is named before it is
     # needed.
     check_installed("numpy", "rich")
-    code: int = getattr(import_module("funcga._cli"), name)(options)
+    code: int = vars(import_module("funcga._cli"))[name](options)
     return code
 
 

@@ -93,7 +93,7 @@ def run_verify(options: Namespace) -> int:
     loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)", _can_be_verified)
     if isinstance(loaded.value, Problem):
         for name in ("args", "fold", "weight"):
-            if getattr(options, name):
+            if vars(options)[name]:
                 raise FuncgaError(
                     f"--{name} is for a gradient function, and {where} is a funcga.Problem, which "
                     "has its own: leave it out."
@@ -142,7 +142,7 @@ def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
     chosen: dict[str, Tree] = {name: variables[name] for name in names & variables.keys()}
     # What the command line says goes before what the file says.
     if options.fold is not None:
-        chosen["fold"] = getattr(folds, options.fold)()
+        chosen["fold"] = vars(folds)[options.fold]()
     if weight is not None:
         chosen["weight"] = variables[weight]
     return verify(loaded.value, *variables[args], n=options.n, seed=options.seed, **chosen)
@@ -194,7 +194,7 @@ def _write(options: Namespace, name: str, write: Callable[[Path], object]) -> No
     """None; has the file written that an option names, if it was given. Raises FuncgaError if it
     cannot be.
     """
-    file = getattr(options, name)
+    file = vars(options)[name]
     if file is None:
         return
     try:

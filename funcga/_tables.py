@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 
@@ -16,7 +17,7 @@ def text_table(lines: Sequence[Sequence[str]], right: bool = False) -> str:
 
 def rich_table(
     headings: Sequence[str],
-    lines: Iterable[Sequence[Any]],
+    lines: Iterable[Sequence["RenderableType"]],
     one_line: Collection[str] = (),
     **options: Any,
 ) -> "Table":

@@ -42,7 +42,7 @@ else:
         if name not in _MODULES:
             raise AttributeError(f"module 'torch_backend' has no attribute {name!r}")
         # Kept in the module, so that the next look finds it without this function.
-        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        value = globals()[name] = vars(import_module(_MODULES[name]))[name]
         return value
 
 

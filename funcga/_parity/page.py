@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from funcga._compare.report import Report, figure
 from funcga._parity import report as tables
-from funcga._parity.run import CAUSES, Compared, Findings
+from funcga._parity.run import CAUSES, Compared, Findings, Trajectory
 from funcga._versions import versions
 
 
@@ -109,51 +109,66 @@ _WHOLE = "n = 1 is the full batch"
 
 
 def _panels(findings: Findings) -> list[_Panel]:
-    # Of one micro-batch nothing is accumulated: both are the same call.
-    accumulated = [c for c in findings.of("accumulation") if c.replicas == 1]
-    several = [c for c in accumulated if c.n != 1]
     model, ns = findings.of("model"), len(findings.rows)
-    parts = [c for c in model if c.micro_batch is not None and ns > 1]
+    accumulated = [c for c in findings.of("accumulation") if c.replicas == 1]
     # With one framework alone its largest n stands for the comparison of the full batches.
     full = [c for c in model if c.micro_batch is None] or [c for c in accumulated if c.n == ns]
-    leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    trained = findings.trajectories
+    # Of one micro-batch nothing is accumulated: both are the same call.
     return [
-        _Panel(
-            "accumulated vs full batch",
-            "n, micro-batches",
-            [str(n) for n in dict.fromkeys(c.n for c in several)],
-            _series(several, lambda c: str(c.framework)),
-            [c.report for c in several],
-            apart=False,
-            empty=_WHOLE,
-        ),
-        _Panel(
-            f"{full[0].what}, leaf by leaf",
-            "leaf, in the order of the parameters",
-            [row.path for row in next(iter(leaves.values()))],
-            [_Series(dtype, dtype, [r.relative for r in rows]) for dtype, rows in leaves.items()],
-            [c.report for c in full],
-            apart=True,
-        ),
-        _Panel(
-            "torch vs JAX, each micro-batch",
-            "micro-batch",
-            [str(number) for number in range(1, ns + 1)],
-            _series(parts, lambda c: c.dtype),
-            [c.report for c in parts],
-            apart=True,
-            empty=_WHOLE if model else "not run",
-        ),
-        _Panel(
-            "torch vs JAX, parameters in training",
-            "update",
-            [str(n) for n in range(1, max((len(t.reports) for t in trained), default=0) + 1)],
-            [_Series(t.optimizer, t.dtype, [r.most for r in t.reports]) for t in trained],
-            [t.reports[-1] for t in trained],
-            apart=False,
-        ),
+        _by_n([c for c in accumulated if c.n != 1]),
+        _by_leaf(full),
+        _by_micro_batch(model, ns),
+        _by_update(findings.trajectories),
     ]
+
+
+def _by_n(accumulated: list[Compared]) -> _Panel:
+    return _Panel(
+        "accumulated vs full batch",
+        "n, micro-batches",
+        [str(n) for n in dict.fromkeys(c.n for c in accumulated)],
+        _series(accumulated, lambda c: str(c.framework)),
+        [c.report for c in accumulated],
+        apart=False,
+        empty=_WHOLE,
+    )
+
+
+def _by_micro_batch(model: list[Compared], n: int) -> _Panel:
+    parts = [c for c in model if c.micro_batch is not None and n > 1]
+    return _Panel(
+        "torch vs JAX, each micro-batch",
+        "micro-batch",
+        [str(number) for number in range(1, n + 1)],
+        _series(parts, lambda c: c.dtype),
+        [c.report for c in parts],
+        apart=True,
+        empty=_WHOLE if model else "not run",
+    )
+
+
+def _by_leaf(full: list[Compared]) -> _Panel:
+    leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
+    return _Panel(
+        f"{full[0].what}, leaf by leaf",
+        "leaf, in the order of the parameters",
+        [row.path for row in next(iter(leaves.values()))],
+        [_Series(dtype, dtype, [r.relative for r in rows]) for dtype, rows in leaves.items()],
+        [c.report for c in full],
+        apart=True,
+    )
+
+
+def _by_update(trained: list[Trajectory]) -> _Panel:
+    updates = max((len(t.reports) for t in trained), default=0)
+    return _Panel(
+        "torch vs JAX, parameters in training",
+        "update",
+        [str(update) for update in range(1, updates + 1)],
+        [_Series(t.optimizer, t.dtype, [r.most for r in t.reports]) for t in trained],
+        [t.reports[-1] for t in trained],
+        apart=False,
+    )
 
 
 def _series(compared: list[Compared], name: Callable[[Compared], str]) -> list[_Series]:

@@ -104,7 +104,7 @@ def as_table(findings: Findings) -> Table:
     """The table of a problem: a line for everything that is compared, by the cause that a
     difference would have.
     """
-    cells = []
+    cells: list[list[str | Text]] = []
     last = ""
     for line in lines(findings):
         style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")

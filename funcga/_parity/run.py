@@ -17,7 +17,7 @@ from funcga._compare.tolerances import epsilon
 from funcga._parity import Problem
 from funcga._parity.problems import Choice
 from funcga._parity.replicas import over_replicas
-from funcga._parity.sides import Result, Side, fold_by_hand, fold_in_framework
+from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_framework
 from funcga._transform.multi_steps import multi_steps
 from funcga._types import Array, Scalar, Tree
 from funcga._verify import Verdict
@@ -191,6 +191,10 @@ class Plan:
     ranks: Sequence[int] = ()
 
 
+Key = tuple[object, ...]
+"""What a step computes: its kind, and of what."""
+
+
 class Run:
     """The run of a problem: what is computed, one step after the other, and what is found in it.
 
@@ -210,7 +214,7 @@ class Run:
             for dtype in plan.dtypes
             for name in self.frameworks
         }
-        self.results: dict[Any, Any] = {}
+        self.results: dict[Key, Any] = {}
         """What was computed, by what it is."""
 
     def steps(self) -> Iterator[tuple[int, int]]:
@@ -220,10 +224,10 @@ class Run:
             self.results[key] = step()
             yield len(self.results), len(steps)
 
-    def _steps(self) -> dict[Any, Callable[[], Any]]:
+    def _steps(self) -> dict[Key, Callable[[], object]]:
         """What is to be computed, by what it is. A step may need the results of those before it."""
         problem, plan, sides = self.problem, self.plan, self.sides
-        steps: dict[Any, Callable[[], Any]] = {("full", *key): sides[key].full for key in sides}
+        steps: dict[Key, Callable[[], object]] = {("full", *key): sides[key].full for key in sides}
         for name in self.frameworks:
             for count in plan.ranks:
                 steps["replicas", name, count] = partial(self._over_replicas, name, count)
@@ -240,7 +244,7 @@ class Run:
                     steps["trained", dtype, optimizer] = partial(self._train, dtype, optimizer)
         return steps
 
-    def _fold(self, side: Side) -> Any:
+    def _fold(self, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first
         framework.
         """

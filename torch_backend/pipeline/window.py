@@ -404,7 +404,9 @@ def _of_last_stage(
     Raises FuncgaError, in every process, if the loss has raised an error, or if they were given
     different batches.
     """
-    if group.size() == 1 and error is None:
+    if group.size() == 1:
+        if error is not None:
+            raise error
         assert values is not None
         return values
     # A weight on a device is not looked at. An error itself may not be picklable, and values are of
@@ -412,21 +414,24 @@ def _of_last_stage(
     shown = tuple([None if isinstance(w, torch.Tensor) else float(w) for w in weights])
     text = None if error is None else f"{type(error).__name__}: {error}"
     sent = None if values is None or text is not None else _moved(values, torch.device("cpu"))
-    said = (
-        []
-        if group.size() == 1
-        else channel_of(group).gathered((shown, values is not None, sent, text))
-    )
+    said = channel_of(group).gathered((shown, values is not None, sent, text))
     if error is not None:
         raise error
     last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
-    wanted, _, received, text = said[last]
+    _, _, received, text = said[last]
     if text is not None:
         raise FuncgaError(
             f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of its "
             f"group: {text} Every stage has stopped; see what that process says."
         )
-    for rank, (others, _, _, _) in enumerate(said):
+    _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
+    return values if values is not None else _moved(received, device)
+
+
+def _check_alike(weights_of_ranks: list[tuple[float | None, ...]], last: int) -> None:
+    """Raises FuncgaError if a process has counted other weights than the one of the last stage."""
+    wanted = weights_of_ranks[last]
+    for rank, others in enumerate(weights_of_ranks):
         if others != wanted:
             raise FuncgaError(
                 f"the processes of a pipeline were given different batches: on rank {rank} of its "
@@ -434,7 +439,6 @@ def _of_last_stage(
                 f"the last stage, {_spelled(wanted)}. Pass the same batch, inputs and target, in "
                 "every process of one pipeline."
             )
-    return values if values is not None else _moved(received, device)
 
 
 def _moved(values: Values, device: torch.device) -> Values:
