@@ -27,12 +27,13 @@ def files() -> list[Path]:
 # tools that it stands on. All else is the core.
 TOOLS = {
     "trees of two frameworks": (("funcga/_trees/", "funcga/rules.py"), ()),
-    "compare": (("funcga/_compare/",), ("trees of two frameworks",)),
+    "what reports share": (("funcga/_tables.py", "funcga/_loading.py", "funcga/_versions.py"), ()),
+    "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),
-    "plan": (("funcga/_plan/",), ()),
+    "plan": (("funcga/_plan/",), ("what reports share",)),
     "pipelines": (("torch_backend/pipeline/",), ()),
     "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan")),
 }

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from funcga._backend import Backend, Coupled
 from funcga._backend.dispatch import load_imported
@@ -29,7 +29,7 @@ from funcga.folds import FoldTree, mean
 class Planner(Protocol):
     """How much memory a window takes, found without running it."""
 
-    def is_shape(self, leaf: Any) -> bool:
+    def is_shape(self, leaf: object) -> bool:
         """Whether the leaf only stands for an array of this framework: it has a shape and a
         dtype, and no numbers.
         """
@@ -52,7 +52,7 @@ class Planner(Protocol):
     def peak(
         self,
         program: Program,
-        window: Callable[[Program], Callable[..., Any]],
+        window: Callable[[Program], Callable[..., Tree]],
         args: tuple[Tree, ...],
         kwargs: dict[str, Tree],
         backend: Backend,

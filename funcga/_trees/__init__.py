@@ -12,7 +12,7 @@ trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax` s
 from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import is_numpy, is_of_numpy, load, load_imported
@@ -179,7 +179,9 @@ class DLPack(Protocol):
         """
         ...
 
-    def import_arrays(self, exports: Sequence[Transfer], device: Any, copy: bool) -> list[Transfer]:
+    def import_arrays(
+        self, exports: Sequence[Transfer], device: object, copy: bool
+    ) -> list[Transfer]:
         """Exported arrays as this framework's, in the same memory where it can be; if `copy`,
         all in new memory.
         """
