@@ -193,13 +193,7 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
 
 
 def _compared_as_json(findings: Findings, c: Compared) -> dict[str, object]:
-    about = {
-        "cause": c.cause,
-        "what": c.what,
-        "dtype": c.dtype,
-        "n": c.n,
-        "micro_batch": c.micro_batch,
-    }
+    about = {name: value for name, value in c._asdict().items() if name != "report"}
     return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
 
 
