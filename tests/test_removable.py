@@ -61,8 +61,8 @@ for folder in sys.argv[1:]:
 
 def standing_on(tool):
     """The modules of a tool and of all tools that stand on it, as prefixes of paths."""
-    prefixes, others = [*house.TOOLS[tool][0]], [name for name, (_, below) in house.TOOLS.items() if tool in below]
-    return prefixes + [prefix for other in others for prefix in standing_on(other)]
+    others = [name for name, (_, below) in house.TOOLS.items() if tool in below]
+    return {*house.TOOLS[tool][0], *(prefix for other in others for prefix in standing_on(other))}
 
 
 @functools.cache
