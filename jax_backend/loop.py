@@ -28,7 +28,7 @@ from jax_backend import _private, arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
 from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
-from jax_backend.scan_layers import Gradient, Into, gradient_of, leaves_to_fold
+from jax_backend.scan_layers import Gradient, Into, folded, gradient_of, leaves_to_fold
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
 
@@ -217,15 +217,17 @@ class Carry(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """How one more micro-batch is folded."""
+    """How one more micro-batch is folded.
+
+    `weights` has one for each leaf that is reduced, where they are known before the loop. Of a step
+    that drops micro-batches, `gradient` returns leaves that are not folded yet.
+    """
 
     outputs: Outputs
     gradient: Gradient
     weigh: Callable[..., Tally]
     unit: Scalar
-    weights: list[Scalar] | None = (
-        None  # one for each leaf that is reduced, where they are known before the loop
-    )
+    weights: list[Scalar] | None = None
     dropping: DroppingStep | None = None
 
 
@@ -238,38 +240,29 @@ def _step(
     value: Tree,
     unit: Scalar,
     weight: Scalar = None,
-    is_shared: bool = False,
 ) -> _Step:
     """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program
     `traced`.
 
     `unit` is what the weights of means are measured in. `weight` is one that is known before the
-    loop: if all micro-batches share it, weighted sums are multiplied by it at the end.
+    loop.
     """
-    program = microbatch.program
+    program, dropping = microbatch.program, microbatch.program.dropping
     if program.weight is not None and names_leaves(program.across):
         check_unmixed(outputs, traced, read_across(program.across))
     readings = (
         None if program.observers is None else program.readings(value[1], microbatch.arguments)
     )
-    if program.dropping is None:
-        weights = None
-        if weight is not None:
-            weights = [
-                1
-                if is_shared and fold.adds == "weighted"
-                else weight / unit
-                if fold.is_mean
-                else weight
-                for fold in outputs.reduced_folds
-            ]
-        return _Step(
-            outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights
-        )
-    # All leaves are looked at before one is folded.
-    kept = _kept(evaluate, partial(_is_kept, outputs, program.dropping))
-    leaves_of = partial(leaves_to_fold, outputs, kept, readings)
-    return _Step(outputs, leaves_of, weigh, unit, dropping=program.dropping)
+    if dropping is None:
+        gradient = gradient_of(outputs, evaluate, traced, value, readings)
+    else:
+        # All leaves are looked at before one is folded.
+        kept = _kept(evaluate, partial(_is_kept, outputs, dropping))
+        gradient = partial(leaves_to_fold, outputs, kept, readings)
+    weights = None
+    if weight is not None:
+        weights = [weight / unit if fold.is_mean else weight for fold in outputs.reduced_folds]
+    return _Step(outputs, gradient, weigh, unit, weights, dropping)
 
 
 def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
@@ -280,7 +273,7 @@ def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
     """The carry with one more micro-batch, and its values of the collected leaves."""
-    outputs, total, weights = step.outputs, carry.total, step.weights
+    outputs, dropping, total, weights = step.outputs, step.dropping, carry.total, step.weights
     if weights is None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
         counted = step.weigh(start, carry.state)
@@ -293,46 +286,25 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
         )
     }
     leaves = step.gradient(into, start, carry.state)
-    if step.dropping is not None:
-        return _add_kept(step, step.dropping, carry, into, leaves, counted)
+    keep: jax.Array | None = None
+    if dropping is not None:
+        keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
+        leaves = folded(leaves, into)
     reduced, state, collected = (
         [leaves[leaf_index] for leaf_index in leaf_indices]
         for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
     )
-    return Carry(reduced, total, state), collected
-
-
-def _add_kept(
-    step: _Step,
-    dropping: DroppingStep,
-    carry: Carry,
-    into: dict[int, Into],
-    leaves: list[Any],
-    counted: Tally,
-) -> tuple[Carry, list[jax.Array]]:
-    """The carry with one more micro-batch, of these leaves, if that passes the test; else only its
-    count.
-
-    And its values of the collected leaves, which are observers': NaN if it does not pass.
-    """
-    outputs, dropped = step.outputs, carry.dropped
-    keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
-    reduced = [
-        fold.combine(sums, fold.lift(leaves[index], weight))
-        for index, (sums, fold, weight) in into.items()
-    ]
-    after = (
-        reduced,
-        carry.total.merge(counted),
-        [leaves[leaf_index] for leaf_index in outputs.threads],
-    )
-    # Selected: a product with 0 would be NaN where what is dropped is.
-    before = carry.reduced, carry.total, carry.state
-    reduced, total, state = jax.tree.map(partial(jnp.where, keep), after, before)
-    if dropped is not None:
-        dropped = dropped._replace(rejected=dropped.rejected + (~keep).astype(jnp.int32))
-    collected = [jnp.where(keep, leaves[leaf_index], jnp.nan) for leaf_index in outputs.collected]
-    return Carry(reduced, total, state, dropped), collected
+    after = Carry(reduced, total, state)
+    if keep is None:
+        return after, collected
+    # Selected: a product with 0 would be NaN where what is dropped is. What is collected then is
+    # observers'.
+    after = jax.tree.map(partial(jnp.where, keep), after, carry._replace(dropped=None))
+    collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
+    if carry.dropped is None:
+        return after, collected
+    rejected = carry.dropped.rejected + (~keep).astype(jnp.int32)
+    return after._replace(dropped=carry.dropped._replace(rejected=rejected)), collected
 
 
 def unit_of(weight: Scalar) -> Scalar:
@@ -403,13 +375,8 @@ def _merged(
     carry: Carry,
     chunks: Sequence[Sequence[jax.Array]],
     unit: Scalar,
-    shared: Scalar = None,
 ) -> Folded:
-    """What all replicas have folded, before it is normalised.
-
-    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA
-    divides: one pass.
-    """
+    """What all replicas have folded, before it is normalised."""
     # Collected values were never cast: the result's dtype is theirs, or what the fold asks for.
     collected = [
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(
@@ -417,20 +384,8 @@ def _merged(
         )
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
-    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
-    if replicas is not None:
-        folded = merge(outputs, folded, replicas)
-    if shared is None:
-        return folded
-    pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
-    return folded._replace(
-        reduced=[
-            fold.lift(leaf, shared / unit if fold.is_mean else shared)
-            if fold.adds == "weighted"
-            else leaf
-            for fold, leaf in pairs
-        ]
-    )
+    own = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
+    return own if replicas is None else merge(outputs, own, replicas)
 
 
 def _normalised(outputs: Outputs, folded: Folded) -> Tree:
@@ -477,10 +432,9 @@ def spoilt(result: Tree, totals: Tree) -> Tree:
         return result
     fits = jnp.all(jnp.stack(counts) != OVERFLOWN)
 
-    def kept(leaf: jax.Array) -> jax.Array:
-        return jnp.where(fits, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-
-    return jax.tree.map(kept, result)
+    return jax.tree.map(
+        lambda leaf: jnp.where(fits, leaf, jnp.nan) if is_float(leaf) else leaf, result
+    )
 
 
 # -- accumulate
@@ -543,15 +497,17 @@ class Accumulate:
         sizes = groups(rows, program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
         narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
-        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in
-        # place. Where some may be dropped, it is counted.
+        # Rows are known before the loop, but where some may be dropped they are counted.
         is_known = (program.weight, program.dropping) == (None, None)
-        is_shared = (is_known, len(sizes)) == (True, 1)
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
         first = 0
         for count, size in sizes:  # one or two sizes, and a scan for each
             microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
+            weight: Scalar = None
+            if is_known:
+                # A Python number, with which XLA multiplies in the operation that adds.
+                weight = jnp.asarray(size) if is_symbolic_dim(size) else size
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that
             # no call remains.
             evaluate, weigh = (
@@ -568,18 +524,15 @@ class Accumulate:
                 # micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                unit = unit_of(
-                    size if program.weight is None else microbatch.weight(jnp.int32(0), state)
+                # In units of the rows that all of them have, each micro-batch weighs 1: so XLA adds
+                # every gradient in place.
+                unit = (
+                    weight * 1.0
+                    if is_known and len(sizes) == 1
+                    else unit_of(microbatch.weight(jnp.int32(0), state))
                 )
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
-            weight = None
-            if is_known:
-                # Known before the loop: a Python number, with which XLA multiplies in the operation
-                # that adds.
-                weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            step = _step(
-                microbatch, outputs, weigh, evaluate, traced, value, unit, weight, is_shared
-            )
+            step = _step(microbatch, outputs, weigh, evaluate, traced, value, unit, weight)
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
@@ -589,11 +542,7 @@ class Accumulate:
         carry = Carry(
             *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
         )
-        return (
-            outputs,
-            _merged(outputs, replicas, carry, chunks, unit, weight if is_shared else None),
-            spread,
-        )
+        return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
 
 
 def _check_whole(program: Program) -> None:
