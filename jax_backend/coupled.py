@@ -26,11 +26,8 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     args.
     """
     step = job.memory.keep(_Step, job, backend).step
-    if job.program.across is not None or jax.device_count() == 1:
-        return partial(step, (Spread(),))
-    # Asked here, since inside of jit an array does not say where it lies.
     return lambda args, kwargs: step(
-        (sharding.spread_of(args, job.program.read(args, backend)),), args, kwargs
+        (sharding.spread_of_call(job.program, args, backend),), args, kwargs
     )
 
 

@@ -411,6 +411,14 @@ def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     return outputs.join(normalised, collected, state)
 
 
+def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Tree:
+    """What a step of the program returns."""
+    result = _normalised(outputs, folded)
+    if program.observers is not None:
+        result = program.observed(result, kwargs)
+    return result if program.totals is None else spoilt(result, kwargs["totals"])
+
+
 def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
     """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else
     appends whether it is.
@@ -443,11 +451,8 @@ def spoilt(result: Tree, totals: Tree) -> Tree:
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
     fold = program.memory.keep(Accumulate, program, backend).fold
-    if program.across is not None or jax.device_count() == 1:
-        return partial(fold, (Spread(),))
-    # Asked here, since inside of jit an array does not say where it lies.
     return lambda args, kwargs: fold(
-        (sharding.spread_of(args, program.read(args, backend)),), args, kwargs
+        (sharding.spread_of_call(program, args, backend),), args, kwargs
     )
 
 
@@ -456,8 +461,6 @@ class Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        if program.observers is not None:
-            _check_whole(program)
         self.fold = compiled(self.traced, is_exact=program.is_exact)
         self.count = (
             None
@@ -474,10 +477,7 @@ class Accumulate:
         outputs, folded, _ = self.folded(spread, args, kwargs)
         if lost is not None:
             _check_known(outputs, folded, lost)
-        result = _normalised(outputs, folded)
-        if self.program.observers is not None:
-            result = self.program.observed(result, kwargs)
-        return result if self.count is None else spoilt(result, kwargs["totals"])
+        return _finished(self.program, outputs, folded, kwargs)
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
         """What is folded, before it is normalised, and how the rows of the batch were spread
@@ -545,16 +545,6 @@ class Accumulate:
         return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
 
 
-def _check_whole(program: Program) -> None:
-    """Raises FuncgaError for observers of gradients that each replica is to have a part of."""
-    if getattr(program.across, "scatter", None) is not None:
-        raise FuncgaError(
-            "observe= was given, and across= has scatter=, which leaves the gradient in parts on "
-            "the replicas: what is observed is compared with the whole of it. Leave scatter out of "
-            "a step that observes."
-        )
-
-
 def _check_divides(rows: Scalar, program: Program) -> None:
     """Raises FuncgaError for a symbolic number of rows that need not divide."""
     divisor = program.n or program.microbatch_size
@@ -616,16 +606,13 @@ class _Stream:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        if program.observers is not None:
-            _check_whole(program)
-        self.outputs: dict[object, Outputs] = {}
+        self.outputs: dict[object, tuple[Outputs, tuple[ShapedArray, ...]]] = {}
         # Traced once, for the shapes and the steps alike.
         self.evaluate = jitted(self._evaluate, inline=True)
         # It has no devices but those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
         self.finish = compiled(self._finish, is_exact=program.is_exact)
-        self.spoilt = compiled(spoilt)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
@@ -648,9 +635,9 @@ class _Stream:
                 item = _moved(item, device)  # the copy runs while the last step does
             item = varying(item, replicas)
             if outputs is None:
-                outputs = self._outputs_of(leading, kwargs, item)
+                outputs, types = self._outputs_of(leading, kwargs, item)
                 spread = sharding.spread_of((*leading, *item))
-                carry, unit = self.begin((outputs, spread), leading, kwargs, item)
+                carry, unit = self.begin((outputs, types, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
             carry, collected = add(
                 outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut
@@ -664,9 +651,9 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
                 "return. Check the loader, or that a generator was not used up before."
             )
-        told = {} if self.program.observers is None else kwargs
-        result = self.finish((outputs, replicas), carry, unit, chunks, told)
-        return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
+        if self.program.observers is None and self.program.totals is None:
+            kwargs = {}  # nothing of them is asked for
+        return self.finish((outputs, replicas), carry, unit, chunks, kwargs)
 
     def _finish(
         self,
@@ -681,11 +668,14 @@ class _Stream:
         folded = _merged(outputs, replicas, carry, chunks, unit)
         if lost is not None:
             _check_known(outputs, folded, lost)
-        result = _normalised(outputs, folded)
-        return result if self.program.observers is None else self.program.observed(result, kwargs)
+        return _finished(self.program, outputs, folded, kwargs)
 
-    def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
-        """The Outputs of micro-batches like this one, bound once for all of the same types."""
+    def _outputs_of(
+        self, leading: Args, kwargs: Kwargs, item: Args
+    ) -> "tuple[Outputs, tuple[ShapedArray, ...]]":
+        """The Outputs of micro-batches like this one, and the types of their leaves: bound once for
+        all of the same types.
+        """
         static, of_item = split((leading, kwargs, item))
         config: Any = jax.config
         key = (
@@ -693,15 +683,17 @@ class _Stream:
             *map(jax.typeof, of_item),
             config.jax_enable_x64,
             config.jax_numpy_dtype_promotion,
+            jax.sharding.get_abstract_mesh(),
         )
         if key not in self.outputs:
             arguments = self._microbatch(leading, kwargs, item).arguments
             state = [arrays.strong(leaf) for leaf in arguments.state]
             # The arrays alone are operands; all else is static.
-            value = jax.eval_shape(
-                lambda of_item: self.evaluate((), *static.tree(of_item), state), of_item
-            )
-            self.outputs[key], _ = self.program.bind(value, arguments)
+            traced, value = jax.make_jaxpr(
+                lambda of_item: self.evaluate((), *static.tree(of_item), state), return_shape=True
+            )(of_item)
+            outputs, _ = self.program.bind(value, arguments)
+            self.outputs[key] = outputs, tuple(traced.out_avals)
         return self.outputs[key]
 
     def _microbatch(self, leading: Args, kwargs: Kwargs, item: Args) -> _Microbatch:
@@ -711,11 +703,16 @@ class _Stream:
         return self._microbatch(leading, kwargs, item).evaluate(0, state)
 
     def _begin(
-        self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args
+        self,
+        outputs: Outputs,
+        types: "tuple[ShapedArray, ...]",
+        spread: Spread,
+        leading: Args,
+        kwargs: Kwargs,
+        item: Args,
     ) -> tuple[Carry, jax.Array]:
         microbatch = self._microbatch(leading, kwargs, item)
         state = [arrays.strong(leaf) for leaf in microbatch.arguments.state]
-        types = jax.make_jaxpr(partial(self.evaluate, (), leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(leaf, copy=True) for leaf in state]
         unit = arrays.tally(unit_of(microbatch.weight(0, state))).total

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from funcga._backend import Backend
+from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
@@ -86,17 +88,24 @@ class Spread:
         return pinned
 
 
-def spread_of(args: Sequence[Tree], arguments: Arguments | None = None) -> Spread:
-    """The Spread of the arguments of a call; without the `arguments` that say where the rows
-    are, in one block.
+def spread_of_call(program: Program, args: tuple[Tree, ...], backend: Backend) -> Spread:
+    """The Spread of a call. It is asked before that is compiled: inside of jit an array does not
+    say where it lies.
     """
+    if program.across is not None or jax.device_count() == 1:
+        return Spread()
+    return spread_of(args, _blocks_of(program.read(args, backend)))
+
+
+def spread_of(args: Sequence[Tree], blocks: int = 1) -> Spread:
+    """The Spread of some arguments, whose rows lie in so many blocks."""
     shardings: dict[tuple[KeyPath, Shape], NamedSharding] = {}
     for arg in args:
         if any(_left_to_the_compiler(leaf) for leaf in jax.tree.leaves(arg)):
             for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
                 if sharding := _left_to_the_compiler(leaf):
                     shardings.setdefault((path, leaf.shape), sharding)
-    return Spread(1 if arguments is None else _blocks_of(arguments), tuple(shardings.items()))
+    return Spread(blocks, tuple(shardings.items()))
 
 
 def _left_to_the_compiler(leaf: object) -> NamedSharding | None:

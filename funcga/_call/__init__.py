@@ -352,6 +352,7 @@ def read_program(
         f'drop="{drop}"': drop is not None,
         "drop_if=": drop_if is not None,
         "scaled=True": getattr(grad_fn, "scaled", False),
+        "scatter=": getattr(across, "scatter", None) is not None,
     }
     used = [feature for feature, is_used in features.items() if is_used]
     if used:

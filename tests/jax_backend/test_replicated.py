@@ -380,7 +380,7 @@ def sharded(kind, rows=48):
 def collectives_of_a_call(grad_fn, *args, **sizes):
     """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
     program = Program(grad_fn, funcga.mean(), **sizes)
-    spread = sharding.Spread(sharding.spread_of(args, program.read(args, BACKEND)).blocks)
+    spread = sharding.Spread(sharding.spread_of_call(program, args, BACKEND).blocks)
     return collectives(lambda *args: loop.Accumulate(program, BACKEND).traced(spread, args, {}), *args)
 
 
