@@ -145,8 +145,8 @@ def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
     entries = [*sharding.spec]
     entries[axis] = None
     whole: jax.Array = jax.sharding.reshard(
-        array, NamedSharding(sharding.mesh, partition_spec(*entries))
-    )  # type: ignore[no-untyped-call]
+        array, NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    )
     return whole
 
 
@@ -258,7 +258,7 @@ def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
     # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made
     # for.
     if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
-        array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
+        array = jax.sharding.reshard(array, aval.sharding)
     return as_varying(array, varying_axes(aval))
 
 
@@ -327,8 +327,3 @@ def axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def devices_along(sharding: NamedSharding, axis: int) -> int:
     """How many devices an axis of an array lies over, one part on each."""
     return prod(sharding.mesh.shape[name] for name in axis_names(sharding.spec[axis]))
-
-
-def partition_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
-    """A PartitionSpec."""
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """The two passes of a loss that needs the whole batch, in one program."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -17,7 +17,6 @@ from funcga.folds import sum as summed
 from jax_backend import arrays, sharding
 from jax_backend.gradients import depends
 from jax_backend.loop import Accumulate, compiled, spoilt, tally_of
-from jax_backend.replicas import replicas_of
 from jax_backend.sharding import Spread
 
 
@@ -128,23 +127,17 @@ def _with_indices(in_axes: Tree, count: int) -> Tree:
     return *(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * count), 0
 
 
+@dataclass(frozen=True, eq=False)
 class _PulledBack:
     """The gradient of one micro-batch: the cotangents, pulled back through its summary."""
 
-    def __init__(
-        self,
-        job: Coupled,
-        first: Program,
-        backend: Backend,
-        cotangents: Cotangents,
-        spread: Spread,
-        sizes: list[tuple[int, int]],
-        unit: Scalar,
-    ):
-        self.job, self.first = job, first
-        self.backend, self.cotangents = backend, cotangents
-        self.spread = spread
-        self.sizes, self.unit = sizes, unit
+    job: Coupled
+    first: Program
+    backend: Backend
+    cotangents: Cotangents
+    spread: Spread
+    sizes: list[tuple[int, int]]
+    unit: Scalar
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The gradients of the differentiated arguments, and the state that is threaded, if
@@ -190,9 +183,7 @@ class _PulledBack:
         """Those of the micro-batch whose rows have these indices, in the cotangent of a leaf
         that is collected.
         """
-        replicas = (
-            replicas_of(self.job.program.across) if self.job.program.across is not None else None
-        )
+        replicas = self.job.program.replicas(self.backend)
         total, offset = cotangent.shape[axis], jnp.int32(0)
         if replicas is not None:  # they have equally many rows, one after the other
             total //= int(lax.axis_size(replicas.names))

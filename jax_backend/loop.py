@@ -184,7 +184,7 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
 
         @jax.custom_jvp
         def run(*leaves: jax.Array) -> Tree:
-            closed = program.replace(consts=leaves[:count])  # type: ignore[no-untyped-call]
+            closed = program.replace(consts=leaves[:count])
             return jax.tree.unflatten(structure, as_function(closed)(*leaves[count:]))
 
         @run.defjvp
@@ -767,7 +767,7 @@ def is_traced(tree: Tree) -> bool:
 
 def finished(tree: Tree) -> Tree:
     """The tree when it is computed, or the error that computing it raises."""
-    return jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
+    return jax.block_until_ready(tree)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

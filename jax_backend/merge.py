@@ -382,7 +382,7 @@ class _Collectives:
         self.sums += exchange(self.addends)
 
     def _psum(self, addends: list[jax.Array]) -> list[jax.Array]:
-        sums: list[jax.Array] = lax.psum(addends, self.names)  # type: ignore[no-untyped-call]
+        sums: list[jax.Array] = lax.psum(addends, self.names)
         return sums
 
     def sum(self, array: jax.Array, is_copied: bool = False) -> Later:
@@ -428,13 +428,13 @@ class _Collectives:
             return lambda: (jnp.max if which == "max" else jnp.min)(gathered(), axis=0)
         # Too large to gather: reduced as integers in the order of the numbers.
         ranks, back = _as_ranks(as_varying(array, self.names), which)
-        extreme = (lax.pmax if which == "max" else lax.pmin)(ranks, self.names)  # type: ignore[no-untyped-call]
+        extreme = lax.pmax(ranks, self.names) if which == "max" else lax.pmin(ranks, self.names)
         return lambda: back(extreme)
 
     def scatter(self, array: jax.Array, axis: int) -> Later:
         """The sum over the replicas, of which each has one part along an axis."""
         array = as_varying(array, self.names)
-        part: jax.Array = lax.psum_scatter(array, self.names, scatter_dimension=axis, tiled=True)  # type: ignore[no-untyped-call]
+        part: jax.Array = lax.psum_scatter(array, self.names, scatter_dimension=axis, tiled=True)
         return lambda: part
 
     def _has_room(self, array: jax.Array) -> bool:

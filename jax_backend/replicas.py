@@ -253,7 +253,7 @@ def _unbound(name: str) -> FuncgaError:
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
-    return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
+    return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)
 
 
 def check_step_merges() -> None:

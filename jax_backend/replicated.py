@@ -21,7 +21,7 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
-from jax_backend.arrays import axis_names, partition_spec
+from jax_backend.arrays import axis_names
 from jax_backend.loop import compiled
 from jax_backend.replicas import listed, spelled, unmerged
 
@@ -98,7 +98,7 @@ def replicated(
         devices = mesh if not is_eager or has_types else untyped
         pairs = zip(trees.flatten(args)[0], specs, strict=True)
         array_specs = [spec for leaf, spec in pairs if arrays.is_array(leaf)]
-        array_specs += [partition_spec()] * (len(whole_arrays) - len(array_specs))
+        array_specs += [PartitionSpec()] * (len(whole_arrays) - len(array_specs))
 
         def on_each_device(local_arrays: list[Tree]) -> Tree:
             args, kwargs = static.tree(local_arrays)
@@ -109,7 +109,7 @@ def replicated(
             on_each_device,
             mesh=devices,
             in_specs=(array_specs,),
-            out_specs=partition_spec() if out_specs is None else out_specs,
+            out_specs=PartitionSpec() if out_specs is None else out_specs,
             axis_names=set(names),
             check_vma=check_vma,
         )
@@ -163,7 +163,7 @@ def _specs(
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
     if in_specs is None:
-        in_specs = (partition_spec(), *[partition_spec(cut)] * (len(args) - 1))[: len(args)]
+        in_specs = (PartitionSpec(), *[PartitionSpec(cut)] * (len(args) - 1))[: len(args)]
     elif isinstance(in_specs, PartitionSpec):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
@@ -198,11 +198,11 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
     specs: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
         if not part.axes:  # an argument that is passed whole has no leaves listed
-            specs += [partition_spec()] * len(trees.flatten(part.value)[0])
+            specs += [PartitionSpec()] * len(trees.flatten(part.value)[0])
         for leaf, axis in zip(part.leaves, part.axes, strict=True):
             splits = isinstance(axis, int) and arrays.is_array(leaf) and leaf.ndim > 0
             specs.append(
-                partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec()
+                PartitionSpec(*[None] * (axis % leaf.ndim), cut) if splits else PartitionSpec()
             )
     return specs
 
@@ -280,7 +280,7 @@ def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...])
         entries.append(
             (*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None
         )
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:

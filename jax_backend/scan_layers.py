@@ -314,7 +314,8 @@ class _Part(NamedTuple):
         """The measures of a layer, [measures]; none if nobody reads them."""
         if self.readings is None:
             return jnp.zeros(0)
-        return self.readings.measures_of([self.cast(value)])[0]
+        measures: jax.Array = self.readings.measures_of([self.cast(value)])[0]
+        return measures
 
     def begin(self, layer: "ShapedArray") -> _Folded:
         """The accumulator and the measures before the first layer, of this type.
@@ -325,9 +326,10 @@ class _Part(NamedTuple):
         measures = jax.eval_shape(self.measure, layer)
         before = _Folded(self.accumulator, jnp.zeros_like(measures))
         after = _Folded(jax.eval_shape(self.combine, row, layer), measures)
-        return jax.tree.map(
+        begun: _Folded = jax.tree.map(
             lambda array, like: as_varying(array, varying_axes(like)), before, after
         )
+        return begun
 
     def fold_layer(self, before: _Folded, layer_index: jax.Array, value: jax.Array) -> _Folded:
         """The accumulator and the measures with one more layer: its row is combined with the

@@ -4,7 +4,7 @@ all devices.
 Only JAX has this file; what does the same in torch is for DTensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend import Backend
 from funcga._call import Program
@@ -21,8 +21,9 @@ from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Scalar, Tree
 from jax_backend import _private
-from jax_backend.arrays import axis_names, devices_along, partition_spec
+from jax_backend.arrays import axis_names, devices_along
 
+Entry: TypeAlias = str | tuple[str, ...] | None
 Shape: TypeAlias = tuple[int, ...] | None
 KeyPath: TypeAlias = tuple[object, ...]
 
@@ -81,10 +82,10 @@ class Spread:
 
     def _pin(self, shape: Shape, like: NamedSharding | None, part: jax.Array) -> jax.Array:
         if part.ndim == 0:  # a single number is on every device
-            like = NamedSharding(self.arguments[0][1].mesh, partition_spec())
+            like = NamedSharding(self.arguments[0][1].mesh, PartitionSpec())
         elif like is None or part.shape != shape:
             return part
-        pinned: jax.Array = lax.with_sharding_constraint(part, like)  # type: ignore[no-untyped-call]
+        pinned: jax.Array = lax.with_sharding_constraint(part, like)
         return pinned
 
 
@@ -129,7 +130,7 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
     kept = [
         tuple(name for name in axis_names(entry) if name in free) or None for entry in sharding.spec
     ]
-    return NamedSharding(mesh, partition_spec(*kept)) if free else None
+    return NamedSharding(mesh, PartitionSpec(*kept)) if free else None
 
 
 def _blocks_of(arguments: Arguments) -> int:
@@ -192,9 +193,10 @@ def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: in
     array = jnp.asarray(array)
     axis %= array.ndim
     # [blocks, rows of each]: a slice of the second axis moves nothing between devices.
-    apart = _reshaped(array, axis, (blocks, array.shape[axis] // blocks))
-    cut = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
-    return cut.reshape(*array.shape[:axis], size, *array.shape[axis + 1 :])
+    before, rows, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
+    apart = array.reshape(*before, blocks, rows // blocks, *after)
+    taken = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
+    return taken.reshape(*before, size, *after)
 
 
 def in_order(
@@ -229,30 +231,33 @@ def joined_along(stacked: jax.Array, axis: int) -> jax.Array:
 
 def _joined(array: jax.Array, axis: int) -> jax.Array:
     """The array with an axis and the next one as one, which is sharded as the next one was."""
-    sizes = (
-        *array.shape[:axis],
-        array.shape[axis] * array.shape[axis + 1],
-        *array.shape[axis + 2 :],
-    )
-    sharding = jax.typeof(array).sharding
-    if not any(sharding.spec):
-        return array.reshape(sizes)
-    # JAX does not guess how a joined axis is sharded: as the next one was.
-    entries = partition_spec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])
-    return lax.reshape(array, sizes, out_sharding=NamedSharding(sharding.mesh, entries))
+    size = array.shape[axis] * array.shape[axis + 1]
+    return _reshaped(array, axis, 2, (size,), lambda _, entry: (entry,))
 
 
 def _apart(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Array:
     """The array with an axis as three, of which the second one is sharded as that was."""
+    return _reshaped(array, axis, 1, sizes, lambda entry: (None, entry, None))
+
+
+def _reshaped(
+    array: jax.Array,
+    axis: int,
+    count: int,
+    sizes: tuple[int, ...],
+    sharded: Callable[..., tuple[Entry, ...]],
+) -> jax.Array:
+    """The array with axes of these sizes in place of so many. JAX does not guess how the new ones
+    are sharded: as `sharded` makes of the old ones.
+    """
+    whole = (*array.shape[:axis], *sizes, *array.shape[axis + count :])
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
-        return _reshaped(array, axis, sizes)
-    entries = partition_spec(
-        *sharding.spec[:axis], None, sharding.spec[axis], None, *sharding.spec[axis + 1 :]
+        return array.reshape(whole)
+    before, old, after = (
+        sharding.spec[:axis],
+        sharding.spec[axis : axis + count],
+        sharding.spec[axis + count :],
     )
-    whole = (*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
+    entries = PartitionSpec(*before, *sharded(*old), *after)
     return lax.reshape(array, whole, out_sharding=NamedSharding(sharding.mesh, entries))
-
-
-def _reshaped(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
-    return array.reshape(*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
