@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal, overload
 
 from funcga._backend import Backend
-from funcga._call import Memory, OwningGradient, Program, owner_of, read_program
+from funcga._call import Memory, OwningGradient, Program, owner_of, read_program, read_sizes
 from funcga._call.dropping import DropScope, DropTest
 from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._observe import ObserverTree
 from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
+from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
 
 
@@ -187,14 +187,8 @@ def accumulate(
         >>> step(torch.tensor(2.0), torch.ones(3, 2), mask)
         tensor(4.4000)
     """
-    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    if (n is None) == (microbatch_size is None):
-        count = "neither" if n is None else "both"
-        raise FuncgaError(
-            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 "
-            "micro-batches, or accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
-        )
-    searches = isinstance(n, str) and n == "auto"
+    searches = isinstance(n, str) and n == "auto" and microbatch_size is None
+    count, rows = (None, None) if searches else read_sizes(n, microbatch_size, ', or n="auto"')
     program = read_program(
         grad_fn,
         fold,
@@ -205,10 +199,8 @@ def accumulate(
         observe,
         drop=drop,
         drop_if=drop_if,
-        n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
-        microbatch_size=None
-        if microbatch_size is None
-        else check_count(microbatch_size, "microbatch_size"),
+        n=count,
+        microbatch_size=rows,
         searches=searches,
     )
     search = Search(program) if searches else None

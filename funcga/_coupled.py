@@ -15,7 +15,7 @@ from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Memory, Program, read_program
+from funcga._call import Memory, Program, read_program, read_sizes
 from funcga._call.arguments import Arguments, argument_names
 from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
@@ -26,7 +26,6 @@ from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import (
     FuncgaError,
     check_callable,
-    check_count,
     explains_arguments,
     refuses_arguments,
 )
@@ -208,13 +207,7 @@ def _read(
                 "Pass the function that computes the summaries, and the loss of them: "
                 "funcga.coupled(summary_fn, loss_fn, n=8)."
             )
-    if (n is None) == (microbatch_size is None):
-        count = "neither" if n is None else "both"
-        raise FuncgaError(
-            f"{count} of n and microbatch_size were given. Say one: coupled(summary_fn, loss_fn, "
-            "n=8) for 8 micro-batches, or coupled(summary_fn, loss_fn, microbatch_size=4) for "
-            "micro-batches of 4 rows."
-        )
+    count, rows = read_sizes(n, microbatch_size)
     program = read_program(
         summary_fn,
         fold,
@@ -222,10 +215,8 @@ def _read(
         in_axes,
         across,
         totals,
-        n=None if n is None else check_count(n, "n"),
-        microbatch_size=None
-        if microbatch_size is None
-        else check_count(microbatch_size, "microbatch_size"),
+        n=count,
+        microbatch_size=rows,
     )
     gradient = value_and_grad(loss_fn, argnums, has_aux)
     assert isinstance(gradient, GradientFunction)

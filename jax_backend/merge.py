@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf, outline
-from funcga._fold import LeafFold, Tally
+from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf
+from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -271,14 +271,12 @@ def _scatter_axes(
     try:
         leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
     except PrefixError as error:
-        asked, returned = (
-            outline(error.prefix, trees, repr),
-            outline(error.tree, trees, lambda leaf: "..."),
-        )
-        raise FuncgaError(
-            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {asked}, and "
-            f"grad_fn returned {returned}. Write an axis, or None (the whole leaf on every "
-            "replica), for all that stands below: scatter=(None, 0)."
+        raise error.refusal(
+            "scatter is no prefix of what grad_fn returns",
+            "Write an axis, or None (the whole leaf on every replica), for all that stands below: "
+            "scatter=(None, 0).",
+            trees,
+            lambda leaf: "...",
         ) from error
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
@@ -311,21 +309,14 @@ def _check_scatter(
             "replicas can be scattered. Write None in its place, or fold it with funcga.mean(), "
             "funcga.per_weight() or funcga.sum()."
         )
-    rank = 0
     for part in jax.tree.leaves(lifted):
-        described, rank = arrays.describe(part), part.ndim
-        if not -rank <= axis < rank:
+        if not -part.ndim <= axis < part.ndim or part.shape[axis] % count:
             raise FuncgaError(
-                f"scatter={axis} for {path}, which is {described} and has no such axis. Write None "
-                "in its place, as in scatter=(None, 0)."
+                f"scatter={axis} for {path}, which is {arrays.describe(part)}: it has no axis "
+                f"{axis} whose rows divide among {count} replicas. Choose another axis, or write "
+                "None in its place, as in scatter=(None, 0)."
             )
-        if part.shape[axis] % count:
-            raise FuncgaError(
-                f"scatter={axis} for {path}, which is {described}: its {part.shape[axis]} rows on "
-                f"that axis do not divide among {count} replicas. Choose another axis, or write "
-                "None in its place."
-            )
-    return axis % rank
+    return axis % len(largest(lifted).shape)
 
 
 # -- collectives

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend.dispatch import load
-from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths
 from funcga._call import Program
 from funcga._call.arguments import argument_names
 from funcga._types import Tree
@@ -181,13 +181,13 @@ def _specs(
                 prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees
             )
         except PrefixError as error:
-            name = argument_names(step, len(args))[arg_index]
-            raise FuncgaError(
-                f"in_specs is no prefix of the arguments: for `{name}{error.path}` it has "
-                f"{outline(error.prefix, trees, repr)}, and the argument is "
-                f"{outline(error.tree, trees, arrays.describe)}. Write a PartitionSpec for all "
-                "that stands below, P() for what is passed whole, or a container with the same "
-                "keys."
+            raise error.refusal(
+                "in_specs is no prefix of the arguments",
+                "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
+                "a container with the same keys.",
+                trees,
+                arrays.describe,
+                root=argument_names(step, len(args))[arg_index],
             ) from error
         specs += [spec for spec, _ in leaf_specs]
     return specs

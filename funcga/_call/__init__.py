@@ -21,7 +21,7 @@ from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
 from funcga._replicas import Step, check_one_for_all, step_of
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, refuses_arguments
+from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
@@ -313,6 +313,21 @@ def _check_no_model(grad_fn: GradFn) -> None:
             "torch; in JAX accumulate(funcga.value_and_grad(loss_fn), n), with a loss_fn of the "
             "parameters. To fold the outputs of a model, say in_axes=0."
         )
+
+
+def read_sizes(n: Any, microbatch_size: Any, instead: str = "") -> tuple[int | None, int | None]:
+    """`n` and `microbatch_size` of a step, of which one is given. Raises FuncgaError for neither or
+    both, and for what is no count; it names what may stand `instead` of n.
+    """
+    if (n is None) == (microbatch_size is None):
+        count = "neither" if n is None else "both"
+        raise FuncgaError(
+            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 "
+            "micro-batches, or accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
+        )
+    if n is None:
+        return None, check_count(microbatch_size, "microbatch_size")
+    return check_count(n, "n", instead), None
 
 
 def read_program(
