@@ -277,7 +277,12 @@ class Search:
             if undo is not None:  # an earlier attempt may have written to the module's buffers
                 undo()
             program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
-            return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
+            result = backend.loop.accumulate(program, backend)(args, kwargs)
+            # JAX raises only where a result is waited for.
+            for leaf in backend.trees.flatten(result)[0]:
+                if hasattr(leaf, "block_until_ready"):
+                    leaf.block_until_ready()
+            return result
 
         fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
         n, result = smallest(run, rows, backend.loop.is_out_of_memory, fitted)

@@ -14,7 +14,7 @@ from funcga._call.arguments import groups
 from funcga._coupled import Cotangents, Coupled, Summaries
 from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
-from jax_backend import arrays, sharding
+from jax_backend import arrays, sharding, trees
 from jax_backend.gradients import depends
 from jax_backend.loop import Accumulate, compiled, spoilt, tally_of
 from jax_backend.sharding import Spread
@@ -51,6 +51,7 @@ class _Step:
         of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
         for arg_index, param in zip(arg_indices, params, strict=True):
             of_summary.check_leaves(param, arg_index, backend)
+        trees.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # A weight of its own may be 0, where NaN has to be kept out.

@@ -28,7 +28,7 @@ from jax_backend import _private, arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
 from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
-from jax_backend.scan_layers import Gradient, Into, folded, gradient_of, leaves_to_fold
+from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
 
@@ -219,8 +219,7 @@ class Carry(NamedTuple):
 class _Step(NamedTuple):
     """How one more micro-batch is folded.
 
-    `weights` has one for each leaf that is reduced, where they are known before the loop. Of a step
-    that drops micro-batches, `gradient` returns leaves that are not folded yet.
+    `weights` has one for each leaf that is reduced, where they are known before the loop.
     """
 
     outputs: Outputs
@@ -253,12 +252,10 @@ def _step(
     readings = (
         None if program.observers is None else program.readings(value[1], microbatch.arguments)
     )
-    if dropping is None:
-        gradient = gradient_of(outputs, evaluate, traced, value, readings)
-    else:
-        # All leaves are looked at before one is folded.
-        kept = _kept(evaluate, partial(_is_kept, outputs, dropping))
-        gradient = partial(leaves_to_fold, outputs, kept, readings)
+    if dropping is not None:
+        evaluate = _kept(evaluate, partial(_is_kept, outputs, dropping))
+    # All leaves are looked at before one is folded, if some may be dropped.
+    gradient = gradient_of(outputs, evaluate, traced, value, readings, may_fold=dropping is None)
     weights = None
     if weight is not None:
         weights = [weight / unit if fold.is_mean else weight for fold in outputs.reduced_folds]
@@ -285,11 +282,13 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
             outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
         )
     }
-    leaves = step.gradient(into, start, carry.state)
+    leaves, in_place = step.gradient(into, start, carry.state)
     keep: jax.Array | None = None
     if dropping is not None:
         keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
-        leaves = folded(leaves, into)
+    for leaf_index, (before, fold, weight) in into.items():
+        if leaf_index not in in_place:
+            leaves[leaf_index] = fold.combine(before, fold.lift(leaves[leaf_index], weight))
     reduced, state, collected = (
         [leaves[leaf_index] for leaf_index in leaf_indices]
         for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
@@ -763,11 +762,6 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
 def is_traced(tree: Tree) -> bool:
     """Whether these arguments are those of a program that is being compiled."""
     return is_tracing()
-
-
-def finished(tree: Tree) -> Tree:
-    """The tree when it is computed, or the error that computing it raises."""
-    return jax.block_until_ready(tree)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

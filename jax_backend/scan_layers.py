@@ -10,7 +10,7 @@ array in between. It is a program of plain operations, to be differentiated and 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -40,10 +40,9 @@ class Into(NamedTuple):
     weight: Scalar
 
 
-Gradient: TypeAlias = Callable[..., list[Tree]]
-"""`gradient(into, *operands)`: the leaves that grad_fn returns for some operands.
-
-`into` has an Into for some of them, in whose place stands what the accumulator becomes.
+Gradient: TypeAlias = Callable[..., tuple[list[Tree], Collection[int]]]
+"""`gradient(into, *operands)`: the leaves that grad_fn returns for some operands, and which of them
+are folded: there stands what the accumulator becomes that `into` has for them.
 """
 
 
@@ -53,13 +52,14 @@ def gradient_of(
     program: "ClosedJaxpr",
     value: Tree,
     readings: Readings | None = None,
+    may_fold: bool = True,
 ) -> Gradient:
     """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by
     layer.
 
     `program` is what it computes, and `value` the types that it returns. The operands of the
     program are the leaves of those that `evaluate` takes. With `readings` the first leaves are what
-    observers are told of the others.
+    observers are told of the others. Without `may_fold` no leaf is folded.
     """
     reducible = {
         leaf_index
@@ -69,7 +69,8 @@ def gradient_of(
         # another thing.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
-    stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in reducible]
+    stacks = _stacks(program.jaxpr) if may_fold else {}
+    stacked = [leaf_index for leaf_index in stacks if leaf_index in reducible]
     # If the leaves are in another order, or unlike those before, `outputs.leaves` says so.
     if jax.tree.structure(value) != outputs.structure or any(
         (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
@@ -80,74 +81,43 @@ def gradient_of(
     paths = outputs.paths() if stacked else []
     observed = () if readings is None else readings.leaf_indices
 
-    def gradient(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
-        args = jax.tree.leaves(operands)
+    def gradient(into: Mapping[int, Into], *operands: Tree) -> tuple[list[Tree], Collection[int]]:
+        args, in_place = jax.tree.leaves(operands), stacked
         # A state that varies over mesh axes only after the first micro-batch is an operand of
         # another program.
-        if not stacked or any(
+        if in_place and any(
             varying_axes(variable.aval) != varying_axes(jax.typeof(arg))
             for variable, arg in zip(program.jaxpr.invars, args, strict=True)
         ):
-            leaves = leaves_to_fold(outputs, evaluate, readings, into, *operands)
-            return folded(leaves, into)
-        parts = {
-            leaf_index: _Part(
-                *into[leaf_index], paths[leaf_index], readings if leaf_index in observed else None
-            )
-            for leaf_index in stacked
-        }
-        leaves = _evaluate(program.jaxpr, program.consts, args, parts)
+            in_place = []
         measured = {}
-        for leaf_index in stacked:
-            leaves[leaf_index], measured[leaf_index] = leaves[leaf_index]
-        leaves = _with_readings(readings, leaves, into, measured)
-        return folded(leaves, {index: into[index] for index in into if index not in parts})
+        if in_place:
+            parts = {
+                leaf_index: _Part(
+                    *into[leaf_index],
+                    paths[leaf_index],
+                    readings if leaf_index in observed else None,
+                )
+                for leaf_index in in_place
+            }
+            leaves = _evaluate(program.jaxpr, program.consts, args, parts)
+            for leaf_index in in_place:
+                leaves[leaf_index], measured[leaf_index] = leaves[leaf_index]
+        else:
+            leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
+        if readings is not None:
+            # The first leaf has the counts, whose fold takes the weight as it is.
+            rows = [
+                measured[leaf_index]
+                if leaf_index in measured
+                else readings.measures_of([leaves[leaf_index]])[0]
+                for leaf_index in observed
+            ]
+            before = readings.leaves_for(jnp.stack(rows), into[0].weight)
+            leaves = [*before, *leaves[len(before) :]]
+        return leaves, in_place
 
     return gradient
-
-
-def leaves_to_fold(
-    outputs: Outputs,
-    evaluate: Callable[..., Tree],
-    readings: Readings | None,
-    into: Mapping[int, Into],
-    *operands: Tree,
-) -> list[Tree]:
-    """The leaves of what `evaluate` returns for these operands; the first ones are what
-    observers fold.
-    """
-    leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
-    return _with_readings(readings, leaves, into, {})
-
-
-def folded(leaves: Sequence[Tree], into: Mapping[int, Into]) -> list[Tree]:
-    """The leaves; in place of those that `into` has, what their accumulators become."""
-    after = list(leaves)
-    for leaf_index, (accumulator, fold, weight) in into.items():
-        after[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
-    return after
-
-
-def _with_readings(
-    readings: Readings | None,
-    leaves: list[Tree],
-    into: Mapping[int, Into],
-    measured: Mapping[int, jax.Array],
-) -> list[Tree]:
-    """The leaves with what observers fold in place of the first ones; `measured` has the
-    measures of leaves that are not there as such.
-    """
-    if readings is None:
-        return leaves
-    rows = [
-        measured[leaf_index]
-        if leaf_index in measured
-        else readings.measures_of([leaves[leaf_index]])[0]
-        for leaf_index in readings.leaf_indices
-    ]
-    # The first leaf has the counts, whose fold takes the weight as it is.
-    before = readings.leaves_for(jnp.stack(rows), into[0].weight)
-    return [*before, *leaves[len(before) :]]
 
 
 def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
