@@ -128,26 +128,16 @@ def exact(array: jax.Array, name: str) -> jax.Array:
 
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
-    # A slice of an array that Explicit axes cut has to be cut evenly itself.
     array = jnp.asarray(array)
-    if any(jax.typeof(array).sharding.spec):
-        array = _gathered(array, axis, size)
-    return lax.dynamic_slice_in_dim(array, start, size, axis)
-
-
-def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array whole along an axis, if that lies over Explicit axes of a mesh that so many rows
-    cannot lie over.
-    """
     sharding = jax.typeof(array).sharding
-    if size % devices_along(sharding, axis) == 0:
-        return array
-    entries = [*sharding.spec]
-    entries[axis] = None
-    whole: jax.Array = jax.sharding.reshard(
-        array, NamedSharding(sharding.mesh, PartitionSpec(*entries))
-    )
-    return whole
+    # A slice of an array that Explicit axes cut has to be cut evenly itself, or the array is whole
+    # along the axis.
+    if any(sharding.spec) and size % devices_along(sharding, axis):
+        entries = [*sharding.spec]
+        entries[axis] = None
+        whole = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        array = jax.sharding.reshard(array, whole)
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
 def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:

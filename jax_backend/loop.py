@@ -27,7 +27,15 @@ from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, dlpack, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
-from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
+from jax_backend.replicas import (
+    REPLICATED,
+    Replicas,
+    names_leaves,
+    read_across,
+    replicas_of,
+    unmerged,
+    varying,
+)
 from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
@@ -99,8 +107,10 @@ def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) ->
     """
     if program.across is None and REPLICATED.get() is None:
         return fold(None, *operands)
-    with merging(program.across) as replicas:
-        program.check_leaves_of(replicas)
+    # Read before the context, in which a fold inside of grad_fn need not say so again.
+    replicas = replicas_of(program.across)
+    program.check_leaves_of(replicas)
+    with unmerged(()):
         return fold(replicas, *varying(operands, replicas))
 
 

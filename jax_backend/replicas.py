@@ -131,17 +131,6 @@ def unmerged(names: tuple[str, ...]) -> Iterator[None]:
         REPLICATED.reset(token)
 
 
-@contextmanager
-def merging(across: Across | None) -> "Iterator[Replicas | None]":
-    """The replicas that `across=` names, in a context in which a fold inside of grad_fn need not
-    say so again.
-    """
-    # Read before the context, in which there is no step that has to say anything.
-    replicas = replicas_of(across)
-    with unmerged(()):
-        yield replicas
-
-
 def replicas_of(across: Across | None) -> Replicas | None:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
     none.

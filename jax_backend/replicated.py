@@ -228,36 +228,29 @@ def _check_rows(
                     "or P() for what is passed whole."
                 )
             count = prod(mesh.shape[name] for name in names)
-            if axis >= len(leaf.shape) or leaf.shape[axis] % count:
-                raise _uneven(args, leaf_index, leaf, axis, count, step)
-
-
-def _uneven(
-    args: tuple[Tree, ...],
-    leaf_index: int,
-    leaf: Tree,
-    axis: int,
-    count: int,
-    step: Callable[..., Tree],
-) -> FuncgaError:
-    names = argument_names(step, len(args))
-    # An argument without leaves, such as None, has a path of its own, and is left out.
-    pairs = [(name, arg) for name, arg in zip(names, args, strict=True) if trees.flatten(arg)[0]]
-    path = [path for name, arg in pairs for path in leaf_paths(arg, trees, name)][leaf_index]
-    if axis >= len(leaf.shape):
-        return FuncgaError(
-            f"`{path}` is {arrays.describe(leaf)}: it has no axis {axis} to be cut among {count} "
-            "devices. Pass it by keyword, which passes it whole, or say so: in_specs with P() in "
-            "its place."
-        )
-    rows = leaf.shape[axis]
-    return FuncgaError(
-        f"`{path}` is {arrays.describe(leaf)}: its {rows} rows do not divide among {count} "
-        f"devices. Take {rows - rows % count} rows, or fill up to {rows - rows % count + count} "
-        "with rows that count for nothing, by "
-        'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its '
-        "place."
-    )
+            if axis < len(leaf.shape) and leaf.shape[axis] % count == 0:
+                continue
+            arg_names = argument_names(step, len(args))
+            # An argument without leaves, such as None, has a path of its own, and is left out.
+            paths = [
+                path
+                for name, arg in zip(arg_names, args, strict=True)
+                if trees.flatten(arg)[0]
+                for path in leaf_paths(arg, trees, name)
+            ]
+            described = f"`{paths[leaf_index]}` is {arrays.describe(leaf)}"
+            if axis >= len(leaf.shape):
+                raise FuncgaError(
+                    f"{described}: it has no axis {axis} to be cut among {count} devices. Pass it "
+                    "by keyword, which passes it whole, or say so: in_specs with P() in its place."
+                )
+            rows = leaf.shape[axis]
+            raise FuncgaError(
+                f"{described}: its {rows} rows do not divide among {count} devices. Take "
+                f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with "
+                'rows that count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass '
+                "it whole: in_specs with P() in its place."
+            )
 
 
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:

@@ -208,19 +208,16 @@ def in_order(
     """What was collected from each group of micro-batches, as one array a leaf with its rows in
     those of the batch.
     """
-    columns = zip(_axes(outputs), zip(*chunks, strict=True), strict=True)
-    return [_in_order(blocks, groups, axis % column[0].ndim, column) for axis, column in columns]
-
-
-def _in_order(
-    blocks: int, groups: Sequence[tuple[int, int]], axis: int, column: Sequence[jax.Array]
-) -> jax.Array:
-    parts = []
-    for array, (count, size) in zip(column, groups, strict=True):
-        # [micro-batches, blocks, rows], and then the blocks first, as in the batch
-        apart = jnp.moveaxis(_apart(array, axis, (count, blocks, size // blocks)), axis + 1, axis)
-        parts.append(_joined(apart, axis + 1))
-    return _joined(jnp.concatenate(parts, axis=axis + 1), axis)
+    ordered = []
+    for axis, column in zip(_axes(outputs), zip(*chunks, strict=True), strict=True):
+        axis %= column[0].ndim
+        parts = []
+        for array, (count, size) in zip(column, groups, strict=True):
+            # [micro-batches, blocks, rows], and then the blocks first, as in the batch
+            apart = _apart(array, axis, (count, blocks, size // blocks))
+            parts.append(_joined(jnp.moveaxis(apart, axis + 1, axis), axis + 1))
+        ordered.append(_joined(jnp.concatenate(parts, axis=axis + 1), axis))
+    return ordered
 
 
 def joined_along(stacked: jax.Array, axis: int) -> jax.Array:

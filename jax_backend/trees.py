@@ -100,8 +100,6 @@ def partition(tree: Tree) -> tuple[Static, list[Array]]:
     """All of a tree that is no array, and its arrays."""
     leaves, structure = flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
-    if len(arrays) == len(leaves):  # as usual
-        return Static(structure, ()), arrays
     others = [
         (index, _kind(leaf), leaf)
         for index, leaf in enumerate(leaves)

@@ -178,21 +178,18 @@ class Program:
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
         names = inspect.signature(self.grad_fn).parameters
-        called = (
-            f"grad_fn takes ({', '.join(names)}), and was called with {count} positional "
-            f"arguments: {error}."
-        )
-        if streamed:
-            raise FuncgaError(
-                f"{called} A micro-batch that is a tuple or list is spread, grad_fn(params, "
-                "*item), so it has one field for each parameter after the first; to pass it as one "
-                "argument, yield (item,). A single batch is split by funcga.accumulate(grad_fn, "
-                "n)(params, *batch)."
-            ) from error
-        raise FuncgaError(
-            f"{called} Pass one argument for each parameter: step(params, *batch) for a batch in a "
+        instead = (
+            "A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has one "
+            "field for each parameter after the first; to pass it as one argument, yield (item,). "
+            "A single batch is split by funcga.accumulate(grad_fn, n)(params, *batch)."
+            if streamed
+            else "Pass one argument for each parameter: step(params, *batch) for a batch in a "
             "tuple. A list of micro-batches is folded by funcga.stream(grad_fn)(params, "
             "microbatches)."
+        )
+        raise FuncgaError(
+            f"grad_fn takes ({', '.join(names)}), and was called with {count} positional "
+            f"arguments: {error}. {instead}"
         ) from error
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
