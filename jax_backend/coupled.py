@@ -54,15 +54,7 @@ class _Step:
         trees.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
-        # A weight of its own may be 0, where NaN has to be kept out.
-        is_alone = (
-            job.program.across is None
-            and job.program.weight is None
-            and [count for count, _ in sizes] == [1]
-        )
-        if is_alone:
-            return self._in_one_pass(spread, args, kwargs)
-
+        # XLA makes one pass of two, where there is a single micro-batch.
         # The first pass: the summaries.
         first = job.first(backend)
         outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
@@ -100,25 +92,6 @@ class _Step:
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
         return composed if job.program.totals is None else spoilt(composed, kwargs["totals"])
-
-    def _in_one_pass(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """The same for a single micro-batch, whose graph is there already."""
-        job, arg_indices = self.job, self.job.arg_indices(args)
-        fold = Accumulate(replace(job.program, totals=None), self.backend)
-
-        def loss_of(*args: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-            summaries = fold.traced(spread, args, kwargs)
-            job.check_reached(
-                any(depends(leaf) is not False for leaf in jax.tree.leaves(summaries))
-            )
-            params = [args[arg_index] for arg_index in arg_indices]
-            loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries), self.backend)
-            return loss, (loss, aux)
-
-        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, argnums=arg_indices, has_aux=True)(
-            *args
-        )
-        return job.gradient.compose(loss, aux, grads)
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:

@@ -22,8 +22,8 @@ from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, sharding, trees
-from jax_backend.arrays import as_varying, varying_axes
-from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, names_of, spelled
+from jax_backend.arrays import as_varying, axis_names, varying_axes
+from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, spelled
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -120,7 +120,7 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
         return [replicas.names] * len(outputs.folds)
     value = outputs.value_of(range(len(outputs.folds)))
     named = named_by_leaf(replicas.leaves, value, is_names, trees, "output", WRITE_LEAVES)
-    names = [replicas.names] * outputs.before + [*map(names_of, named)]
+    names = [replicas.names] * outputs.before + [*map(axis_names, named)]
     for leaf_index, own in enumerate(names):
         replicas.check_part(own)
         fold = outputs.folds[leaf_index]
@@ -181,7 +181,7 @@ def _axes_of_collectives(jaxpr: "Jaxpr") -> Iterator[str]:
     for equation in _private.equations(jaxpr):
         if equation.primitive.name in _COLLECTIVES:
             axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-            yield from axes if isinstance(axes, tuple) else (axes,)
+            yield from axis_names(axes)
 
 
 def _itself(lifted: Tree) -> Tree:

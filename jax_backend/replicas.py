@@ -18,6 +18,7 @@ from funcga._backend.prefixes import leaf_paths, named_by_leaf
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
+from jax_backend.arrays import axis_names
 
 Across: TypeAlias = Union[str, tuple[str, ...], "Replicas", Tree]
 """What `across=` may be in JAX: the names of axes, Replicas, or a tree or a function that names
@@ -90,7 +91,7 @@ class Replicas:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the axes."""
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        return axis_names(self.axis)
 
 
 def _no_axis(across: object) -> FuncgaError:
@@ -164,11 +165,6 @@ def is_names(value: object) -> bool:
     )
 
 
-def names_of(named: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of axes as a tuple."""
-    return named if isinstance(named, tuple) else (named,)
-
-
 def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
     """All that a tree names."""
     named = jax.tree.leaves(leaves, is_leaf=is_names)
@@ -178,7 +174,7 @@ def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
                 f"across= has {each!r} for some leaves. Name the axes of every leaf, "
                 f"{WRITE_LEAVES}."
             )
-    return [*map(names_of, named)]
+    return [*map(axis_names, named)]
 
 
 def read_across(across: Across) -> Replicas:
@@ -310,7 +306,7 @@ def check_replicas(params: Tree, across: Across) -> None:
     names = [replicas.names] * len(leaves)
     if replicas.leaves is not None:
         named = named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES)
-        names = [*map(names_of, named)]
+        names = [*map(axis_names, named)]
     differences = [
         (path, difference)
         for path, leaf, own, digests in zip(paths, leaves, names, _digests(leaves), strict=True)

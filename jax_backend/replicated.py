@@ -141,7 +141,7 @@ def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
             "them has the replicas. "
             f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
-    names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    names = mesh.axis_names if axis is None else axis_names(axis)
     missing = [name for name in names if name not in mesh.axis_names]
     if len({*names}) < len(names):
         raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")

@@ -179,9 +179,9 @@ class Program:
             return
         names = inspect.signature(self.grad_fn).parameters
         instead = (
-            "A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has one "
-            "field for each parameter after the first; to pass it as one argument, yield (item,). "
-            "A single batch is split by funcga.accumulate(grad_fn, n)(params, *batch)."
+            "A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has "
+            "one field for each parameter after the first; to pass it as one argument, yield "
+            "(item,). A single batch is split by funcga.accumulate(grad_fn, n)(params, *batch)."
             if streamed
             else "Pass one argument for each parameter: step(params, *batch) for a batch in a "
             "tuple. A list of micro-batches is folded by funcga.stream(grad_fn)(params, "
