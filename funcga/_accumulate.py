@@ -265,9 +265,7 @@ class Search:
                 "that is being compiled. "
                 "Call the step outside of jax.jit or torch.compile, or give a number: n=8."
             )
-        leaves = [
-            leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")
-        ]
+        leaves = filter(backend.arrays.is_array, backend.trees.flatten((args, kwargs))[0])
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         rows = self.program.read(args, backend).rows()
         owner = owner_of(self.program.grad_fn)

@@ -505,7 +505,9 @@ class Accumulate:
             _check_divides(rows, program)
         sizes = groups(rows, program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
-        narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
+        narrow = None
+        if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
+            narrow = partial(sharding.rows_of_blocks, spread.blocks)
         # Rows are known before the loop, but where some may be dropped they are counted.
         is_known = (program.weight, program.dropping) == (None, None)
         carry: Carry | None = None

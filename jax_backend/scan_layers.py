@@ -179,7 +179,9 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     if not _private.LITERAL or _private.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
-    reads = _reads(jaxpr)
+    # How often each variable is read.
+    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    reads = Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
     # Along the program, as what a scan stacks may be cast before it is an output.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
@@ -196,12 +198,6 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
         and reads[variable] == 1
         and variable in stacks
     }
-
-
-def _reads(jaxpr: "Jaxpr") -> "Counter[Var | Literal]":
-    """How often each variable of a program is read."""
-    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    return Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
 
 
 def _stacked(equation: "JaxprEqn") -> "list[Var]":

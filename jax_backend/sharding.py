@@ -47,12 +47,6 @@ class Spread:
     blocks: int = 1
     arguments: tuple[tuple[tuple[KeyPath, Shape], NamedSharding], ...] = ()
 
-    def divides(self, sizes: Sequence[tuple[int, int]]) -> bool:
-        """Whether every micro-batch of these (count, size) can take as many rows from each of
-        several blocks.
-        """
-        return self.blocks > 1 and all(size % self.blocks == 0 for _, size in sizes)
-
     def pinned(
         self, outputs: Outputs, reduced: list[Tree], total: Tally
     ) -> tuple[list[Tree], Tally]:

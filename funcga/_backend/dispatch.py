@@ -79,7 +79,7 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     and it is imported. Raises FuncgaError, which calls the trees by their `names()`, if two
     frameworks own leaves, or none does.
     """
-    loaded = load_imported()
+    loaded = [_LOADED[framework] for framework in _imported_frameworks()]
     # Of one framework nothing can be mixed with another's, so the first array tells.
     if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
         return loaded[0]

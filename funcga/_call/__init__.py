@@ -195,7 +195,7 @@ class Program:
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
         # The first micro-batch shows the structure; all later ones are checked against it.
-        backend, carried = arguments.backend, arguments.carried()
+        backend, carried = arguments.backend, arguments.carried() if arguments.state else []
         if self.observers is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:

@@ -193,8 +193,6 @@ class Arguments:
 
     def carried(self) -> list[tuple[str, str]]:
         """(root, path) of the leaves that are CARRY."""
-        if not self.state:
-            return []
         return [paths for paths, (_, axis) in zip(self.paths(), self, strict=True) if axis is CARRY]
 
 
