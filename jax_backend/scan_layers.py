@@ -318,13 +318,13 @@ def _evaluate(
     consts: Sequence[jax.Array],
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
-) -> list[Any]:
+) -> list[Tree]:
     """The outputs of a program; a _Folded for those that `into` has, which are of `_stacks`."""
-    values: dict[Var, Any] = dict(
+    values: dict[Var, Tree] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
 
-    def read(variable: Any) -> Any:
+    def read(variable: Any) -> Tree:
         is_literal = isinstance(variable, _private.LITERAL)
         return variable.val if is_literal else values[variable]
 
@@ -355,7 +355,7 @@ def _evaluate(
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Any]:
+def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
     """The outputs of the scan, with accumulators in place of what it would stack."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
     assert _private.AS_FUNCTION is not None  # or no scan is known

@@ -35,8 +35,8 @@ class PrefixError(Exception):
         what: str,
         write: str,
         trees: Trees,
-        describe: Callable[[Any], str],
-        shown: Callable[[Any], str] = repr,
+        describe: Callable[[Tree], str],
+        shown: Callable[[Tree], str] = repr,
         root: str = "",
     ) -> FuncgaError:
         """The error that says what is no prefix of what, and what to write instead. `shown` and

@@ -312,7 +312,9 @@ def _check_no_model(grad_fn: GradFn) -> None:
         )
 
 
-def read_sizes(n: Any, microbatch_size: Any, instead: str = "") -> tuple[int | None, int | None]:
+def read_sizes(
+    n: object, microbatch_size: object, instead: str = ""
+) -> tuple[int | None, int | None]:
     """`n` and `microbatch_size` of a step, of which one is given. Raises FuncgaError for neither or
     both, and for what is no count; it names what may stand `instead` of n.
     """
