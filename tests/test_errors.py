@@ -227,9 +227,7 @@ def test_in_axes(kit):
         step,
         (None, {"x": 0}),
     )
-    check_refused(
-        "for `batch['x']` it has tuple([0]: 0), and the argument is float32[6, 2].", step, (None, {"x": (0,), "y": 0})
-    )
+    check_refused("at batch['x'] it has tuple([0]: 0), and there is float32[6, 2].", step, (None, {"x": (0,), "y": 0}))
     check_refused("for `batch` it has 1.5", step, (None, 1.5))
 
 
@@ -357,8 +355,8 @@ def test_folds_that_are_no_prefix(kit):
         "Fold for all that stands below, such as funcga.mean(), or a container with the same keys.",
         step, (mean, mean, mean),
     )  # fmt: skip
-    check_refused("at output[1], fold= has dict(['loss']: Fold)", step, (mean, {"loss": mean}))
-    check_refused("at output[0], fold= has tuple([0]: Fold)", step, ((mean,), mean))
+    check_refused("at output[1] it has dict(['loss']: Fold)", step, (mean, {"loss": mean}))
+    check_refused("at output[0] it has tuple([0]: Fold)", step, ((mean,), mean))
     check_refused("fold= is 'mean'. Pass a Fold, such as funcga.mean(), or a tree of them.", step, "mean")
     check_refused("fold= is <function mean", step, funcga.mean)
 

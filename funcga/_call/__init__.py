@@ -315,8 +315,10 @@ def _check_no_model(grad_fn: GradFn) -> None:
 def read_sizes(
     n: object, microbatch_size: object, instead: str = ""
 ) -> tuple[int | None, int | None]:
-    """`n` and `microbatch_size` of a step, of which one is given. Raises FuncgaError for neither or
-    both, and for what is no count; it names what may stand `instead` of n.
+    """`n` and `microbatch_size` of a step, of which one is given.
+
+    Raises FuncgaError for neither or both, and for what is no count; it names what may stand
+    `instead` of n.
     """
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"

@@ -251,7 +251,7 @@ def test_in_specs_that_do_not_fit():
         *batch,
     )
     check_refused(
-        ", and the argument is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
+        ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
         "below, P() for what is passed whole, or a container with the same keys.",
         replicated(step, mesh(), in_specs=({"w": P()}, P("data"), P("data"))),
         params,
