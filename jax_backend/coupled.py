@@ -16,7 +16,7 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding, trees
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, compiled, spoilt, tally_of
+from jax_backend.loop import Accumulate, compiled, nan_if_overflown, tally_of
 from jax_backend.sharding import Spread
 
 
@@ -54,8 +54,7 @@ class _Step:
         trees.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
-        # XLA makes one pass of two, where there is a single micro-batch.
-        # The first pass: the summaries.
+        # The first pass: the summaries. Where there is one micro-batch, XLA makes one pass of both.
         first = job.first(backend)
         outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
@@ -91,7 +90,9 @@ class _Step:
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
-        return composed if job.program.totals is None else spoilt(composed, kwargs["totals"])
+        return (
+            composed if job.program.totals is None else nan_if_overflown(composed, kwargs["totals"])
+        )
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:

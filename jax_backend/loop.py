@@ -400,10 +400,10 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     result = _normalised(outputs, folded)
     if program.observers is not None:
         result = program.observed(result, kwargs)
-    return result if program.totals is None else spoilt(result, kwargs["totals"])
+    return result if program.totals is None else nan_if_overflown(result, kwargs["totals"])
 
 
-def spoilt(result: Tree, totals: Tree) -> Tree:
+def nan_if_overflown(result: Tree, totals: Tree) -> Tree:
     """The result, with NaN for every float if a total does not fit in its integers."""
     counts = [total for total in jax.tree.leaves(totals) if total.dtype == np.int32]
     if not counts:
