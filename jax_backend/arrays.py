@@ -128,26 +128,16 @@ def exact(array: jax.Array, name: str) -> jax.Array:
 
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
-    # A slice of an array that Explicit axes cut has to be cut evenly itself.
     array = jnp.asarray(array)
-    if any(jax.typeof(array).sharding.spec):
-        array = _gathered(array, axis, size)
-    return lax.dynamic_slice_in_dim(array, start, size, axis)
-
-
-def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array whole along an axis, if that lies over Explicit axes of a mesh that so many rows
-    cannot lie over.
-    """
     sharding = jax.typeof(array).sharding
-    if size % devices_along(sharding, axis) == 0:
-        return array
-    entries = [*sharding.spec]
-    entries[axis] = None
-    whole: jax.Array = jax.sharding.reshard(
-        array, NamedSharding(sharding.mesh, partition_spec(*entries))
-    )  # type: ignore[no-untyped-call]
-    return whole
+    # A slice of an array that Explicit axes cut has to be cut evenly itself, or the array is whole
+    # along the axis.
+    if any(sharding.spec) and size % devices_along(sharding, axis):
+        entries = [*sharding.spec]
+        entries[axis] = None
+        whole = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        array = jax.sharding.reshard(array, whole)
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
 def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:
@@ -277,7 +267,7 @@ def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
     # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made
     # for.
     if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
-        array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
+        array = jax.sharding.reshard(array, aval.sharding)
     return as_varying(array, varying_axes(aval))
 
 
@@ -346,8 +336,3 @@ def axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def devices_along(sharding: NamedSharding, axis: int) -> int:
     """How many devices an axis of an array lies over, one part on each."""
     return prod(sharding.mesh.shape[name] for name in axis_names(sharding.spec[axis]))
-
-
-def partition_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
-    """A PartitionSpec."""
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]

@@ -668,13 +668,6 @@ def is_traced(tree: Any) -> bool:
     return torch.compiler.is_compiling()
 
 
-def finished(tree: Any) -> Any:
-    """The tree when it is computed, or the error that computing it raises."""
-    # Torch allocates memory when it launches a kernel, so an allocation that fails has raised
-    # already.
-    return tree
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

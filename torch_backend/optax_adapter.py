@@ -180,7 +180,7 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
         if any(tensor.device.type == "cpu" for tensor in tensors):
             # The caller may write to the tensors when this returns. A device keeps the order
             # itself.
-            jax.block_until_ready(leaves)  # type: ignore[no-untyped-call]
+            jax.block_until_ready(leaves)
         imports = in_torch.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
     # JAX may return an argument as it is, and one array in two places.
     results, addresses = [], {tensor.data_ptr() for tensor in tensors}

@@ -189,10 +189,6 @@ class Gradients(Protocol):
         """
         ...
 
-    def check_params(self, params: Tree) -> None:
-        """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-        ...
-
 
 class Loop(Protocol):
     """A framework's way to go through the micro-batches."""
@@ -213,10 +209,6 @@ class Loop(Protocol):
 
     def is_traced(self, tree: Tree) -> bool:
         """Whether these arguments are those of a program that is being compiled."""
-        ...
-
-    def finished(self, tree: Tree) -> Tree:
-        """The tree when it is computed, or the error that computing it raises."""
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:

@@ -67,7 +67,7 @@ def over_replicas(
     if len(devices) < count:
         raise FuncgaError(f"{count} replicas need as many devices, and JAX has {len(devices)}.")
     mesh = jax.make_mesh((count,), ("replicas",), devices=devices[:count])
-    everywhere = jax.NamedSharding(mesh, jax.P())  # type: ignore[no-untyped-call]
+    everywhere = jax.NamedSharding(mesh, jax.P())
     # Shards are of one size.
     rows = arguments.rows() // count * count
     args = jax.device_put(arguments.cut(0, rows, []), everywhere)

@@ -37,7 +37,7 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
         )
     platform = next(iter(devices)).platform
     if platform in platforms:
-        return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)  # type: ignore[no-untyped-call]
+        return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)
     if platform == "cpu":
         # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
         array = np.asarray(leaf)
@@ -159,7 +159,7 @@ def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool)
                 t if t.copied else Transfer(next(copies), "a copy was asked for") for t in imports
             ]
         # The caller may write to the memory that was copied from.
-        jax.block_until_ready([array for array, copied in imports if copied])  # type: ignore[no-untyped-call]
+        jax.block_until_ready([array for array, copied in imports if copied])
     concrete = iter(imports)
     return [
         _traced(export, device) if _is_abstract(export.array) else next(concrete)
