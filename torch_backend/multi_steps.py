@@ -119,27 +119,26 @@ def check_gradients(
 def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
     """What all replicas hold together."""
     reduction = Reduction(memory.keep(Progress, memory.step), replicas)
-    # The merge of a window of one call does the rest: these accumulators become its buffers. They
-    # are copied, because it works in place.
-    copies = [None if held is None else _copied(held) for held in window.accumulators]
-    window, outputs = window._replace(accumulators=copies), window.outputs
     total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(unit, torch.Tensor) or any(
-        fold.adds == "weighted" and not fold.is_mean for fold in outputs.reduced_folds
+        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
     ):
-        window, unit = window.in_unit(1.0, donate=True), 1.0
+        window, unit = window.in_unit(1.0), 1.0
+    # The merge of a window of one call does the rest: these accumulators become its buffers. They
+    # are copied, because it works in place.
+    accumulators, outputs = [*window.accumulators], window.outputs
     buffers = Buffers(Layout(outputs))
-    buffers.reduced = [window.accumulators[leaf_index] for leaf_index in outputs.reduced]
+    held = [accumulators[leaf_index] for leaf_index in outputs.reduced]
+    buffers.reduced = held if window.owned else [*map(_copied, held)]
     buffers.unit = unit if isinstance(steps, torch.Tensor) or steps else None
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
         total = sum(limb.to(torch.float64) for limb in window.tally.weight)
         buffers.counted = Tally((total,), window.tally.steps)
     else:
         buffers.weight, buffers.steps = total, steps
-    reduction.begin(buffers, [*map(largest, window.accumulators)])
+    reduction.begin(buffers, [*map(largest, accumulators)])
     reduction.finish([])
-    accumulators = [*window.accumulators]
     for leaf_index, accumulator in zip(outputs.reduced, buffers.reduced, strict=True):
         accumulators[leaf_index] = accumulator
     return window._replace(accumulators=accumulators, tally=buffers.tally, unit=buffers.unit)

@@ -182,26 +182,21 @@ def emptied(
     taken.
     """
     pure = arrays.in_transform()
-    kept = storages(taken) if donate and not pure else set()
+    in_place = donate and not pure
+    kept = storages(taken) if in_place else set()
     empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
-            is_sum = (
-                fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
-            )
-            if (
-                donate
-                and not pure
-                and is_sum
-                and (not kept or kept.isdisjoint(storages(accumulator)))
-            ):
+            monoid = fold.fold.reducer.monoid
+            is_sum = monoid.collective == "sum" and type(accumulator) is torch.Tensor
+            if in_place and is_sum and kept.isdisjoint(storages(accumulator)):
                 zeroed.append(accumulator)
                 empty[leaf_index] = accumulator
             else:
-                empty[leaf_index] = fold.fold.reducer.monoid.identity(torch, accumulator)
+                empty[leaf_index] = monoid.identity(torch, accumulator)
         if zeroed:
             torch._foreach_zero_(zeroed)
     return empty

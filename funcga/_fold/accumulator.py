@@ -99,15 +99,13 @@ class Accumulation(NamedTuple):
         if isinstance(factor, float):
             if factor == 1:
                 return self
-            unit = backend.arrays.addends(unit, (len(self.tally.weight) == 1))[0]
-        accumulators, means = (
-            [*self.accumulators],
-            [
-                leaf_index
-                for leaf_index, fold in enumerate(folds)
-                if fold is not None and fold.is_mean and not is_empty
-            ],
-        )
+            unit = backend.arrays.addends(unit, len(self.tally.weight) == 1)[0]
+        accumulators = [*self.accumulators]
+        means = [
+            leaf_index
+            for leaf_index, fold in enumerate(folds)
+            if fold is not None and fold.is_mean and not is_empty
+        ]
         scaled = backend.sums.scaled([accumulators[i] for i in means], factor, donate)
         for leaf_index, accumulator in zip(means, scaled, strict=True):
             accumulators[leaf_index] = accumulator
@@ -172,27 +170,23 @@ class Accumulation(NamedTuple):
         """Itself where the condition is true, else the other window. The host need not see the
         condition.
         """
-        arrays = self.outputs.backend.arrays
+        arrays, trees = self.outputs.backend.arrays, self.outputs.backend.trees
 
         # `where`, not a product with 0 or 1: 0 * NaN is NaN, and what is not chosen may be NaN.
-        def select(chosen: Reduced, otherwise: Reduced) -> Reduced:
-            if isinstance(chosen, tuple):
-                return tuple(select(*parts) for parts in zip(chosen, otherwise, strict=True))
-            if chosen is None:
-                return None
-            is_true = (
-                arrays.cast(condition, condition.dtype, chosen)
-                if arrays.is_array(chosen)
-                else condition
-            )
+        def select(chosen: Array, otherwise: Array) -> Array:
+            if not arrays.is_array(chosen):
+                return chosen
+            is_true = arrays.cast(condition, condition.dtype, chosen)
             return arrays.xp.where(is_true, chosen, otherwise)
 
-        both = [
-            (tuple(window.accumulators), tuple(window.tally), window.unit, window.rejected)
+        (chosen, structure), (otherwise, _) = [
+            trees.flatten((tuple(window.accumulators), window.tally, window.unit, window.rejected))
             for window in (self, other)
         ]
-        accumulators, counted, unit, rejected = select(*both)
-        return Accumulation(self.outputs, accumulators, Tally(*counted), unit, rejected, owned=True)
+        accumulators, tally, unit, rejected = trees.unflatten(
+            structure, [*map(select, chosen, otherwise)]
+        )
+        return Accumulation(self.outputs, accumulators, tally, unit, rejected, owned=True)
 
 
 def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:

@@ -214,13 +214,9 @@ def _run_unscaled(
 ) -> tuple[Tree, Tree]:
     """(result, state) of a step, from gradients that are divided by their scale."""
     leaves, scale, extra = given
-    arrays, scaled = step.backend.arrays, step.backend.sums.scaled
-    scale = arrays.scalar(scale)
+    scale, scaled = step.backend.arrays.scalar(scale), step.backend.sums.scaled
     # In at least 32 bits.
-    wide = [
-        leaf if leaf is None else arrays.cast(leaf, arrays.accumulator_dtype(leaf.dtype))
-        for leaf in leaves
-    ]
+    wide, _ = step.backend.transforms.widened(leaves)
     unscaled = scaled(wide, 1.0 / scale, step.owned)
     try:
         return step.run(inner, params, (step.backend.trees.unflatten(structure, unscaled), extra))

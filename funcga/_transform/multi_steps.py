@@ -605,14 +605,12 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that
     cannot be counted.
     """
-    is_one, has_experts = (
-        isinstance(weight, int | float) and weight == 1,
-        replicas is not None and replicas.leaves,
-    )
+    is_one = isinstance(weight, int | float) and weight == 1
     if (
-        has_experts
-        and not is_one
-        and any(fold.weighs for fold in window.outputs.folds if fold is not None)
+        not is_one
+        and replicas is not None
+        and replicas.leaves
+        and any(fold.weighs for fold in window.outputs.reduced_folds)
     ):
         raise FuncgaError(
             f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
