@@ -165,14 +165,20 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
         # In place an element that two leaves share would be multiplied twice.
         separate = without_overlap(leaves) if donate else [*leaves]
         multiplicands = local_tensors([leaf for leaf in separate if leaf is not None])
-        by = factor
-        if isinstance(factor, torch.Tensor):
-            by = [arrays.cast(factor, leaf.dtype, leaf) for leaf in multiplicands]
-        if donate and multiplicands:
-            torch._foreach_mul_(multiplicands, by)
+        if not multiplicands:
             return separate
-        products = iter(torch._foreach_mul(multiplicands, by) if multiplicands else ())
-        return [leaf if leaf is None else as_dtensor(next(products), leaf) for leaf in separate]
+        if isinstance(factor, torch.Tensor):  # of the device of each leaf, and under vmap
+            multiply = torch.Tensor.mul_ if donate else torch.mul
+            factors = [arrays.cast(factor, leaf.dtype, leaf) for leaf in multiplicands]
+            products = [*map(multiply, multiplicands, factors)]
+        elif donate:
+            torch._foreach_mul_(multiplicands, factor)
+        else:
+            products = [*torch._foreach_mul(multiplicands, factor)]
+        if donate:
+            return separate
+        rest = iter(products)
+        return [leaf if leaf is None else as_dtensor(next(rest), leaf) for leaf in separate]
 
 
 def emptied(

@@ -122,6 +122,40 @@ def test_windows_of_two_processes(case):
         check(found, *[*cases()][case])
 
 
+def by_steps_beside(group):
+    by_steps = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+    tx = funcga.multi_steps(IDENTITY, 2, across=group, fold={"s": by_steps, "w": funcga.mean()})
+    state, rank = tx.init({"s": torch.zeros(2), "w": torch.zeros(2)}), dist.get_rank(group)
+    for weight in ((100, 1), (3, 5000))[rank]:
+        value = torch.full((2,), float(weight))
+        updates, state = tx.update({"s": value, "w": value}, state, weight=weight)
+    return updates["s"].tolist(), updates["w"].tolist()
+
+
+def test_a_weighted_sum_that_is_no_mean_has_no_unit():
+    weights = np.array([100, 1, 3, 5000])
+    for s, w in processes().run(by_steps_beside, size=2):
+        np.testing.assert_allclose(s, (weights**2).sum() / 4, rtol=1e-6)
+        np.testing.assert_allclose(w, (weights**2).sum() / weights.sum(), rtol=1e-6)
+
+
+def test_under_vmap_and_grad_of_torch():
+    accumulator = funcga.Accumulator()
+
+    def folded(values, weights):
+        state = accumulator.init(torch.zeros(2))
+        for value, weight in zip(values, weights, strict=True):
+            state = accumulator.update(state, value, weight=weight)
+        return accumulator.finalize(state)
+
+    generator = torch.Generator().manual_seed(0)
+    values, weights = torch.randn(4, 3, 2, generator=generator), 1e5 * torch.rand(4, 3, generator=generator)
+    expected = (values * weights[..., None]).sum(1) / weights.sum(1)[:, None]
+    torch.testing.assert_close(torch.func.vmap(folded)(values, weights), expected)
+    slope = torch.func.grad(lambda w: folded(values[0], w).sum())(weights[0])
+    torch.testing.assert_close(slope, (values[0] - expected[0]).sum(1) / weights[0].sum())
+
+
 def test_a_state_goes_on_in_the_other_framework():
     """Both ways, in the middle of a window."""
     values, weights = np.full((4, 3), 1e37, "float32"), [3.0, 400.0, 5.0, 70000.0]
