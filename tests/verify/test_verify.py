@@ -190,7 +190,7 @@ def test_the_precision_is_told():
     grad_fn, args = regress(loss=mistakes.bfloat16_inside)
     verdict = funcga.verify(grad_fn, *args)
     assert (verdict.dtype, verdict.rows[0].limit) == ("float64", 8 * 2**-7)
-    assert "differences below 6e-02 are taken for rounding" in verdict.notes[0]
+    assert "differences below 6e-02 count as rounding" in verdict.notes[0]
 
 
 def test_batch_norm_is_found_by_its_path():
@@ -201,8 +201,11 @@ def test_batch_norm_is_found_by_its_path():
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("gradients that are rounding", "which may be rounding and nothing else: whether the fold is right"),
-        ("a value that cancels", "though every gradient agrees: that is rounding"),
+        (
+            "gradients that are rounding",
+            "which may be nothing but rounding: these arguments cannot show whether the fold is right",
+        ),
+        ("a value that cancels", "though every gradient agrees. A difference this small often comes from rounding"),
     ],
 )
 def test_what_cannot_be_told_is_a_note(name, note):
@@ -314,7 +317,7 @@ def test_a_note_leaves_out_where_torch_asserts():
 def test_carried_state_is_a_note():
     verdict = verified(TORCH, mistakes.RIGHT["state"][1])
     assert verdict.notes[0].startswith(
-        "carried state, output[1]['mean'], is another after n micro-batches than after one"
+        "carried state, output[1]['mean'], is different after n micro-batches than after one"
     )
 
 
@@ -376,7 +379,7 @@ REFUSED = {
     "no array was found in": lambda g, a: funcga.verify(g, 1, 2),
     "loss_fn returned float32[12], and": lambda g, a: funcga.verify(funcga.grad(lambda p, x, y: y * p["v"].sum()), *a),
     "the split arguments have different numbers of rows": lambda g, a: funcga.verify(g, a[0], a[1], a[2][:5]),
-    "this one brings its own": lambda g, a: funcga.verify(torch_backend.module_value_and_grad(torch.nn.Linear(3, 1), lambda m, x: m(x).mean()), a[1]),
+    "and this one brings its own": lambda g, a: funcga.verify(torch_backend.module_value_and_grad(torch.nn.Linear(3, 1), lambda m, x: m(x).mean()), a[1]),
 }  # fmt: skip
 
 
