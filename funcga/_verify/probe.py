@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class Probe:
 
     # --- calls
 
-    def step(self, **options: Any) -> Callable[..., Tree]:
+    def step(self, **options: Tree) -> Callable[..., Tree]:
         """The step of `accumulate`, or of `coupled`, with these options."""
         options["in_axes"] = self.program.in_axes
         job, gradient = self.job, self.gradient
@@ -156,7 +156,7 @@ class Probe:
 
     def accumulated(self, rows: Rows, **cut: int) -> Leaves:
         """The leaves of the result of the step itself, with these rows cut so."""
-        kwargs, options = self.kwargs, dict[str, Any](cut)
+        kwargs, options = self.kwargs, dict[str, Tree](cut)
         if self.program.totals is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "totals"}
             options["totals"] = self.program.totals.function
@@ -223,7 +223,7 @@ class Probe:
 
     # --- the same function, changed. A copy, not a new Probe: in JAX the step is compiled already.
 
-    def changed(self, **attributes: Any) -> "Probe":
+    def changed(self, **attributes: Tree) -> "Probe":
         """The same with other attributes."""
         changed = copy.copy(self)
         changed.__dict__ |= attributes
@@ -293,7 +293,7 @@ class Probe:
         """The leaves of the output for the whole batch."""
         return self.values(self.every)
 
-    def like_output(self, leaves: list[Any]) -> Tree:
+    def like_output(self, leaves: list[Array]) -> Tree:
         """A tree of the structure of the output, with these leaves."""
         trees = self.backend.trees
         return trees.unflatten(trees.flatten(self.output)[1], leaves)

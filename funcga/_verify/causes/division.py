@@ -11,7 +11,7 @@ import dis
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from numbers import Real
@@ -21,7 +21,7 @@ import numpy as np
 
 from funcga._fold import has_no_axes
 from funcga._verify.causes import Answer, cause, note
-from funcga._verify.exact import Case, Limit, largest
+from funcga._verify.exact import Case, largest, relative
 
 
 def divided(case: Case) -> Iterator[Answer]:
@@ -47,20 +47,11 @@ def divided(case: Case) -> Iterator[Answer]:
         except Exception:
             continue
         factor = 0.5 if variant.value > 1 else 2.0
-        pairs = [(probe.whole[i], changed[i]) for i in leaves]
-        if _is_scaled(pairs, factor, case.limit):
+        size = largest([probe.whole[i] for i in leaves])
+        apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
+        if max(apart) <= case.limit.relative:
             yield _answer(case, leaves, variant)
             return
-
-
-def _is_scaled(pairs: Sequence[tuple[Any, Any]], factor: float, limit: Limit) -> bool:
-    """Whether arrays, or where there are none the scalars, are this many times as large."""
-    arrays = [(before, after) for before, after in pairs if before.ndim]
-    size = largest([before for before, _ in pairs])
-    return size > 0 and all(
-        np.abs(after - factor * before).max(initial=0.0) <= limit.relative * size
-        for before, after in arrays or pairs
-    )
 
 
 def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
