@@ -237,6 +237,36 @@ def test_what_a_fix_says_is_exact(cure):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+def weights_of_classes(params, x, y):
+    """Two means, one of them by weights that no expression of the batch counts."""
+    each, weights = mistakes.terms(params, x, y), torch.exp(torch.sin(7 * y))
+    return (each * weights).sum() / weights.sum() + ((x @ params["w"]) ** 2).mean()
+
+
+def pairs_of_labels(params, x, y):
+    """A mean over pairs of rows of two kinds, of which expressions of the batch count both."""
+    scores, up = (x @ params["w"]).sum(1), y > 0
+    return (((1 - scores[:, None] + scores) ** 2) * up[:, None] * ~up).sum() / (up.sum() * (~up).sum())
+
+
+def test_counts_have_to_explain_several_means():
+    grad_fn, (params, x, y) = regress(loss=weights_of_classes, rows=24)
+    (cause,) = funcga.verify(grad_fn, params, x, y).causes
+    assert cause.name == "batch statistics"
+    assert "s: loss, n=8, fold=funcga.mean())" in cause.fix
+    labels = 2 * (torch.arange(24) % 5 < 2).long() - 1
+    (cause,) = funcga.verify(funcga.value_and_grad(pairs_of_labels), params, x, labels).causes
+    assert cause.name == "batch statistics"
+
+
+def test_a_batch_of_complex_numbers_alone():
+    """Of which no expression counts anything but the rows."""
+    x = torch.randn(12, 3, dtype=torch.complex128)
+    gradient = funcga.grad(lambda w, x: ((x @ w.to(x.dtype)).abs() ** 2).mean())
+    (cause,) = funcga.verify(gradient, torch.ones(3, dtype=torch.float64), x, fold=funcga.sum()).causes
+    assert (cause.name, cause.fix) == ("mean under sum", "fold=funcga.mean()")
+
+
 def test_the_weight_that_is_offered_cures():
     grad_fn, args, _ = mistakes.causal(TORCH)
     funcga.verify(grad_fn, *args, weight=lambda batch: (batch["labels"][:, 1:] != -100).sum()).assert_exact()

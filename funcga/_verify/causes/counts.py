@@ -48,11 +48,15 @@ def counts(probe: Probe) -> Iterator[Count]:
     Labels say what a loss is over. A mask of what is attended to may well count the same in this
     batch, and not in the next one.
     """
-    leaf = next(_split_leaves(probe))
-    rows = f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})"
-    yield Count(leaf.parameters, rows, len)
+    leaves = [*_split_leaves(probe)]
+    # Of a batch of complex numbers alone there is no name.
+    parameters, rows = "", ""
+    for leaf in leaves[:1]:
+        rows = f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})"
+        parameters = leaf.parameters
+    yield Count(parameters, rows, len)
     is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
-    for leaf in sorted(_split_leaves(probe), key=is_other):
+    for leaf in sorted(leaves, key=is_other):
         for expression, counted in _expressions(leaf):
             yield Count(leaf.parameters, expression, partial(_total, counted))
 
