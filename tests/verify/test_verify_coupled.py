@@ -183,7 +183,7 @@ MISTAKES = {
     "a mean under concat()": (mean_of, None, {}, "wrong fold", "under another fold micro-batches give that of the whole batch", "fold=funcga.mean()"),
     "tokens under concat()": (masked, None, {}, "wrong fold", None, "fold=funcga.mean(), weight=lambda x, y: y.sum()"),
     "a maximum under mean()": (lambda kit, p, x, y: {"h": (x @ p["w"]).max(0).values}, None, {"fold": funcga.mean()}, "wrong fold", None, "fold=funcga.max()"),
-    "tokens without weight=": (masked, None, {"fold": funcga.mean()}, "uneven tokens", "The summary is a mean over something", "weight=lambda x, y: y.sum()"),
+    "tokens without weight=": (masked, None, {"fold": funcga.mean()}, "uneven tokens", "The summary is a mean over items", "weight=lambda x, y: y.sum()"),
     "a variance": (variance_of, None, {"fold": funcga.mean()}, "batch statistics", "summary['h'] depends on statistics", "(h ** 2).mean(0)"),
     "a normalisation": (normalised, contrastive, {}, "batch statistics", "summary['a'] depends on statistics", "loss_fn"),
     "moments()": (rows_of, lambda kit, p, s: (s["h"][1] ** 2).sum(), {"fold": funcga.moments()}, "by steps", "The fold of summary['h'] is moments()", "square - mean ** 2"),

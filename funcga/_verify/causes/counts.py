@@ -14,9 +14,9 @@ import numpy as np
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._types import Array
-from funcga._verify.causes import Answer, cause
+from funcga._verify.causes import Answer, Cause, cause
 from funcga._verify.exact import Case
-from funcga._verify.probe import Probe, Rows
+from funcga._verify.probe import Leaves, Probe, Rows
 
 # --- the counts in a batch
 
@@ -192,33 +192,46 @@ def at_least_one(probe: Probe, total: str) -> str:
 
 
 def of_totals(case: Case) -> Iterator[Answer]:
-    """Totals that do not add up, that divide beside the fold, or that spoil the loss at 0."""
+    """Totals that do not add up, that divide beside the fold, or that make the loss NaN at 0."""
     probe = case.probe
-    if probe.program.totals is None:
-        return
-    paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
-    parts = (*case.parts, case.order)
-    counted = [probe.numbers(probe.count(rows)) for rows in parts]
+    if probe.program.totals is not None:
+        paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
+        parts = (*case.parts, case.order)
+        counted = [probe.numbers(probe.count(rows)) for rows in parts]
+        yield from _not_additive(paths, counted)
+        yield from _divided_twice(probe)
+        yield from _not_finite_at_zero(probe, paths, counted, [len(rows) for rows in parts])
+
+
+def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[Cause]:
     for path, x, y, both in zip(paths, *counted, strict=True):
         if abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both)):
             yield cause("totals not additive", path=path, parts=float(x + y), whole=float(both))
-            break
+            return
+
+
+def _divided_twice(probe: Probe) -> Iterator[Cause]:
     # Twice the totals halve what is divided by them.
     halved = probe.with_totals(lambda _, total: total * 2) or probe.whole
     for i in probe.additive():
         is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
         if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
             yield cause("divided twice", where=probe.paths[i])
-            break
+            return
+
+
+def _not_finite_at_zero(
+    probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
+) -> Iterator[Cause]:
     for index, (path, *of_parts) in enumerate(zip(paths, *counted, strict=True)):
-        shares = [total / len(rows) for total, rows in zip(of_parts, parts, strict=True)]
+        shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
         # What every row has as much of, such as a count of rows, is never 0.
         if np.allclose(shares, shares[0], rtol=1e-6, atol=0):
             continue
         zeroed = probe.with_totals(partial(_with_zero, index)) or probe.whole
         if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
             yield cause("total of zero", path=path, line=at_least_one(probe, path))
-            break
+            return
 
 
 def _with_zero(index: int, i: int, total: Array) -> Array:

@@ -128,6 +128,7 @@ def variants(
     # In a library only functions are followed, such as the loss in the closure of
     # torch.func.grad(loss).
     is_library = is_function and _is_library(value.__globals__.get("__name__"))
+    is_own = is_function and not is_library
     for parts in _parts(value, name, code):
         for key, part in parts.values.items():
             if is_library and not callable(part):
@@ -135,10 +136,10 @@ def variants(
             for variant in variants(part, n, parts.label(key), parts.code, depth + 1):
                 # A function that is called may return a part of the loss: there a literal tells
                 # nothing.
-                is_in_call = is_function and not is_library and variant.name == repr(variant.value)
+                is_in_call = is_own and variant.name == repr(variant.value)
                 doubt = 2 if is_in_call else variant.doubt
                 yield variant._replace(function=parts.put(key, variant.function), doubt=doubt)
-    if is_function and not is_library:
+    if is_own:
         yield from _literals(value, n)
 
 

@@ -86,16 +86,21 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
     differentiated = ", ".join([names[arg_index] for arg_index in arg_indices])
     has_aux = gradient is not None and gradient.has_aux
     loss_fn = f"lambda {differentiated}, s: {'(loss, aux)' if has_aux else 'loss'}"
+    return f"funcga.coupled({summary_fn}, {loss_fn}, {_options(case, fold)})"
+
+
+def _options(case: Case, fold: str) -> str:
+    probe, gradient = case.probe, case.probe.gradient
     options = {
         "n": str(case.counts[0] if case.counts else 8),
         "fold": fold,
         "weight": "weight" if probe.program.weight and fold == "funcga.mean()" else "",
         "in_axes": probe.program.in_axes and repr(probe.program.in_axes),
-        "argnums": gradient and gradient.argnums and repr(gradient.argnums),
-        "has_aux": has_aux and "True",
     }
-    written = [f"{name}={value}" for name, value in options.items() if value]
-    return f"funcga.coupled({summary_fn}, {loss_fn}, {', '.join(written)})"
+    if gradient is not None:
+        options["argnums"] = repr(gradient.argnums) if gradient.argnums else ""
+        options["has_aux"] = "True" if gradient.has_aux else ""
+    return ", ".join([f"{name}={value}" for name, value in options.items() if value])
 
 
 # --- a step of `coupled` that knows a number of rows
