@@ -201,6 +201,10 @@ class _Echo(Channel):
         """What each replica says."""
         return [mine] * self.count
 
+    def told_by(self, source: int, mine: object) -> Any:
+        """What one replica says."""
+        return mine
+
     def is_marked(self, mark: torch.Tensor) -> bool:
         """Whether a replica has failed: none does."""
         return False
@@ -211,10 +215,6 @@ class _Echo(Channel):
 
     def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Told":
         """What all have, which stays empty here."""
-        return _Told()
-
-    def broadcast(self, data: torch.Tensor, source: int) -> "_Told":
-        """What one has, which stays empty here."""
         return _Told()
 
 

@@ -278,6 +278,17 @@ class Channel:
             for row, length in zip(rows, lengths, strict=True)
         ]
 
+    def told_by(self, source: int, mine: object) -> Any:
+        """What one replica says: any object that can be pickled."""
+        with explained():
+            data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+            length = torch.tensor([data.numel()])
+            self.group.broadcast(length, source).wait()
+            if self.rank != source:
+                data = torch.zeros(int(length), dtype=torch.uint8)
+            self.group.broadcast(data, source).wait()
+        return pickle.loads(bytes(data.tolist()))
+
 
 def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch.Tensor]:
     """A tensor of each process, all of one shape, in their order."""

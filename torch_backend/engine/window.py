@@ -22,11 +22,9 @@ from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers, Merge
 from torch_backend.engine.inputs import (
-    OWN,
     Leaves,
     OwnParameters,
     detached,
-    unsplit,
 )
 from torch_backend.engine.layout import Kept, Layout
 from torch_backend.engine.lent_sums import LentSums
@@ -267,16 +265,9 @@ class Engine:
     ) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
-        bind, with_arrays = lambda value: self.program.bind(value, arguments)[0], arguments
         if isinstance(self.inputs, OwnParameters):
             self.passes.begin(arguments, (), stays=False)
-            # The others say what their shards are like, and here the parameters are.
-            own = self.inputs.leaves[OWN].tree
-            bind = lambda value: self.program.bind(
-                self._with_gradients(value, lambda _: own), arguments
-            )[0]
-            with_arrays = unsplit((own,), self.inputs.gradient, self.inputs.backend)
-        buffers = self.reduction.take_part(bind, with_arrays)
+        buffers = self.reduction.take_part(Buffers)
         return self._merged(self.reduction, buffers, state)
 
 
