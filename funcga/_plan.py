@@ -148,10 +148,10 @@ def plan(
     `jax.ShapeDtypeStruct`. Meta tensors are planned as on torch's default device. What
     `torch.compile` made is planned as if it was not compiled: that usually takes more, and less
     only where a loss has checkpoints. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
-    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may
-    plan alone. In JAX it is planned in `jax_backend.replicated(step, mesh)`: the bytes and the rows
-    are those of one device.
+    planned, nor can a pipeline, or a module in DDP or FSDP: plan the module that was wrapped, with
+    `across=`. In torch that is planned as if all replicas had the rows of this one; nothing is
+    sent, so that one replica may plan alone. In JAX it is planned in
+    `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
 
     Args:
         grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of

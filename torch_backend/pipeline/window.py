@@ -228,9 +228,9 @@ class PipelineWindow:
         """
         with ExitStack() as stack:
             if self.wrapper is not None:
-                stack.enter_context(self.wrapper.synchronising("every", self.params))
+                stack.enter_context(self.wrapper.synchronising(self.params))
             if isinstance(self.wrapper, DDP):
-                stack.enter_context(self.wrapper.waiting("last"))
+                stack.enter_context(self.wrapper.waiting())
             yield
 
     def _loss(
@@ -379,10 +379,7 @@ class PipelineWindow:
 
     def _check(self, outputs: Outputs) -> None:
         wrapper = self.wrapper
-        dtypes = [
-            p.dtype if wrapper is None else wrapper.sums_in(p, "every")
-            for p in self.params.values()
-        ]
+        dtypes = [p.dtype if wrapper is None else wrapper.sums_in(p) for p in self.params.values()]
         name, remedy = (
             "a pipeline",
             "Keep parameters in float32, and let stages compute under torch.autocast.",

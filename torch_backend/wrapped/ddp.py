@@ -8,9 +8,7 @@ parameters have the sums over the replicas as gradients, divided by what `scales
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +30,11 @@ class Wrapper:
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
-    is supported. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in
-    16 bits are refused.
+    is supported. `remedy`: what to do where sums in 16 bits are refused. `sync`: "every", if every
+    pass of a window synchronises, or "last".
     """
 
-    fresh = in_step = knows_outer = False
+    fresh = in_step = False
     kind = supported.WRAPPED
     remedy: str
 
@@ -45,8 +43,8 @@ class Wrapper:
         """Whether the first forward pass of a window may broadcast buffers."""
         return False
 
-    def __init__(self, wrapped: Sequence[nn.Module], name: str):
-        self.wrapped, self.name = wrapped, name
+    def __init__(self, wrapped: Sequence[nn.Module], name: str, sync: str):
+        self.wrapped, self.name, self.sync = wrapped, name, sync
 
     @property
     def searches(self) -> bool:
@@ -65,7 +63,7 @@ class Wrapper:
         """
         raise NotImplementedError
 
-    def check(self, sync: str) -> None:
+    def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
         ranks = [" x ".join(str(_ranks(group)) for group in groups) for groups in self.groups()]
         if len({*ranks}) > 1:
@@ -77,10 +75,6 @@ class Wrapper:
                 "reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
                 "loss_fn)), n, across=group), with the module that was wrapped."
             )
-        if sync == "outer" and not (
-            self.knows_outer and all(len(groups) == 2 for groups in self.groups())
-        ):
-            raise no_outer_mesh(self.name)
 
     def replicas(self, across: Array) -> InTurn:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
@@ -94,15 +88,14 @@ class Wrapper:
                 "Leave across= out; or let funcga reduce the module that was wrapped.",
             )
             # On a mesh of two dimensions a process sees only its own row, the inner group, and its
-            # own column, the outer one. All other ranks follow, because the rows are the same row
-            # shifted along the column.
-            shifts = [rank - dist.get_rank() for rank in _ranks(groups[-1])] if groups[1:] else [0]
-            ranks = sorted(rank + shift for rank in _ranks(groups[0]) for shift in shifts)
-            if _ranks(across) != ranks:
+            # own column, the outer one.
+            own = {rank for group in groups for rank in _ranks(group)}
+            count = prod(group.size() for group in groups)
+            if len(_ranks(across)) != count or not own <= {*_ranks(across)}:
                 raise FuncgaError(
                     f"across= names the ranks {_ranks(across)}, and the module is wrapped by "
-                    f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
-                    "wrapper knows its replicas."
+                    f"{self.name}, which reduces over {count} ranks, among them {sorted(own)}. "
+                    "Leave across= out: the wrapper knows its replicas."
                 )
         return InTurn([Replicas(group) for group in groups])
 
@@ -125,7 +118,7 @@ class Wrapper:
         scale = float(prod(group.size() for group in self.groups()[0]))
         return [scale for _ in params]
 
-    def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
+    def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """The dtype that gradients of a parameter are summed in over a window."""
         return param.dtype
 
@@ -137,13 +130,11 @@ class Wrapper:
         """
         raise NotImplementedError
 
-    def waiting(self, sync: str) -> AbstractContextManager[None]:
-        """The context of the micro-batches before the last, which need not synchronise."""
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context of micro-batches that do not synchronise."""
         raise NotImplementedError
 
-    def synchronising(
-        self, sync: str, params: dict[str, torch.Tensor]
-    ) -> AbstractContextManager[None]:
+    def synchronising(self, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
         was summed before.
         """
@@ -152,34 +143,6 @@ class Wrapper:
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
         raise NotImplementedError
-
-    def holders(self) -> list[object]:
-        """What has tensors, and traces of passes, as attributes beside the modules."""
-        return []
-
-    def begin_plan(self) -> None:
-        """Makes ready for a window that is planned: all `holders`, and the modules, have stand-ins
-        for their tensors.
-
-        Nothing is sent in it, and afterwards all of their attributes are as before.
-        """
-
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """What it holds beside the parameters, and gradients in their shapes here, by the name
-        in a plan.
-        """
-        return {}
-
-
-def no_outer_mesh(what: str) -> FuncgaError:
-    """The error for a module, wrapped by this, without an outer dimension of a mesh to
-    all-reduce over.
-    """
-    return FuncgaError(
-        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for '
-        'fully_shard with a mesh of two dimensions (HSDP). Write sync="last", to synchronise once, '
-        'or sync="every".'
-    )
 
 
 class DDP(Wrapper):
@@ -221,13 +184,13 @@ class DDP(Wrapper):
             if name not in ddp.parameters_to_ignore
         }
 
-    def check(self, sync: str) -> None:
+    def check(self) -> None:
         """Refuses static_graph, which fails in torch when a pass waits, and mixed_precision,
         which sums in 16 bits.
         """
-        super().check(sync)
+        super().check()
         for ddp in self.modules():
-            if ddp.static_graph and sync == "last":
+            if ddp.static_graph and self.sync == "last":
                 raise FuncgaError(
                     "the module is wrapped by DistributedDataParallel with static_graph=True, "
                     "which fails an internal assertion of torch when a backward pass does not "
@@ -267,12 +230,12 @@ class DDP(Wrapper):
         """The attributes that let backward passes synchronise, with these values."""
         return [(ddp, *_private.SYNCHRONISES_DDP) for ddp in self.wrapped]
 
-    def waiting(self, sync: str) -> AbstractContextManager[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
-        return in_no_sync(self.wrapped if sync == "last" else ())
+        return in_no_sync(self.wrapped)
 
     @contextmanager
-    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+    def synchronising(self, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """Checks that DDP has synchronised: it waits for every gradient, and is silent if one is
         missing.
         """
@@ -313,50 +276,6 @@ class DDP(Wrapper):
             # flag.
             ddp.require_forward_param_sync = True
 
-    def holders(self) -> list[object]:
-        """The DistributedDataParallel objects, and the modules in them."""
-        return [part for ddp in self.modules() for part in ddp.modules()]
-
-    def begin_plan(self) -> None:
-        """Puts stand-ins in the place of what reduces, which is not written in Python."""
-        for ddp in self.modules():
-            reducer = PlannedReducer(ddp)
-            # No buffers are broadcast.
-            vars(ddp).update(reducer=reducer, logger=reducer, modules_buffers=[])
-
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """The buckets, which are as large as all gradients."""
-        return {
-            "buckets": [bucket for ddp in self.modules() for bucket in vars(ddp)["reducer"].buckets]
-        }
-
-
-class PlannedReducer:
-    """The reducer of DDP while a window is planned: it has buckets, puts gradients into them,
-    and sends nothing.
-    """
-
-    def __init__(self, ddp: nn.parallel.DistributedDataParallel):
-        ignored = ddp.parameters_to_ignore
-        trained = [
-            p
-            for name, p in ddp.module.named_parameters()
-            if p.requires_grad and name not in ignored
-        ]
-        self.ddp, self.buckets = ddp, [torch.zeros_like(p, requires_grad=False) for p in trained]
-        for p, bucket in zip(trained, self.buckets, strict=True):
-            p.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
-
-    def _reduce(self, bucket: torch.Tensor, p: torch.Tensor) -> None:
-        if self.ddp.require_backward_grad_sync and p.grad is not None:
-            bucket.copy_(p.grad)
-            if self.ddp.gradient_as_bucket_view:
-                p.grad = bucket.view_as(bucket)
-
-    def __getattr__(self, name: str) -> Any:
-        # Whatever else DDP tells its reducer, and its logger.
-        return lambda *args: None
-
 
 class Replicate(DDP):
     """torch.distributed._composable.replicate: DDP in the hooks of a module."""
@@ -367,9 +286,9 @@ class Replicate(DDP):
         """
         return [_private.replicate_state(module)._ddp for module in self.wrapped]
 
-    def check(self, sync: str) -> None:
+    def check(self) -> None:
         """Checks its DDP."""
-        DDP(self.modules(), "DistributedDataParallel").check(sync)
+        DDP(self.modules(), "DistributedDataParallel", self.sync).check()
 
     def _synchronised(self) -> list[tuple[object, str, object]]:
         return [
@@ -378,14 +297,14 @@ class Replicate(DDP):
         ]
 
     @contextmanager
-    def waiting(self, sync: str) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """set_requires_gradient_sync(False)."""
 
         def require(is_required: bool) -> None:
             for module in self.wrapped:
                 module.set_requires_gradient_sync(is_required)  # type: ignore[operator]
 
-        require(sync != "last")
+        require(False)
         try:
             yield
         finally:

@@ -55,7 +55,6 @@ _NOTHING = nullcontext()
 class WrappedGradient(ModuleGradient):
     """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
-    sync: str
     wrapper: Wrapper
 
     @property
@@ -112,7 +111,6 @@ class ModuleWindow:
         )
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.buffers: Buffers | None = None
-        self.sync = gradient.sync
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
         self.adds_late = program.dropping is not None or program.observers is not None
@@ -140,7 +138,8 @@ class ModuleWindow:
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
-            self.waiting.enter_context(self.wrapper.waiting(self.sync))
+            if self.wrapper.sync == "last":
+                self.waiting.enter_context(self.wrapper.waiting())
             if self.program.dropping is not None:
                 self.statistics_before = statistics_of(self.gradient.module)
             self.stack = stack.pop_all()
@@ -206,7 +205,7 @@ class ModuleWindow:
     @property
     def _is_in_step(self) -> bool:
         """Whether every pass communicates, so that all replicas need equally many."""
-        return self.wrapper.in_step or self.sync != "last"
+        return self.wrapper.in_step or self.wrapper.sync == "every"
 
     def _begin_pass(self, last: bool) -> None:
         """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
@@ -316,7 +315,7 @@ class ModuleWindow:
                     self._meet(True)
                 else:
                     self.reductions[0].announce()
-                stack.enter_context(self.wrapper.synchronising(self.sync, self.params))
+                stack.enter_context(self.wrapper.synchronising(self.params))
             elif self._is_in_step:
                 self._meet(False)
             with recording_loss():
@@ -486,11 +485,7 @@ class ModuleWindow:
 
     def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
-        dtypes = (
-            None
-            if self.alone
-            else [self.wrapper.sums_in(p, self.sync) for p in self.params.values()]
-        )
+        dtypes = None if self.alone else [self.wrapper.sums_in(p) for p in self.params.values()]
         check_folds(outputs, self.params, dtypes, self.wrapper.name, self.wrapper.remedy)
 
 

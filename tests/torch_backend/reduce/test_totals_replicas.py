@@ -35,6 +35,8 @@ def merged(group, bounds, name, n):
     params, batch = problem()
     expected = objectives.expected(TORCH, name, params, batch)
     step, own = objectives.step(TORCH, name, n, across=group), own_rows(group, bounds, batch)
+    if len({*bounds}) < len(bounds):
+        step(params, batch)  # a first window in which every replica has something
     # Twice, since the first window learns what there is to send.
     return [difference(TORCH, step(params, own), expected) for _ in range(2)]
 
@@ -54,6 +56,7 @@ def streamed(group, bounds):
     own = own_rows(group, bounds, batch)
     rows = len(own["mask"])
     window = objectives.cut(own, *range(0, rows, 2), rows) if rows else []
+    step(params, objectives.cut(batch, 0, 11))  # a first window in which every replica has something
     return [difference(TORCH, step(params, window), expected) for _ in range(2)]
 
 
@@ -161,6 +164,8 @@ def wrapped(group, kind, bounds, n):
     across = {"across": group} if kind == "unwrapped" else {}
     step = funcga.accumulate(gradient, n, **TOTALS, **across)
     own = [x[bounds[rank] : bounds[rank + 1]] for x in batch]
+    if kind == "unwrapped":
+        step(*batch)  # a first window in which every replica has something
     errors = []
     for _ in range(2):
         value, grads = step(*own)

@@ -243,7 +243,7 @@ def two_dimensions(group, wrapper, dtype, sync):
 
 @pytest.mark.parametrize(
     ("wrapper", "sync"),
-    [("hybrid", "last"), ("hybrid", "every"), ("hsdp", "last"), ("hsdp", "every"), ("hsdp", "outer")],
+    [("hybrid", "last"), ("hybrid", "every"), ("hsdp", "last"), ("hsdp", "every")],
 )
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_meshes_of_two_dimensions(wrapper, sync, dtype):
@@ -298,7 +298,7 @@ def test_one_synchronisation_a_window_or_one_a_microbatch(wrapper, sync):
         assert found == expected  # the loss and the counts are gathered
 
 
-@pytest.mark.parametrize(("sync", "scattered", "reduced"), [("last", 2, 2), ("outer", 6, 2), ("every", 6, 6)])
+@pytest.mark.parametrize(("sync", "scattered", "reduced"), [("last", 2, 2), ("every", 6, 6)])
 def test_the_outer_mesh_is_reduced_over_once(sync, scattered, reduced):
     for found in processes().run(reductions, "hsdp", sync, 3, size=4):
         assert found == {"_reduce_scatter_base_": scattered, "allreduce_": reduced}
@@ -923,18 +923,12 @@ def build(group, what):
         module = nn.Sequential(ddp(group, nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2), mesh=mesh_of(group)))
     elif what == "uncovered":
         module = nn.Sequential(ddp(group, nn.Linear(2, 2)), nn.Linear(2, 2))
-    elif what == "ignored":
+    else:
         module = nn.Linear(2, 2)
         module = fully_shard(module, mesh=mesh_of(group), ignored_params={module.bias})
-    else:
-        module = WRAPPERS[what](group, made())
-    module_value_and_grad(module, mean_square, sync="outer" if what in WRAPPERS else "last")
+    module_value_and_grad(module, mean_square)
 
 
-OUTER = (
-    'sync="outer" was asked of {}, which has no outer mesh to all-reduce over. It is for fully_shard with a mesh of two '
-    'dimensions (HSDP). Write sync="last", to synchronise once, or sync="every".'
-)
 APART = (
     "`{}` is trained and is not among what {} reduces, as only other parts of the module are wrapped, or it was ignored: "
     "replicas would drift apart. Wrap the whole module, or freeze it: parameter.requires_grad_(False)."
@@ -944,11 +938,6 @@ APART = (
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("ddp", OUTER.format("DistributedDataParallel")),
-        ("fsdp1", OUTER.format("FullyShardedDataParallel")),
-        ("fsdp2", OUTER.format("fully_shard")),
-        ("replicated", OUTER.format("DistributedDataParallel")),
-        ("replicated_by_fsdp", OUTER.format("replicate")),
         ("uncovered", APART.format("1.weight", "DistributedDataParallel")),
         ("ignored", APART.format("bias", "fully_shard")),
         (
@@ -1069,7 +1058,7 @@ def test_arguments_that_are_refused():
         (
             (made(), mean_square),
             {"sync": "outer"},
-            'sync="outer" was asked of a module that is not wrapped, which has no',
+            'sync is \'outer\'. Write sync="last", to synchronise once a window, or sync="every"',
         ),
     ):
         with pytest.raises(funcga.FuncgaError) as error:
