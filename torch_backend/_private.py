@@ -386,23 +386,6 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
     _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
-# The attribute of a DDP, and of the state of a replicate(), that says whether backward passes
-# synchronise, as no_sync() and set_requires_gradient_sync() set it, and its value where they do.
-SYNCHRONISES_DDP, SYNCHRONISES_REPLICATE = ("require_backward_grad_sync", True), ("_no_sync", False)
-
-
-def replicate_state(module: nn.Module) -> Any:
-    """The state of a module of `torch.distributed._composable.replicate`, begun: its DDP is there,
-    as `_ddp`.
-
-    Torch makes the DDP at the first forward pass. Without the state there is no replicate either.
-    """
-    state: Any = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
-    if state._init_args or state._init_kwargs:
-        state.lazy_init()
-    return state
-
-
 # --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 
@@ -498,12 +481,6 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
     return [process_group for process_group in groups if process_group is not None]
 
 
-def divide_factor(group: ParamGroup) -> float | None:
-    """What set_gradient_divide_factor was given."""
-    factor: float | None = group.gradient_divide_factor
-    return factor
-
-
 def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
     """What gradients are summed in before they are reduced; None for that of the parameter."""
     dtype: torch.dtype | None = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
@@ -513,11 +490,13 @@ def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """What attributes a group and its parameters have in a window, as (object, name, value).
 
-    What one replica alone has used is reduced too. Those that hold what passes without
-    synchronisation have summed have None.
+    What one replica alone has used is reduced too, and averaged whatever
+    set_gradient_divide_factor was given. Those that hold what passes without synchronisation have
+    summed have None.
     """
     reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
-    values = [*[(group, name, True) for name in reduced], (group, "_partial_reduce_output", None)]
+    others = "gradient_divide_factor", "_partial_reduce_output"
+    values = [*[(group, name, True) for name in reduced], *[(group, name, None) for name in others]]
     return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
 
 

@@ -162,9 +162,6 @@ class _Echo(Channel):
     too.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group, [])
-
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
         """What arrays travel over."""
         return self

@@ -318,13 +318,9 @@ class PipelineWindow:
                 for p in self.params.values()
             ]
             sums = local_tensors(gradients)  # of a DTensor only the local shard is divided
-            # A wrapper has divided the sums, usually by the number of replicas.
-            scales = (
-                [1.0 for _ in sums]
-                if self.wrapper is None
-                else self.wrapper.scales(self.params.values())
-            )
-            put(buffers, sums, scales)
+            # A wrapper has divided the sums by the number of replicas.
+            scale = 1.0 if self.wrapper is None else self.wrapper.scale
+            put(buffers, sums, scale)
             for reduction in self.reductions:
                 beside = [None] * len(sums) if self.wrapper is not None else gradients
                 reduction.begin(buffers, [*self._leaves(*values[0])[: -len(sums) or None], *beside])

@@ -10,6 +10,7 @@ everything is sent, in one order on all replicas, before anything is waited for.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import Agreement, Progress, agreed, check_weighed, proposed
 from torch_backend.reduce.header import Report, check_in_step, digest_of, exchanged
 from torch_backend.reduce.wire import Receive, Wire, add, gather
-from torch_backend.replicas import InTurn, Replicas, explained, owed_to
+from torch_backend.replicas import InTurn, Replicas, explained
 
 
 class Reduction:
@@ -60,10 +61,10 @@ class Reduction:
         self.unreceived = deque[Receive]()
         # It travels in the last message of sums: not 0 if any replica has raised an error.
         self.mark = torch.zeros(1)
-        self.problem: FuncgaError | None = None  # which all replicas raise
         # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the
         # weights of the micro-batches, if their unit does not tell whether they differ.
         self.unweighed, self.weights = False, set[Scalar]()
+        # Whether it is merged, or all replicas raise the same error, or it was given up here.
         self.is_over = False
 
     # ------------------------------------------------------------------------------ a window begins
@@ -97,11 +98,8 @@ class Reduction:
         """
         self.replicas.channel.settle()
         reports = exchanged(self.replicas.channel, Report(*self._counts, digest=1, steps=is_last))()
-        try:
+        with self._over_if_refused():
             check_in_step(reports)
-        except FuncgaError as problem:
-            self.problem = problem
-            raise
         return all(report.steps for report in reports)
 
     def announce(self) -> None:
@@ -111,26 +109,32 @@ class Reduction:
         What is still owed to them from earlier windows is sent first. Raises FuncgaError, on all
         replicas, if they do not do the same.
         """
-        if self.problem is not None:
-            raise self.problem
         if self.unit:
             return
         if self.exchange is None:
             self.replicas.channel.settle()
             self.exchange = exchanged(self.replicas.channel, self._report())
         self.reports = self.exchange()
-        try:
+        with self._over_if_refused():
             check_in_step(self.reports)
             self.agreement = agreed(self.history, self.proposal, self.reports, self.replicas)
             check_weighed(self.agreement, self.reports)
-        except FuncgaError as problem:
-            self.problem = problem
-            raise
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in self.reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
         self.exchange = None
+
+    @contextmanager
+    def _over_if_refused(self) -> Iterator[None]:
+        """A context in which a FuncgaError is raised on all replicas: no other waits for this
+        one.
+        """
+        try:
+            yield
+        except FuncgaError:
+            self.is_over = True
+            raise
 
     @property
     def _counts(self) -> tuple[int, int, int]:
@@ -176,12 +180,10 @@ class Reduction:
                 leaf: _like(self.buffers.reduced[leaf], spec)
                 for leaf, spec in self.agreement.specs.items()
             }
-            with explained():
+            with explained(), self._over_if_refused():
                 self._send()
                 state = self._take_in(state)
-        except BaseException as error:
-            if isinstance(error, FuncgaError):  # then the others raise it too
-                self.problem = error
+        except BaseException:
             self.give_up()
             raise
         for leaf, like in likes.items():
@@ -193,15 +195,15 @@ class Reduction:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
         """
-        if self.is_over or self.problem is not None:
+        if self.is_over:
             return
         self.is_over = True
         if self.unit:
             self.settle()
         else:
-            # In a first window there may be no channel yet. Making it is a collective, and no other
-            # replica would take part in it now.
-            owed_to(self.replicas.group).append(self)
+            # In a first window the channel may have no group yet. Making it is a collective, and no
+            # other replica would take part in it now.
+            self.replicas.channel.owed.append(self.settle)
 
     def settle(self) -> None:
         """Sends the rest of a window that was given up; if it was never announced, a header that

@@ -212,8 +212,9 @@ def _groups_of_leaves(
         known = [group.ranks for group in groups]
         if own.ranks not in known:
             groups.append(own)
+            known.append(own.ranks)
         if own.ranks != replicas.ranks:
-            among[index] = known.index(own.ranks) if own.ranks in known else len(known)
+            among[index] = known.index(own.ranks)
     return groups, among
 
 

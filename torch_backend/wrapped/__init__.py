@@ -133,6 +133,12 @@ def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
             "gradients in different ways. Wrap all of it in one of them."
         )
     for kind in kinds.values():
+        if kind.wrapper is None:
+            raise FuncgaError(
+                "the module is wrapped by torch.distributed._composable.replicate, which puts DDP "
+                "into its hooks. Wrap it by DistributedDataParallel(module) instead, or by the "
+                "replicate of torch.distributed._composable.replicate_with_fsdp."
+            )
         # The file of a wrapper is loaded only when a module is wrapped: its imports take time.
         file, class_name = kind.wrapper.split(":")
         wrapper_class = vars(import_module(f"torch_backend.wrapped.{file}"))[class_name]

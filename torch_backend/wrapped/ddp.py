@@ -1,9 +1,9 @@
-"""What wrappers of a module need over a window: the base class; DistributedDataParallel; replicate.
+"""What wrappers of a module need over a window: the base class; DistributedDataParallel.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 
 Wrappers reduce gradients inside the backward pass, unless told to wait. After a window the
-parameters have the sums over the replicas as gradients, divided by what `scales` says.
+parameters have the sums over the replicas as gradients, divided by the `scale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,12 +111,10 @@ class Wrapper:
         """
         return {}
 
-    def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """What the sum of each parameter has been divided by. Wrappers average, so it is the
-        number of replicas.
-        """
-        scale = float(prod(group.size() for group in self.groups()[0]))
-        return [scale for _ in params]
+    @property
+    def scale(self) -> float:
+        """What sums have been divided by. Wrappers average, so it is the number of replicas."""
+        return float(prod(group.size() for group in self.groups()[0]))
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """The dtype that gradients of a parameter are summed in over a window."""
@@ -158,28 +156,24 @@ class DDP(Wrapper):
     )
     wrapped: "Sequence[nn.parallel.DistributedDataParallel]"
 
-    def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
-        """The DistributedDataParallel objects."""
-        return self.wrapped
-
     @property
     def begins_with_buffers(self) -> bool:
         """Whether one of them broadcasts buffers, and has some."""
         return any(
             ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())
-            for ddp in self.modules()
+            for ddp in self.wrapped
         )
 
     @property
     def searches(self) -> bool:
         """Whether one of them looks for unused parameters."""
-        return any(ddp.find_unused_parameters for ddp in self.modules())
+        return any(ddp.find_unused_parameters for ddp in self.wrapped)
 
     def covered(self) -> set[int]:
         """All parameters but those that DDP was told to ignore."""
         return {
             id(p)
-            for ddp in self.modules()
+            for ddp in self.wrapped
             for name, p in ddp.module.named_parameters()
             if name not in ddp.parameters_to_ignore
         }
@@ -189,7 +183,7 @@ class DDP(Wrapper):
         which sums in 16 bits.
         """
         super().check()
-        for ddp in self.modules():
+        for ddp in self.wrapped:
             if ddp.static_graph and self.sync == "last":
                 raise FuncgaError(
                     "the module is wrapped by DistributedDataParallel with static_graph=True, "
@@ -207,11 +201,11 @@ class DDP(Wrapper):
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """One group each."""
-        return [[ddp.process_group] for ddp in self.modules()]
+        return [[ddp.process_group] for ddp in self.wrapped]
 
     def window(self) -> AbstractContextManager[None]:
         """Synchronises even inside of the user's no_sync(). Raises FuncgaError inside of Join."""
-        if any(map(_private.is_in_join, self.modules())):
+        if any(map(_private.is_in_join, self.wrapped)):
             raise FuncgaError(
                 f"the module is wrapped by {self.name} and was called inside of Join, which "
                 "answers for replicas that have run out of data, and knows nothing of the counts "
@@ -220,15 +214,11 @@ class DDP(Wrapper):
             )
         # With gradient_as_bucket_view the user's gradients may be views of DDP's buckets, which
         # this window overwrites.
-        views = [ddp for ddp in self.modules() if ddp.gradient_as_bucket_view]
+        views = [ddp for ddp in self.wrapped if ddp.gradient_as_bucket_view]
         for p in (p for ddp in views for p in ddp.module.parameters()):
             if p.grad is not None and not is_alone(p.grad):
                 p.grad = p.grad.clone()
-        return assigned(self._synchronised())
-
-    def _synchronised(self) -> list[tuple[object, str, object]]:
-        """The attributes that let backward passes synchronise, with these values."""
-        return [(ddp, *_private.SYNCHRONISES_DDP) for ddp in self.wrapped]
+        return assigned([(ddp, "require_backward_grad_sync", True) for ddp in self.wrapped])
 
     def waiting(self) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
@@ -243,16 +233,14 @@ class DDP(Wrapper):
         # A communication hook of the user's may reduce by other means, so a silent listener tells
         # nothing there.
         listeners = [
-            Listener(ddp.process_group)
-            for ddp in self.modules()
-            if not _private.has_comm_hooks(ddp)
+            Listener(ddp.process_group) for ddp in self.wrapped if not _private.has_comm_hooks(ddp)
         ]
         yield
         # Three things can go wrong. A parameter was not reached, so its bucket was not sent. No
         # parameter was reached. Or all were, but loss_fn called the module inside of the wrapper,
         # so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
-        is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.modules())
+        is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.wrapped)
         if is_finished and listeners and all(listener.is_silent for listener in listeners):
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
@@ -270,45 +258,11 @@ class DDP(Wrapper):
 
     def recover(self) -> None:
         """Lets the next forward pass begin anew."""
-        for ddp in self.modules():
+        for ddp in self.wrapped:
             _private.reset_ddp(ddp)
             # The replicas may have stopped in different micro-batches, and must begin with the same
             # flag.
             ddp.require_forward_param_sync = True
-
-
-class Replicate(DDP):
-    """torch.distributed._composable.replicate: DDP in the hooks of a module."""
-
-    def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
-        """The DistributedDataParallel objects, which are made at the first forward pass, or
-        here.
-        """
-        return [_private.replicate_state(module)._ddp for module in self.wrapped]
-
-    def check(self) -> None:
-        """Checks its DDP."""
-        DDP(self.modules(), "DistributedDataParallel", self.sync).check()
-
-    def _synchronised(self) -> list[tuple[object, str, object]]:
-        return [
-            (_private.replicate_state(module), *_private.SYNCHRONISES_REPLICATE)
-            for module in self.wrapped
-        ]
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """set_requires_gradient_sync(False)."""
-
-        def require(is_required: bool) -> None:
-            for module in self.wrapped:
-                module.set_requires_gradient_sync(is_required)  # type: ignore[operator]
-
-        require(False)
-        try:
-            yield
-        finally:
-            require(True)
 
 
 @contextmanager

@@ -3,10 +3,9 @@
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -76,18 +75,6 @@ class FSDP2(Wrapper):
         one that replicates.
         """
         return [_private.process_groups_of(group) for group in self._param_groups()]
-
-    def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of
-        its own.
-        """
-        factors: dict[int, float] = {}
-        for group in self._param_groups():
-            factor = _private.divide_factor(group)
-            if factor is None:  # this part averages over its own replicas
-                factor = float(prod(each.size() for each in _private.process_groups_of(group)))
-            factors.update({id(param): factor for param in _private.sharded_params(group)})
-        return [factors[id(param)] for param in params]
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the

@@ -258,12 +258,7 @@ class ModuleWindow:
             # DDP passes None on, where the loss does not use an output.
             if gradient is None or (weight is not None and not self.is_weighted):
                 return gradient
-            on_device = isinstance(weight, torch.Tensor)
-            counts = (
-                weight.to(gradient.device) != 0
-                if on_device
-                else torch.zeros_like(gradient, dtype=torch.bool)
-            )
+            counts = torch.as_tensor(0 if weight is None else weight, device=gradient.device) != 0
             return torch.where(counts, gradient, 0)
 
         def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
@@ -434,7 +429,7 @@ class ModuleWindow:
                 state = reduction.finish(state)
             if not buffers.steps and self.program.dropping is None:
                 raise nothing_to_fold()
-            put(buffers, sums, self.wrapper.scales(self.params.values()))
+            put(buffers, sums, self.wrapper.scale)
             result = buffers.result(state)
             before, (value, folded) = ((), result) if self.program.observers is None else result
             if self.program.dropping is not None:
@@ -578,23 +573,16 @@ def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     return gradient if fresh or is_alone(gradient) else gradient.clone()
 
 
-def put(buffers: Buffers, sums: list[torch.Tensor], scales: list[float]) -> None:
-    """Puts the sums of the gradients into the buffers; a wrapper has divided them by these
-    scales.
-    """
-    layout, unit = buffers.layout, scales[0] if scales else 1.0
-    for scale in {*scales} - {unit}:
-        torch._foreach_mul_(
-            [gradient for gradient, of in zip(sums, scales, strict=True) if of == scale],
-            scale / unit,
-        )
+def put(buffers: Buffers, sums: list[torch.Tensor], scale: float) -> None:
+    """Puts the sums of the gradients into the buffers; a wrapper has divided them by the scale."""
+    layout = buffers.layout
     indices = [layout.index_of[leaf_index] for leaf_index in layout.backward.leaf_indices]
     pairs = [*zip(indices, sums, strict=True)]
     # The scale is the unit of weighted sums. All others are multiplied by it.
-    without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
-    if without_unit and unit != 1:
-        torch._foreach_mul_(without_unit, unit)
-    buffers.hold_in(unit)
+    plain = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+    if plain and scale != 1:
+        torch._foreach_mul_(plain, scale)
+    buffers.hold_in(scale)
     for index, gradient in pairs:
         dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
         buffers.reduced[index] = gradient.to(dtype)

@@ -77,21 +77,13 @@ def fsdp2(group, module, mesh=None, **options):
     return fully_shard(module, mesh=mesh, **options)
 
 
-def replicated(group, module):
-    from torch.distributed._composable.replicate import replicate
-
-    return replicate(module, process_group=group)
-
-
 def replicated_by_fsdp(group, module):
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate(module, mesh=mesh_of(group))
 
 
-WRAPPERS = {
-    f.__name__: f for f in (ddp, ddp_views, ddp_unused, fsdp1, fsdp1_flat, fsdp2, replicated, replicated_by_fsdp)
-}
+WRAPPERS = {f.__name__: f for f in (ddp, ddp_views, ddp_unused, fsdp1, fsdp1_flat, fsdp2, replicated_by_fsdp)}
 
 
 def batches(window, rank, dtype):
@@ -282,7 +274,6 @@ def reductions(group, wrapper, sync, n):
 ONCE = {
     "ddp": {"allreduce_": 1},
     "ddp_views": {"allreduce_": 1},
-    "replicated": {"allreduce_": 1},
     "fsdp1": {"_reduce_scatter_base_": 2},
     "fsdp2": {"_reduce_scatter_base_": 2},
     "replicated_by_fsdp": {"allreduce_": 1},
@@ -917,9 +908,12 @@ def test_a_module_that_nothing_wraps_is_local():
 
 def build(group, what):
     """Makes a gradient function that is refused."""
+    from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import fully_shard
 
-    if what == "mixed":
+    if what == "ddp in hooks":
+        module = replicate(made(), process_group=group)
+    elif what == "mixed":
         module = nn.Sequential(ddp(group, nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2), mesh=mesh_of(group)))
     elif what == "uncovered":
         module = nn.Sequential(ddp(group, nn.Linear(2, 2)), nn.Linear(2, 2))
@@ -944,6 +938,12 @@ APART = (
             "mixed",
             "parts of the module are wrapped by DistributedDataParallel and fully_shard, which reduce gradients in "
             "different ways. Wrap all of it in one of them.",
+        ),
+        (
+            "ddp in hooks",
+            "the module is wrapped by torch.distributed._composable.replicate, which puts DDP into its hooks. Wrap it by "
+            "DistributedDataParallel(module) instead, or by the replicate of "
+            "torch.distributed._composable.replicate_with_fsdp.",
         ),
     ],
 )
@@ -1292,7 +1292,7 @@ def left_over(group, wrapper):
     return error, difference(full(module, own), [p.grad for p in twice.parameters()])
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "replicated", "fsdp2", "replicated_by_fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp2", "replicated_by_fsdp"])
 def test_sums_of_the_user_that_wait_are_neither_folded_nor_lost(wrapper):
     for found in processes(2).run(left_over, wrapper):
         assert max(found) <= 1e-12
@@ -1478,7 +1478,7 @@ def wrapped_late(group, wrapper, called):
 @pytest.mark.parametrize("called", [False, True], ids=["at once", "after a call"])
 @pytest.mark.parametrize(
     ("wrapper", "name", "how"),
-    [("fsdp2", "FSDPSequential", "fully_shard"), ("replicated", "DDPSequential", "replicate")],
+    [("fsdp2", "FSDPSequential", "fully_shard"), ("replicated_by_fsdp", "ReplicateSequential", "replicate")],
 )
 def test_a_module_that_is_wrapped_after_its_step_was_made(wrapper, name, how, called):
     refused(
