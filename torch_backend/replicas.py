@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -217,7 +217,8 @@ class Channel:
     """A process group of funcga's own, on the processes of a user's group."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.of, self.rank, self.count = group, group.rank(), group.size()
+        # Without a reference: a channel ends with the user's group.
+        self.of, self.rank, self.count = ref(group), group.rank(), group.size()
         # What windows that an error has ended here still have to send, in order. An error may end a
         # first window before the group is made.
         self.owed: list[Callable[[], None]] = []
@@ -225,8 +226,10 @@ class Channel:
     @cached_property
     def group(self) -> dist.ProcessGroup:
         """The group. Making it is a collective, so all processes must first ask together."""
+        group = self.of()
+        assert group is not None
         with explained():
-            return _private.group_of_our_own(self.of)
+            return _private.group_of_our_own(group)
 
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group that arrays on this device travel over: funcga's own on the CPU, the user's
@@ -270,8 +273,8 @@ class Channel:
 
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
-        # The lengths are sent first: an all_gather takes tensors of one shape, so the data is padded
-        # to the longest.
+        # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
+        # padded to the longest.
         data = _pickled(mine)
         lengths = self._all_gather(torch.tensor(data.numel()))().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

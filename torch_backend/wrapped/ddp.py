@@ -13,15 +13,13 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from funcga._call import supported
-from funcga._replicas import check_one_for_all
-from funcga._types import Array
+from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.lent_sums import is_alone
-from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
+from torch_backend.replicas import InTurn, Listener, Replicas
 
 
 class Wrapper:
@@ -53,6 +51,11 @@ class Wrapper:
         """
         return False
 
+    @property
+    def meets_in_every_pass(self) -> bool:
+        """Whether every pass of a window communicates, so that all replicas need equally many."""
+        return self.in_step or self.sync == "every"
+
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
         raise NotImplementedError
@@ -65,7 +68,9 @@ class Wrapper:
 
     def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
-        ranks = [" x ".join(str(_ranks(group)) for group in groups) for groups in self.groups()]
+        ranks = [
+            " x ".join([str(Replicas(group).ranks) for group in groups]) for groups in self.groups()
+        ]
         if len({*ranks}) > 1:
             first, other = [*dict.fromkeys(ranks)][:2]
             raise FuncgaError(
@@ -76,28 +81,15 @@ class Wrapper:
                 "loss_fn)), n, across=group), with the module that was wrapped."
             )
 
-    def replicas(self, across: Array) -> InTurn:
-        """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
-        names anything else.
-        """
-        groups = self.groups()[0]
+    def replicas(self, across: Across) -> InTurn:
+        """What a window is merged over, the inner group first. Raises FuncgaError for `across=`."""
         if across is not None:
-            check_one_for_all(
-                replicas_of(across),
-                f"the module is wrapped by {self.name}, which reduces all gradients itself",
-                "Leave across= out; or let funcga reduce the module that was wrapped.",
+            raise FuncgaError(
+                f"across= was given, and the module is wrapped by {self.name}, which reduces all "
+                "gradients itself, over its own replicas. Leave across= out; or let funcga reduce "
+                "the module that was wrapped."
             )
-            # On a mesh of two dimensions a process sees only its own row, the inner group, and its
-            # own column, the outer one.
-            own = {rank for group in groups for rank in _ranks(group)}
-            count = prod(group.size() for group in groups)
-            if len(_ranks(across)) != count or not own <= {*_ranks(across)}:
-                raise FuncgaError(
-                    f"across= names the ranks {_ranks(across)}, and the module is wrapped by "
-                    f"{self.name}, which reduces over {count} ranks, among them {sorted(own)}. "
-                    "Leave across= out: the wrapper knows its replicas."
-                )
-        return InTurn([Replicas(group) for group in groups])
+        return InTurn([Replicas(group) for group in self.groups()[0]])
 
     def leaves(self) -> list[torch.Tensor]:
         """Leaves of a loss's graph beside the parameters, or in their place."""
@@ -299,14 +291,6 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
     # A sparse tensor has no single address.
     address = _private.storage_key(grad) if grad.layout is torch.strided else id(grad)
     return address, _private.version(grad)
-
-
-def _ranks(across: Array) -> list[int]:
-    """The ranks of a process group, of Replicas, or of a mesh."""
-    if isinstance(across, DeviceMesh):
-        return sorted(across.mesh.flatten().tolist())
-    group = across.group if isinstance(across, Replicas) else across
-    return sorted(dist.get_process_group_ranks(replicas_of(group).group))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -189,9 +189,6 @@ class ModuleWindow:
         cotangent = self._cotangent(differentiated, weight)
         if self.adds_late:
             self._backward(differentiated, cotangent)
-            # A window with observers sees the gradients of this replica, times the cotangent.
-            on_device = self.is_weighted and isinstance(weight, torch.Tensor)
-            self.seed = cotangent if on_device else float(weight if self.is_weighted else 1)
             state = self._add(loss.detach(), aux, weight)
         else:
             # The loss is added first: before the last backward pass the replicas tell each other
@@ -202,18 +199,13 @@ class ModuleWindow:
             self._keep_step(arguments, args, kwargs)
         return state
 
-    @property
-    def _is_in_step(self) -> bool:
-        """Whether every pass communicates, so that all replicas need equally many."""
-        return self.wrapper.in_step or self.wrapper.sync == "every"
-
     def _begin_pass(self, last: bool) -> None:
         """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
         last of all.
 
         `last`: whether it is the last that this replica needs.
         """
-        if self._is_in_step:
+        if self.wrapper.meets_in_every_pass:
             last = self._meet(last)
         elif self.buffers is None and self.wrapper.begins_with_buffers:
             self._meet(last)
@@ -311,7 +303,7 @@ class ModuleWindow:
                 else:
                     self.reductions[0].announce()
                 stack.enter_context(self.wrapper.synchronising(self.params))
-            elif self._is_in_step:
+            elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
@@ -346,7 +338,8 @@ class ModuleWindow:
         """
         leaves = self._leaves(loss, aux)
         if self.observing is not None:
-            told = self.observing.told(leaves, weight, self.seed)
+            # It has seen the gradients of this replica times the cotangent.
+            told = self.observing.told(leaves, weight, weight if self.is_weighted else 1)
             leaves[: len(told)] = told
         assert self.buffers is not None
         return self.buffers.add(leaves, weight)

@@ -228,7 +228,7 @@ def two_dimensions(group, wrapper, dtype, sync):
     found = []
     for window in WINDOWS:
         value, expected = whole(window, dtype, group.size())
-        step = funcga.stream(f, weight=count, across=group)
+        step = funcga.stream(f, weight=count)
         found.append(errors(module, step(batches(window, group.rank(), dtype)), value, expected))
     return found
 
@@ -993,8 +993,8 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         ),
         (
             "across",
-            "across= names the ranks [0, 1, 2, 3], and the module is wrapped by DistributedDataParallel, which reduces "
-            "over the ranks [0, 1]. Leave across= out: the wrapper knows its replicas.",
+            "across= was given, and the module is wrapped by DistributedDataParallel, which reduces all gradients "
+            "itself, over its own replicas. Leave across= out; or let funcga reduce the module that was wrapped.",
         ),
         (
             "auto",
