@@ -8,6 +8,7 @@ names the structure.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -274,6 +275,17 @@ def _description_of_leaf(outputs: Outputs, leaf_index: int, like: torch.Tensor |
 # -------------------------------------------------------------------------------- what all agree on
 
 
+class _Said(NamedTuple):
+    """What a replica says where the replicas have not agreed before; the description is None where
+    nobody needs it.
+    """
+
+    step: Step | None
+    steps_made: dict[str, int]
+    description: dict[str, str] | None
+    groups: list[list[int]]
+
+
 def agreed(
     history: History, mine: Agreement | None, reports: list[Report], replicas: Replicas
 ) -> Agreement:
@@ -283,30 +295,24 @@ def agreed(
     every replica if two of them take different steps, or fold different structures.
     """
     # All replicas see the same reports, so they take the same branches, and their collectives
-    # match. A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
-    steps, digests = [report.step for report in reports], {report.digest for report in reports}
-    earlier = None
-    if len(digests - {0}) == 1 and all(report.agreed for report in reports):
-        earlier = mine or history.recalled(max(digests))
-        if earlier is not None and earlier.steps == steps:
-            return earlier
-    # Descriptions are long, so they are sent only where digests differ.
-    description = mine.description if mine is not None and len(digests) > 1 else None
-    groups = [] if mine is None else [group.ranks for group in mine.groups[1:]]
-    said = replicas.channel.gathered((history.step, steps_made(), description, groups))
-    if earlier is not None or _are_mixed_up([(step, made) for step, made, _, _ in said]):
+    # match. Usually the headers have said everything, and nothing more is sent.
+    steps, known = [report.step for report in reports], _known(history, mine, reports)
+    if known is not None and known.steps == steps:
+        return known
+    said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
+    if known is not None or _are_mixed_up(said):
         spelled = "; ".join(
-            f"rank {rank} {step or 'another step'}" for rank, (step, *_) in enumerate(said[:8])
+            f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
         )
         raise FuncgaError(
             f"the replicas call different steps at the same time: {spelled}. What they fold would "
             "be added up all the same. Make and call the steps in one order on every rank, from a "
             "list rather than a set."
         )
-    check_alike([description for _, _, description, _ in said], "fold different structures")
-    _check_groups([groups for *_, groups in said], replicas)
-    if mine is None or 0 in digests:
-        empty = [str(rank) for rank, report in enumerate(reports) if not report.digest]
+    check_alike([each.description for each in said], "fold different structures")
+    _check_groups([each.groups for each in said], replicas)
+    empty = [str(rank) for rank, report in enumerate(reports) if not report.digest]
+    if mine is None or empty:
         raise FuncgaError(
             f"a replica has nothing to fold in its first window, rank {', '.join(empty[:8])}, and "
             "does not know what the others fold. Give every replica a micro-batch in the first "
@@ -314,6 +320,25 @@ def agreed(
         )
     mine.steps = steps
     return mine
+
+
+def _known(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
+    """The Agreement that all replicas have made before, if everything that they fold now has one
+    digest.
+    """
+    # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
+    digests = {report.digest for report in reports} - {0}
+    if len(digests) > 1 or not all(report.agreed for report in reports):
+        return None
+    return history.recalled(digests.pop()) if mine is None else mine
+
+
+def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
+    if mine is None:
+        return _Said(step, steps_made(), None, [])
+    # Descriptions are long, so they are sent only where digests differ.
+    description = mine.description if len({report.digest for report in reports}) > 1 else None
+    return _Said(step, steps_made(), description, [group.ranks for group in mine.groups[1:]])
 
 
 def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
@@ -367,13 +392,12 @@ def _check_groups(groups_of_replicas: list[list[list[int]]], replicas: Replicas)
                 )
 
 
-def _are_mixed_up(taken: list[tuple[Step | None, dict[str, int]]]) -> bool:
+def _are_mixed_up(said: list[_Said]) -> bool:
     """Whether two replicas take different steps, although each of them has made both steps."""
     # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
+    taken = [(each.step, each.steps_made) for each in said if each.step is not None]
     return any(
-        here is not None
-        and there is not None
-        and here != there
+        here != there
         and made_here.get(there.name, 0) > there.number
         and made_there.get(here.name, 0) > here.number
         for here, made_here in taken

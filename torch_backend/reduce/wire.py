@@ -85,12 +85,10 @@ def planned(
     """
     kinds: dict[Kind, list[int]] = {}
     for leaf, like in sorted(likes.items()):
-        if leaf in added:
-            kind = _kind_of(folds[leaf], like, wire_dtype, among.get(leaf, 0))
+        kind = _kind_of(folds[leaf], like, leaf in added, wire_dtype, among.get(leaf, 0))
+        if kind is not None:
             kinds.setdefault(kind, []).append(leaf)
-        elif folds[leaf].fold.reducer.monoid.sent is not None:
-            kind = Kind(None, like.device, None, among.get(leaf, 0))
-            kinds.setdefault(kind, []).append(leaf)
+    shapes = {leaf: tuple(like.shape) for leaf, like in likes.items()}
     if len(added) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a message is one
         # collective more.
@@ -99,20 +97,26 @@ def planned(
             for kind, leaves in kinds.items()
             if kind.dtype is None or not _are_few_counts(leaves, folds, likes)
         }
-    summed = {leaf for leaves in kinds.values() for leaf in leaves}
-    shapes = {leaf: tuple(like.shape) for leaf, like in likes.items()}
-    are_numbers = len(added) == len(likes) <= most_numbers and not any(shapes.values())
-    if are_numbers and all(map(_fits_the_header, kinds)):
+    elif (
+        len(likes) <= most_numbers
+        and all(map(_fits_the_header, kinds))
+        and not any(shapes.values())
+    ):
         return Plan((), (), tuple(sorted(added)), shapes, among, torch.device("cpu"))
     sums = _messages(kinds, likes, bucket_bytes)
-    gathered = tuple([leaf for leaf in sorted(likes) if leaf not in summed])
-    return Plan(sums, gathered, (), shapes, among, sums[-1].kind.device)
+    gathered = {*likes}.difference(*kinds.values())
+    return Plan(sums, tuple(sorted(gathered)), (), shapes, among, sums[-1].kind.device)
 
 
 def _kind_of(
-    fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None, among: int
-) -> Kind:
-    """The Kind of a sum. Scalars, such as the loss, and counts are never rounded."""
+    fold: LeafFold, like: torch.Tensor, is_added: bool, wire_dtype: torch.dtype | None, among: int
+) -> Kind | None:
+    """The Kind of a leaf; None if it is gathered. Scalars, such as the loss, and counts are never
+    rounded.
+    """
+    if not is_added:
+        is_sent = fold.fold.reducer.monoid.sent is not None
+        return Kind(None, like.device, None, among) if is_sent else None
     dtype: torch.dtype = fold.accumulator_dtype
     dtype = dtype.to_real() if dtype.is_complex else dtype
     is_exact = like.ndim == 0 or not dtype.is_floating_point

@@ -178,6 +178,22 @@ class ModuleWindow:
         last: bool,
     ) -> list[Array]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        state = self._run(arguments, args, kwargs, weight, last)
+        if last:
+            self._fill_up(arguments, args, kwargs)
+        return state
+
+    def _run(
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar | None,
+        last: bool,
+    ) -> list[Array]:
+        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None.
+        Returns the state that is threaded to the next.
+        """
         scale = None
         if kwargs or self.parts.scaled:
             scale, kwargs = self.parts.read_scale(kwargs, self.backend)
@@ -186,17 +202,14 @@ class ModuleWindow:
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
             self._make_room(loss.detach(), aux, arguments)
-        cotangent = self._cotangent(differentiated, weight)
-        if self.adds_late:
-            self._backward(differentiated, cotangent)
+        cotangent, state = self._cotangent(differentiated, weight), list[Array]()
+        # Usually the loss is added first: before the last backward pass the replicas tell each
+        # other what they have folded.
+        if weight is not None and not self.adds_late:
             state = self._add(loss.detach(), aux, weight)
-        else:
-            # The loss is added first: before the last backward pass the replicas tell each other
-            # what they have folded.
+        self._backward(differentiated, cotangent)
+        if weight is not None and self.adds_late:
             state = self._add(loss.detach(), aux, weight)
-            self._backward(differentiated, cotangent)
-        if last:
-            self._keep_step(arguments, args, kwargs)
         return state
 
     def _begin_pass(self, last: bool) -> None:
@@ -222,7 +235,11 @@ class ModuleWindow:
         return last
 
     def _forward(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
+        self,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar | None,
+        scale: Scalar | None,
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that
         is not folded.
@@ -239,7 +256,7 @@ class ModuleWindow:
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
     @contextmanager
-    def masked(self, weight: Scalar) -> Iterator[None]:
+    def masked(self, weight: Scalar | None) -> Iterator[None]:
         """A context in which the gradients of the module's outputs are 0 where the weight is, even
         if the loss is NaN.
 
@@ -264,8 +281,10 @@ class ModuleWindow:
         finally:
             handle.remove()
 
-    def _cotangent(self, loss: torch.Tensor, weight: Scalar) -> torch.Tensor:
-        """The weight, or 1 for plain sums, in the loss's dtype."""
+    def _cotangent(self, loss: torch.Tensor, weight: Scalar | None) -> torch.Tensor:
+        """The weight, or 1 for plain sums, in the loss's dtype; 0 if the weight is None."""
+        if weight is None:
+            return torch.zeros_like(loss, requires_grad=False)
         if not self.is_weighted:
             return torch.ones_like(loss, requires_grad=False)
         on_device = isinstance(weight, torch.Tensor)
@@ -354,39 +373,28 @@ class ModuleWindow:
 
     # --- replicas with fewer micro-batches than others
 
-    def _keep_step(
+    def _fill_up(
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> None:
         """Runs passes that add nothing while other replicas have micro-batches and this one has
-        none left.
+        none left. The module's buffers are as before.
         """
         while not self.is_last:
-            self._begin_pass(True)
-            self._run_nothing(arguments, args, kwargs)
-
-    def _run_nothing(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> None:
-        """Forward and backward passes that add nothing. The module's buffers are as before."""
-        module = self.gradient.module
-        if any(
-            isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()
-        ):
-            raise FuncgaError(
-                "this replica has fewer micro-batches than others, and the module has a "
-                "SyncBatchNorm layer: rows that stand in for the missing ones would count in the "
-                "statistics of all replicas. Give every replica equally many micro-batches."
-            )
-        # The rows only stand in for others, so running statistics, for instance, must not see them.
-        before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        loss, aux, _ = self._forward(args, kwargs, None, None)
-        if self.buffers is None:
-            self._make_room(loss.detach(), aux, arguments)
-        self._backward(loss, torch.zeros_like(loss, requires_grad=False))
-        if self.observing is not None:
-            self.observing.forget()
-        for buffer, values in before:
-            buffer.copy_(values)
+            layers = self.gradient.module.modules()
+            if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers):
+                raise FuncgaError(
+                    "this replica has fewer micro-batches than others, and the module has a "
+                    "SyncBatchNorm layer: rows that stand in for the missing ones would count in "
+                    "the statistics of all replicas. Give every replica equally many micro-batches."
+                )
+            # The rows only stand in for others, so running statistics, for instance, must not see
+            # them.
+            before = [(buffer, buffer.clone()) for buffer in self.gradient.module.buffers()]
+            self._run(arguments, args, kwargs, None, True)
+            if self.observing is not None:
+                self.observing.forget()
+            for buffer, values in before:
+                buffer.copy_(values)
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
@@ -397,9 +405,8 @@ class ModuleWindow:
         an empty batch.
         """
         check_no_stream(self.program)
-        kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
-        self._keep_step(arguments, arguments.cut(0, 1, state), kwargs)
+        self._fill_up(arguments, arguments.cut(0, 1, state), kwargs)
         return self.result(state)
 
     # --- the result

@@ -1607,11 +1607,11 @@ def wrongly(group, how):
     elif how == "averages the means of the ranks":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch_backend.reduce.Reduction.finish", lambda self, state: state)
-            patch.setattr("torch_backend.wrapped.ddp.DDP.scales", lambda self, params: [1.0 for _ in params])
+            patch.setattr("torch_backend.wrapped.ddp.DDP.scale", 1.0)
             result = funcga.stream(f, weight=count)(own)
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch_backend.wrapped.ddp.DDP.scales", lambda self, params: [1.0 for _ in params])
+            patch.setattr("torch_backend.wrapped.ddp.DDP.scale", 1.0)
             result = funcga.stream(f, weight=count)(own)
     return errors(module, result, *whole(2, torch.float32, 2))
 
