@@ -215,7 +215,7 @@ class Engine:
         return self.inputs if self.inputs.are_sharded else None
 
     def _begin_merge(self, reduction: Merge, value: Tree) -> None:
-        """Lets the sums of outputs like this value begin in the memory that will be sent."""
+        """Says what outputs like this value are like."""
         if self._mixes or (self.listener is not None and self.listener.heard):
             # Collectives of the loss add cotangents of several replicas, so these must be in one
             # unit.

@@ -89,6 +89,7 @@ def planned(
         if kind is not None:
             kinds.setdefault(kind, []).append(leaf)
     shapes = {leaf: tuple(like.shape) for leaf, like in likes.items()}
+    are_few_scalars = most_numbers >= max(1, len(likes)) and not any(shapes.values())
     if len(added) < len(likes):
         # A few counts in a dtype of their own go with what is gathered anyway: a message is one
         # collective more.
@@ -97,11 +98,7 @@ def planned(
             for kind, leaves in kinds.items()
             if kind.dtype is None or not _are_few_counts(leaves, folds, likes)
         }
-    elif (
-        len(likes) <= most_numbers
-        and all(map(_fits_the_header, kinds))
-        and not any(shapes.values())
-    ):
+    elif are_few_scalars and all(map(_fits_the_header, kinds)):
         return Plan((), (), tuple(sorted(added)), shapes, among, torch.device("cpu"))
     sums = _messages(kinds, likes, bucket_bytes)
     gathered = {*likes}.difference(*kinds.values())
