@@ -4,12 +4,14 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from funcga import __version__
 from funcga._loading import blamed
-from funcga._versions import check_installed
+from funcga._versions import check_installed, show
 from funcga.errors import FuncgaError
 
 PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
@@ -75,8 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, devices, and what is installed")
     info.set_defaults(run=_info)
     # On each command, so that it may stand at the end of the line.
-    for command in commands.choices.values():
+    for name, command in commands.choices.items():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        if name != "info":
+            command.add_argument(
+                "--json", type=_file, metavar="FILE", help="write what was found to FILE"
+            )
     return parser
 
 
@@ -140,15 +146,13 @@ def _add_parity(commands: Any) -> None:
         "--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)"
     )
     parity.add_argument(
-        "--json", type=_file, metavar="FILE", help="write everything that was found to FILE"
-    )
-    parity.add_argument(
         "--html", type=_file, metavar="FILE", help="write the report with its pictures as a page"
     )
+    picture = partial(_file, suffixes=(".png", ".svg", ".pdf"))
     parity.add_argument(
-        "--plot", type=_picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
+        "--plot", type=picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
     )
-    parity.set_defaults(run=_parity)
+    parity.set_defaults(run=partial(_run, "run_parity"))
 
 
 def _add_verify(commands: Any) -> None:
@@ -185,8 +189,7 @@ def _add_verify(commands: Any) -> None:
         "--weight", default=None, metavar="NAME", help="default: `weight` in the file, or rows"
     )
     verify.add_argument("--seed", type=_whole, default="0", help="of the permutations (default: 0)")
-    verify.add_argument("--json", type=_file, metavar="FILE", help="write the verdict to FILE")
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=partial(_run, "run_verify"))
 
 
 def _add_plan(commands: Any) -> None:
@@ -215,8 +218,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument(
         "--memory", default=None, metavar="BYTES", help='such as "14 GiB" (default: what is free)'
     )
-    plan.add_argument("--json", type=_file, metavar="FILE", help="write the plan to FILE")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=partial(_run, "run_plan"))
 
 
 def _counts(text: str) -> list[int]:
@@ -247,65 +249,27 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _file(text: str) -> Path:
+def _file(text: str, suffixes: Sequence[str] = ()) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
-    return path
-
-
-def _picture(text: str) -> Path:
-    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+    if suffixes and path.suffix not in suffixes:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a picture: write FILE.png, FILE.svg or FILE.pdf"
         )
-    return _file(text)
+    return path
 
 
-def _parity(options: argparse.Namespace) -> int:
+def _run(name: str, options: argparse.Namespace) -> int:
     # Imported only now, so that --help is quick, and a missing package is named before it is
     # needed.
     check_installed("numpy", "rich")
-    check_installed(
-        *(("matplotlib",) if options.plot else ()),
-        *(("matplotlib", "jinja2") if options.html else ()),
-    )
-    from funcga._cli import run_parity
-    from funcga._parity.problems import choices
-    from funcga._parity.run import Plan
-
-    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
-    return run_parity(
-        choices(options.problem, options.seed), plan, options.json, options.html, options.plot
-    )
-
-
-def _verify(options: argparse.Namespace) -> int:
-    check_installed("numpy", "rich")
-    from funcga._cli import run_verify
-
-    return run_verify(
-        options.grad_fn,
-        options.args,
-        options.n,
-        options.fold,
-        options.weight,
-        options.seed,
-        options.json,
-    )
-
-
-def _plan(options: argparse.Namespace) -> int:
-    check_installed("numpy", "rich")
-    from funcga._cli import run_plan
-
-    return run_plan(options.step, options.args, options.memory, options.json)
+    code: int = vars(import_module("funcga._cli"))[name](options)
+    return code
 
 
 def _info(options: argparse.Namespace) -> int:
     check_installed("rich")
-    from funcga._versions import show
-
     show()
     return 0
 

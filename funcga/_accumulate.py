@@ -4,16 +4,17 @@ import functools
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal, overload
 
 from funcga._backend import Backend
-from funcga._call import Memory, OwningGradient, Program, owner_of, read_program
+from funcga._call import Memory, OwningGradient, Program, owner_of, read_program, read_sizes
 from funcga._call.dropping import DropScope, DropTest
 from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._observe import ObserverTree
 from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, check_count, explains_arguments
+from funcga.errors import FuncgaError, check_callable, explains_arguments
 from funcga.folds import FoldTree, mean
 
 
@@ -188,13 +189,8 @@ def accumulate(
         tensor(4.4000)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    if (n is None) == (microbatch_size is None):
-        count = "neither" if n is None else "both"
-        raise FuncgaError(
-            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 "
-            "micro-batches, or accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
-        )
-    searches = isinstance(n, str) and n == "auto"
+    searches = isinstance(n, str) and n == "auto" and microbatch_size is None
+    count, rows = (None, None) if searches else read_sizes(n, microbatch_size, ', or n="auto"')
     program = read_program(
         grad_fn,
         fold,
@@ -205,10 +201,8 @@ def accumulate(
         observe,
         drop=drop,
         drop_if=drop_if,
-        n=None if n is None or searches else check_count(n, "n", ', or n="auto"'),
-        microbatch_size=None
-        if microbatch_size is None
-        else check_count(microbatch_size, "microbatch_size"),
+        n=count,
+        microbatch_size=rows,
         searches=searches,
     )
     search = Search(program) if searches else None
@@ -273,9 +267,7 @@ class Search:
                 "that is being compiled. "
                 "Call the step outside of jax.jit or torch.compile, or give a number: n=8."
             )
-        leaves = [
-            leaf for leaf in backend.trees.flatten((args, kwargs))[0] if hasattr(leaf, "shape")
-        ]
+        leaves = filter(backend.arrays.is_array, backend.trees.flatten((args, kwargs))[0])
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         rows = self.program.read(args, backend).rows()
         owner = owner_of(self.program.grad_fn)
@@ -285,7 +277,12 @@ class Search:
             if undo is not None:  # an earlier attempt may have written to the module's buffers
                 undo()
             program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
-            return backend.loop.finished(backend.loop.accumulate(program, backend)(args, kwargs))
+            result = backend.loop.accumulate(program, backend)(args, kwargs)
+            # JAX raises only where a result is waited for.
+            for leaf in backend.trees.flatten(result)[0]:
+                if hasattr(leaf, "block_until_ready"):
+                    leaf.block_until_ready()
+            return result
 
         fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
         n, result = smallest(run, rows, backend.loop.is_out_of_memory, fitted)
@@ -300,13 +297,13 @@ class Search:
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> int | None:
         """The n of a plan; None if it cannot be planned, and has to be tried out."""
-        from funcga._plan import planned
-
         try:
-            plan = planned(self.program, backend, args, kwargs)
+            # A tool, by name, as it may not be there.
+            plan = import_module("funcga._plan").planned(self.program, backend, args, kwargs)
         except Exception:
             return None  # whatever is wrong with the call, the attempt raises as well
-        return plan.n if plan.fits else None
+        n: int | None = plan.n if plan.fits else None
+        return n
 
 
 def smallest(

@@ -7,7 +7,6 @@ cotangent back through each micro-batch: the fold says which part of it is that 
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,8 +14,8 @@ from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Memory, Program, read_program
-from funcga._call.arguments import Arguments, argument_names
+from funcga._call import Memory, Program, read_program, read_sizes
+from funcga._call.arguments import Arguments
 from funcga._call.totals import check_no_totals
 from funcga._fold import LeafFold, Tally, bind, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
@@ -26,7 +25,6 @@ from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import (
     FuncgaError,
     check_callable,
-    check_count,
     explains_arguments,
     refuses_arguments,
 )
@@ -116,20 +114,36 @@ def coupled(
         >>> grads["w"].shape
         torch.Size([3, 3])
     """
+    check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
+    check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
+    if hasattr(summary_fn, "named_parameters") and any(True for _ in summary_fn.named_parameters()):
+        raise FuncgaError(
+            f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of "
+            "its own and takes none. Write a function of it: "
+            "torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
+        )
+    for name, function in {"summary_fn": summary_fn, "loss_fn": loss_fn}.items():
+        if isinstance(function, GradientFunction):
+            raise FuncgaError(
+                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. "
+                "Pass the function that computes the summaries, and the loss of them: "
+                "funcga.coupled(summary_fn, loss_fn, n=8)."
+            )
+    gradient = value_and_grad(loss_fn, argnums, has_aux)
+    assert isinstance(gradient, GradientFunction)
     with _in_its_words():
-        job = _read(
+        count, rows = read_sizes(n, microbatch_size)
+        program = read_program(
             summary_fn,
-            loss_fn,
-            n,
-            microbatch_size,
             fold,
             weight,
             in_axes,
             across,
             totals,
-            argnums,
-            has_aux,
+            n=count,
+            microbatch_size=rows,
         )
+    job = Coupled(program, gradient, Memory(None if across is None else step_of(loss_fn)))
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +161,7 @@ def coupled(
             try:
                 return backend.passes.coupled(job, backend)(args, kwargs)
             except TypeError as error:
-                job.check_call(error, len(args), kwargs)
+                job.program.check_call(error, len(args), kwargs)
                 raise
 
     # For code that wraps the step and has to know what it does.
@@ -163,73 +177,23 @@ def _in_its_words() -> Iterator[None]:
     try:
         yield
     except FuncgaError as error:
-        words = {"accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ", "grad_fn": "summary_fn"}
-        # Where all summaries of a fold are kept, what is folded is a dict.
-        words |= {
-            "def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)"
-        }
-        words |= {"output['summary']": "summary", "output": "summary"}
-        words |= {
-            "for each "
-            "example.": "for each example. The loss comes second: coupled(summary_fn, loss_fn)."
+        words = {
+            "accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ",
+            " A list of micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
+            "": "",
+            "grad_fn": "summary_fn",
+            "def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)",
+            # Where all summaries of a fold are kept, what is folded is a dict.
+            "output['summary']": "summary",
+            "output": "summary",
+            "for each example.": "for each example. The loss comes second: coupled(summary_fn, "
+            "loss_fn).",
         }
         (text,) = error.args
         error.args = (
             functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),
         )
         raise
-
-
-def _read(
-    summary_fn: Callable[..., Tree],
-    loss_fn: LossFn,
-    n: int | None,
-    microbatch_size: int | None,
-    fold: FoldTree,
-    weight: WeightFn | None,
-    in_axes: Tree,
-    across: Across,
-    totals: TotalsFn | None,
-    argnums: int | tuple[int, ...],
-    has_aux: bool,
-) -> "Coupled":
-    check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
-    check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
-    if hasattr(summary_fn, "named_parameters") and any(True for _ in summary_fn.named_parameters()):
-        raise FuncgaError(
-            f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of "
-            "its own and takes none. Write a function of it: "
-            "torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
-        )
-    for name, function in {"summary_fn": summary_fn, "loss_fn": loss_fn}.items():
-        if isinstance(function, GradientFunction):
-            raise FuncgaError(
-                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. "
-                "Pass the function that computes the summaries, and the loss of them: "
-                "funcga.coupled(summary_fn, loss_fn, n=8)."
-            )
-    if (n is None) == (microbatch_size is None):
-        count = "neither" if n is None else "both"
-        raise FuncgaError(
-            f"{count} of n and microbatch_size were given. Say one: coupled(summary_fn, loss_fn, "
-            "n=8) for 8 micro-batches, or coupled(summary_fn, loss_fn, microbatch_size=4) for "
-            "micro-batches of 4 rows."
-        )
-    program = read_program(
-        summary_fn,
-        fold,
-        weight,
-        in_axes,
-        across,
-        totals,
-        n=None if n is None else check_count(n, "n"),
-        microbatch_size=None
-        if microbatch_size is None
-        else check_count(microbatch_size, "microbatch_size"),
-    )
-    gradient = value_and_grad(loss_fn, argnums, has_aux)
-    assert isinstance(gradient, GradientFunction)
-    return Coupled(program, gradient, Memory(None if across is None else step_of(loss_fn)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,20 +290,6 @@ class Coupled:
                 "loss_fn is called with what is differentiated and then the summaries, "
                 f"{len(params) + 1} in all: {error}. Write it with one parameter for each: def "
                 "loss_fn(params, s)."
-            ) from error
-
-    def check_call(self, error: TypeError, count: int, kwargs: dict[str, Tree]) -> None:
-        """Raises FuncgaError if `error` says that summary_fn does not take so many arguments, or
-        these keywords.
-        """
-        summary_fn = self.program.grad_fn
-        keywords = kwargs if self.program.totals is None else {*kwargs, "totals"}
-        if refuses_arguments(summary_fn, count, keywords, error):
-            names = argument_names(summary_fn, len(inspect.signature(summary_fn).parameters))
-            raise FuncgaError(
-                f"summary_fn takes ({', '.join(names)}), and was called with {count} positional "
-                f"arguments: {error}. Pass one argument for each parameter: step(params, *batch) "
-                "for a batch in a tuple."
             ) from error
 
     def check_depends(self, depends: bool) -> None:

@@ -121,7 +121,6 @@ class GradientFunction(KnownGradient):
 
     def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
         """Raises FuncgaError if there is no gradient with respect to a leaf of this argument."""
-        backend.gradients.check_params(tree)
         # The path is worked out for the error alone.
         for leaf_index, leaf in enumerate(backend.trees.flatten(tree)[0]):
             if leaf is not None and not _has_gradient(leaf, backend):

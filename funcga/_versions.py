@@ -8,6 +8,7 @@ import platform
 
 from funcga import __version__
 from funcga._backend.dispatch import load
+from funcga._tables import rich_table
 from funcga.errors import FuncgaError
 
 PACKAGES = (
@@ -47,23 +48,21 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, list[str]]:
     """The devices of each framework that is installed, which this imports."""
-    return {name: load(name).dlpack.devices() for name in ("torch", "jax") if _is_found(name)}
+    return {name: load(name).arrays.devices() for name in ("torch", "jax") if _is_found(name)}
 
 
 def show() -> None:
     """None; prints the versions and the devices as a table."""
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("package", "version", "devices", box=SIMPLE_HEAD, show_edge=False)
-    table.add_row("python", platform.python_version(), platform.platform())
-    table.add_row("funcga", __version__, "")
     # The frameworks alone have devices.
     devices_of = devices()
-    for name, version in installed().items():
-        table.add_row(name, version or "not installed", ", ".join(devices_of.get(name, ())))
-    Console(highlight=False).print(table)
+    lines = [["python", platform.python_version(), platform.platform()], ["funcga", __version__]]
+    lines += [
+        [name, version or "not installed", ", ".join(devices_of.get(name, ()))]
+        for name, version in installed().items()
+    ]
+    Console(highlight=False).print(rich_table(("package", "version", "devices"), lines))
 
 
 def check_installed(*modules: str) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga.errors import no_derivative
+from funcga.errors import no_derivative, no_device
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -128,26 +128,16 @@ def exact(array: jax.Array, name: str) -> jax.Array:
 
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
-    # A slice of an array that Explicit axes cut has to be cut evenly itself.
     array = jnp.asarray(array)
-    if any(jax.typeof(array).sharding.spec):
-        array = _gathered(array, axis, size)
-    return lax.dynamic_slice_in_dim(array, start, size, axis)
-
-
-def _gathered(array: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array whole along an axis, if that lies over Explicit axes of a mesh that so many rows
-    cannot lie over.
-    """
     sharding = jax.typeof(array).sharding
-    if size % devices_along(sharding, axis) == 0:
-        return array
-    entries = [*sharding.spec]
-    entries[axis] = None
-    whole: jax.Array = jax.sharding.reshard(
-        array, NamedSharding(sharding.mesh, partition_spec(*entries))
-    )  # type: ignore[no-untyped-call]
-    return whole
+    # A slice of an array that Explicit axes cut has to be cut evenly itself, or the array is whole
+    # along the axis.
+    if any(sharding.spec) and size % devices_along(sharding, axis):
+        entries = [*sharding.spec]
+        entries[axis] = None
+        whole = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        array = jax.sharding.reshard(array, whole)
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
 def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:
@@ -221,6 +211,25 @@ def integer(number: Scalar) -> jax.Array:
     return jnp.asarray(number, dtype=jnp.int32)
 
 
+def device(name: object) -> jax.Device | jax.sharding.Sharding:
+    """The device of this name; FuncgaError, which says what there is, if there is none."""
+    if isinstance(name, jax.Device | jax.sharding.Sharding):
+        return name
+    platform, _, index = str(name).partition(":")
+    try:
+        return jax.local_devices(backend=platform)[int(index or 0)]
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise no_device(name, "JAX", devices()) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    kinds = sorted({"cpu", *(device.platform for device in jax.local_devices())})
+    return [
+        f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))
+    ]
+
+
 def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     """The array, or a copy of it where it is one of these others, or a view of one."""
     # Nobody writes to a JAX array, but a caller who donates the result would take the other one
@@ -258,7 +267,7 @@ def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
     # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made
     # for.
     if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
-        array = jax.sharding.reshard(array, aval.sharding)  # type: ignore[no-untyped-call]
+        array = jax.sharding.reshard(array, aval.sharding)
     return as_varying(array, varying_axes(aval))
 
 
@@ -327,8 +336,3 @@ def axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def devices_along(sharding: NamedSharding, axis: int) -> int:
     """How many devices an axis of an array lies over, one part on each."""
     return prod(sharding.mesh.shape[name] for name in axis_names(sharding.spec[axis]))
-
-
-def partition_spec(*entries: str | tuple[str, ...] | None) -> PartitionSpec:
-    """A PartitionSpec."""
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]

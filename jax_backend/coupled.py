@@ -1,7 +1,7 @@
 """The two passes of a loss that needs the whole batch, in one program."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -14,10 +14,9 @@ from funcga._call.arguments import groups
 from funcga._coupled import Cotangents, Coupled, Summaries
 from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
-from jax_backend import arrays, sharding
+from jax_backend import arrays, sharding, trees
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, compiled, spoilt, tally_of
-from jax_backend.replicas import replicas_of
+from jax_backend.loop import Accumulate, compiled, nan_if_overflown, tally_of
 from jax_backend.sharding import Spread
 
 
@@ -26,11 +25,8 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     args.
     """
     step = job.memory.keep(_Step, job, backend).step
-    if job.program.across is not None or jax.device_count() == 1:
-        return partial(step, (Spread(),))
-    # Asked here, since inside of jit an array does not say where it lies.
     return lambda args, kwargs: step(
-        (sharding.spread_of(args, job.program.read(args, backend)),), args, kwargs
+        (sharding.spread_of_call(job.program, args, backend),), args, kwargs
     )
 
 
@@ -55,18 +51,10 @@ class _Step:
         of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
         for arg_index, param in zip(arg_indices, params, strict=True):
             of_summary.check_leaves(param, arg_index, backend)
+        trees.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
-        # A weight of its own may be 0, where NaN has to be kept out.
-        is_alone = (
-            job.program.across is None
-            and job.program.weight is None
-            and [count for count, _ in sizes] == [1]
-        )
-        if is_alone:
-            return self._in_one_pass(spread, args, kwargs)
-
-        # The first pass: the summaries.
+        # The first pass: the summaries. Where there is one micro-batch, XLA makes one pass of both.
         first = job.first(backend)
         outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
@@ -102,26 +90,9 @@ class _Step:
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
-        return composed if job.program.totals is None else spoilt(composed, kwargs["totals"])
-
-    def _in_one_pass(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """The same for a single micro-batch, whose graph is there already."""
-        job, arg_indices = self.job, self.job.arg_indices(args)
-        fold = Accumulate(replace(job.program, totals=None), self.backend)
-
-        def loss_of(*args: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-            summaries = fold.traced(spread, args, kwargs)
-            job.check_reached(
-                any(depends(leaf) is not False for leaf in jax.tree.leaves(summaries))
-            )
-            params = [args[arg_index] for arg_index in arg_indices]
-            loss, aux = job.gradient.split(job.gradient.loss_fn(*params, summaries), self.backend)
-            return loss, (loss, aux)
-
-        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, argnums=arg_indices, has_aux=True)(
-            *args
+        return (
+            composed if job.program.totals is None else nan_if_overflown(composed, kwargs["totals"])
         )
-        return job.gradient.compose(loss, aux, grads)
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:
@@ -131,23 +102,17 @@ def _with_indices(in_axes: Tree, count: int) -> Tree:
     return *(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * count), 0
 
 
+@dataclass(frozen=True, eq=False)
 class _PulledBack:
     """The gradient of one micro-batch: the cotangents, pulled back through its summary."""
 
-    def __init__(
-        self,
-        job: Coupled,
-        first: Program,
-        backend: Backend,
-        cotangents: Cotangents,
-        spread: Spread,
-        sizes: list[tuple[int, int]],
-        unit: Scalar,
-    ):
-        self.job, self.first = job, first
-        self.backend, self.cotangents = backend, cotangents
-        self.spread = spread
-        self.sizes, self.unit = sizes, unit
+    job: Coupled
+    first: Program
+    backend: Backend
+    cotangents: Cotangents
+    spread: Spread
+    sizes: list[tuple[int, int]]
+    unit: Scalar
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The gradients of the differentiated arguments, and the state that is threaded, if
@@ -193,9 +158,7 @@ class _PulledBack:
         """Those of the micro-batch whose rows have these indices, in the cotangent of a leaf
         that is collected.
         """
-        replicas = (
-            replicas_of(self.job.program.across) if self.job.program.across is not None else None
-        )
+        replicas = self.job.program.replicas(self.backend)
         total, offset = cotangent.shape[axis], jnp.int32(0)
         if replicas is not None:  # they have equally many rows, one after the other
             total //= int(lax.axis_size(replicas.names))

@@ -24,7 +24,13 @@ def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
     """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has
     a tree an index.
     """
-    return jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
+    transform = jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
+
+    def of_trained(*args: Tree, **kwargs: Tree) -> Tree:
+        trees.check_trained([args[arg_index] for arg_index in arg_indices])
+        return transform(*args, **kwargs)
+
+    return of_trained
 
 
 def depends(loss: jax.Array) -> bool | None:
@@ -50,13 +56,6 @@ def depends(loss: jax.Array) -> bool | None:
     if any(tangents_seen):
         return True
     return False if _private.is_traced(loss) or abs(float(loss)) > 0 else None
-
-
-def check_params(params: Tree) -> None:
-    """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
-        trees.check_registered(params, "params")
-    trees.check_trained(params)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

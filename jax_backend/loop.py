@@ -24,11 +24,19 @@ from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import _private, arrays, dlpack, sharding, trees
+from jax_backend import _private, arrays, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.merge import Dropped, Folded, check_unmixed, merge
-from jax_backend.replicas import REPLICATED, Replicas, merging, names_leaves, read_across, varying
-from jax_backend.scan_layers import Gradient, Into, gradient_of, leaves_to_fold
+from jax_backend.replicas import (
+    REPLICATED,
+    Replicas,
+    names_leaves,
+    read_across,
+    replicas_of,
+    unmerged,
+    varying,
+)
+from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, split
 
@@ -58,39 +66,14 @@ def jitted(
     return lambda settings, *args: of_arrays(settings, *split(args))
 
 
-def compiled(
-    function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
-) -> Callable[..., Tree]:
+def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
     """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map
     it is as it was.
-
-    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or
-    raises why.
     """
-    outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
+    outside = jitted(function, keep_unused=keep_unused)
     return lambda settings, *args: (
         function(*settings, *args) if is_tracing() else outside(settings, *args)
     )
-
-
-def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The function, jitted, that raises FuncgaError where the host sees that the result is lost."""
-
-    def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
-        lost: list[jax.Array] = []
-        return function(*args, lost), lost
-
-    run = jitted(checking)
-
-    def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
-        result, lost = run(settings, *args)
-        # The host does not wait for an accelerator. Outside of a program the same call raises why,
-        # and where.
-        if any(arrays.scalar(is_lost) is True for is_lost in lost):
-            function(*settings, *args, [])
-        return result
-
-    return outside
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
@@ -99,8 +82,10 @@ def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) ->
     """
     if program.across is None and REPLICATED.get() is None:
         return fold(None, *operands)
-    with merging(program.across) as replicas:
-        program.check_leaves_of(replicas)
+    # Read before the context, in which a fold inside of grad_fn need not say so again.
+    replicas = replicas_of(program.across)
+    program.check_leaves_of(replicas)
+    with unmerged(()):
         return fold(replicas, *varying(operands, replicas))
 
 
@@ -184,7 +169,7 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
 
         @jax.custom_jvp
         def run(*leaves: jax.Array) -> Tree:
-            closed = program.replace(consts=leaves[:count])  # type: ignore[no-untyped-call]
+            closed = program.replace(consts=leaves[:count])
             return jax.tree.unflatten(structure, as_function(closed)(*leaves[count:]))
 
         @run.defjvp
@@ -217,15 +202,16 @@ class Carry(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """How one more micro-batch is folded."""
+    """How one more micro-batch is folded.
+
+    `weights` has one for each leaf that is reduced, where they are known before the loop.
+    """
 
     outputs: Outputs
     gradient: Gradient
     weigh: Callable[..., Tally]
     unit: Scalar
-    weights: list[Scalar] | None = (
-        None  # one for each leaf that is reduced, where they are known before the loop
-    )
+    weights: list[Scalar] | None = None
     dropping: DroppingStep | None = None
 
 
@@ -238,38 +224,27 @@ def _step(
     value: Tree,
     unit: Scalar,
     weight: Scalar = None,
-    is_shared: bool = False,
 ) -> _Step:
     """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program
     `traced`.
 
     `unit` is what the weights of means are measured in. `weight` is one that is known before the
-    loop: if all micro-batches share it, weighted sums are multiplied by it at the end.
+    loop.
     """
-    program = microbatch.program
+    program, dropping = microbatch.program, microbatch.program.dropping
     if program.weight is not None and names_leaves(program.across):
         check_unmixed(outputs, traced, read_across(program.across))
     readings = (
         None if program.observers is None else program.readings(value[1], microbatch.arguments)
     )
-    if program.dropping is None:
-        weights = None
-        if weight is not None:
-            weights = [
-                1
-                if is_shared and fold.adds == "weighted"
-                else weight / unit
-                if fold.is_mean
-                else weight
-                for fold in outputs.reduced_folds
-            ]
-        return _Step(
-            outputs, gradient_of(outputs, evaluate, traced, value, readings), weigh, unit, weights
-        )
-    # All leaves are looked at before one is folded.
-    kept = _kept(evaluate, partial(_is_kept, outputs, program.dropping))
-    leaves_of = partial(leaves_to_fold, outputs, kept, readings)
-    return _Step(outputs, leaves_of, weigh, unit, dropping=program.dropping)
+    if dropping is not None:
+        evaluate = _kept(evaluate, partial(_is_kept, outputs, dropping))
+    # All leaves are looked at before one is folded, if some may be dropped.
+    gradient = gradient_of(outputs, evaluate, traced, value, readings, may_fold=dropping is None)
+    weights = None
+    if weight is not None:
+        weights = [weight / unit if fold.is_mean else weight for fold in outputs.reduced_folds]
+    return _Step(outputs, gradient, weigh, unit, weights, dropping)
 
 
 def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
@@ -280,7 +255,7 @@ def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
     """The carry with one more micro-batch, and its values of the collected leaves."""
-    outputs, total, weights = step.outputs, carry.total, step.weights
+    outputs, dropping, total, weights = step.outputs, step.dropping, carry.total, step.weights
     if weights is None:
         # Before the gradient: the weight takes part in a loop over layers that folds in place.
         counted = step.weigh(start, carry.state)
@@ -292,47 +267,28 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
             outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
         )
     }
-    leaves = step.gradient(into, start, carry.state)
-    if step.dropping is not None:
-        return _add_kept(step, step.dropping, carry, into, leaves, counted)
+    leaves, in_place = step.gradient(into, start, carry.state)
+    keep: jax.Array | None = None
+    if dropping is not None:
+        keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
+    for leaf_index, (before, fold, weight) in into.items():
+        if leaf_index not in in_place:
+            leaves[leaf_index] = fold.combine(before, fold.lift(leaves[leaf_index], weight))
     reduced, state, collected = (
         [leaves[leaf_index] for leaf_index in leaf_indices]
         for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
     )
-    return Carry(reduced, total, state), collected
-
-
-def _add_kept(
-    step: _Step,
-    dropping: DroppingStep,
-    carry: Carry,
-    into: dict[int, Into],
-    leaves: list[Any],
-    counted: Tally,
-) -> tuple[Carry, list[jax.Array]]:
-    """The carry with one more micro-batch, of these leaves, if that passes the test; else only its
-    count.
-
-    And its values of the collected leaves, which are observers': NaN if it does not pass.
-    """
-    outputs, dropped = step.outputs, carry.dropped
-    keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
-    reduced = [
-        fold.combine(sums, fold.lift(leaves[index], weight))
-        for index, (sums, fold, weight) in into.items()
-    ]
-    after = (
-        reduced,
-        carry.total.merge(counted),
-        [leaves[leaf_index] for leaf_index in outputs.threads],
-    )
-    # Selected: a product with 0 would be NaN where what is dropped is.
-    before = carry.reduced, carry.total, carry.state
-    reduced, total, state = jax.tree.map(partial(jnp.where, keep), after, before)
-    if dropped is not None:
-        dropped = dropped._replace(rejected=dropped.rejected + (~keep).astype(jnp.int32))
-    collected = [jnp.where(keep, leaves[leaf_index], jnp.nan) for leaf_index in outputs.collected]
-    return Carry(reduced, total, state, dropped), collected
+    after = Carry(reduced, total, state)
+    if keep is None:
+        return after, collected
+    # Selected: a product with 0 would be NaN where what is dropped is. What is collected then is
+    # observers'.
+    after = jax.tree.map(partial(jnp.where, keep), after, carry._replace(dropped=None))
+    collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
+    if carry.dropped is None:
+        return after, collected
+    rejected = carry.dropped.rejected + (~keep).astype(jnp.int32)
+    return after._replace(dropped=carry.dropped._replace(rejected=rejected)), collected
 
 
 def unit_of(weight: Scalar) -> Scalar:
@@ -403,13 +359,8 @@ def _merged(
     carry: Carry,
     chunks: Sequence[Sequence[jax.Array]],
     unit: Scalar,
-    shared: Scalar = None,
 ) -> Folded:
-    """What all replicas have folded, before it is normalised.
-
-    A weight that is `shared` by all micro-batches, on all replicas, is applied here, where XLA
-    divides: one pass.
-    """
+    """What all replicas have folded, before it is normalised."""
     # Collected values were never cast: the result's dtype is theirs, or what the fold asks for.
     collected = [
         jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(
@@ -417,20 +368,8 @@ def _merged(
         )
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
     ]
-    folded = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
-    if replicas is not None:
-        folded = merge(outputs, folded, replicas)
-    if shared is None:
-        return folded
-    pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
-    return folded._replace(
-        reduced=[
-            fold.lift(leaf, shared / unit if fold.is_mean else shared)
-            if fold.adds == "weighted"
-            else leaf
-            for fold, leaf in pairs
-        ]
-    )
+    own = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
+    return own if replicas is None else merge(outputs, own, replicas)
 
 
 def _normalised(outputs: Outputs, folded: Folded) -> Tree:
@@ -456,31 +395,24 @@ def _normalised(outputs: Outputs, folded: Folded) -> Tree:
     return outputs.join(normalised, collected, state)
 
 
-def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
-    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else
-    appends whether it is.
-    """
-    unseen: list[jax.Array] = []
-    for leaf_index, fold, reduced in zip(
-        outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
-    ):
-        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
-        unseen += fold.check_known(reduced, folded.total, path)
-    if unseen:
-        lost.append(jnp.any(jnp.stack(unseen)))
+def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Tree:
+    """What a step of the program returns."""
+    result = _normalised(outputs, folded)
+    if program.observers is not None:
+        result = program.observed(result, kwargs)
+    return result if program.totals is None else nan_if_overflown(result, kwargs["totals"])
 
 
-def spoilt(result: Tree, totals: Tree) -> Tree:
+def nan_if_overflown(result: Tree, totals: Tree) -> Tree:
     """The result, with NaN for every float if a total does not fit in its integers."""
     counts = [total for total in jax.tree.leaves(totals) if total.dtype == np.int32]
     if not counts:
         return result
     fits = jnp.all(jnp.stack(counts) != OVERFLOWN)
 
-    def kept(leaf: jax.Array) -> jax.Array:
-        return jnp.where(fits, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-
-    return jax.tree.map(kept, result)
+    return jax.tree.map(
+        lambda leaf: jnp.where(fits, leaf, jnp.nan) if is_float(leaf) else leaf, result
+    )
 
 
 # -- accumulate
@@ -489,11 +421,8 @@ def spoilt(result: Tree, totals: Tree) -> Tree:
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
     fold = program.memory.keep(Accumulate, program, backend).fold
-    if program.across is not None or jax.device_count() == 1:
-        return partial(fold, (Spread(),))
-    # Asked here, since inside of jit an array does not say where it lies.
     return lambda args, kwargs: fold(
-        (sharding.spread_of(args, program.read(args, backend)),), args, kwargs
+        (sharding.spread_of_call(program, args, backend),), args, kwargs
     )
 
 
@@ -502,28 +431,19 @@ class Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        if program.observers is not None:
-            _check_whole(program)
-        self.fold = compiled(self.traced, is_exact=program.is_exact)
+        self.fold = compiled(self.traced)
         self.count = (
             None
             if program.totals is None
             else Accumulate(program.counting(backend), backend).traced
         )
 
-    def traced(
-        self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None
-    ) -> Tree:
+    def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
         """The fold, in the trace that is running."""
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         outputs, folded, _ = self.folded(spread, args, kwargs)
-        if lost is not None:
-            _check_known(outputs, folded, lost)
-        result = _normalised(outputs, folded)
-        if self.program.observers is not None:
-            result = self.program.observed(result, kwargs)
-        return result if self.count is None else spoilt(result, kwargs["totals"])
+        return _finished(self.program, outputs, folded, kwargs)
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
         """What is folded, before it is normalised, and how the rows of the batch were spread
@@ -542,16 +462,20 @@ class Accumulate:
             _check_divides(rows, program)
         sizes = groups(rows, program.n, program.microbatch_size)
         # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
-        narrow = partial(sharding.rows_of_blocks, spread.blocks) if spread.divides(sizes) else None
-        # A weight that all micro-batches share is left to the end: so XLA adds every gradient in
-        # place. Where some may be dropped, it is counted.
+        narrow = None
+        if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
+            narrow = partial(sharding.rows_of_blocks, spread.blocks)
+        # Rows are known before the loop, but where some may be dropped they are counted.
         is_known = (program.weight, program.dropping) == (None, None)
-        is_shared = (is_known, len(sizes)) == (True, 1)
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
         first = 0
         for count, size in sizes:  # one or two sizes, and a scan for each
             microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
+            weight: Scalar = None
+            if is_known:
+                # A Python number, with which XLA multiplies in the operation that adds.
+                weight = jnp.asarray(size) if is_symbolic_dim(size) else size
             # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that
             # no call remains.
             evaluate, weigh = (
@@ -568,18 +492,15 @@ class Accumulate:
                 # micro-batch.
                 if narrow is not None and not sharding.keeps_result(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                unit = unit_of(
-                    size if program.weight is None else microbatch.weight(jnp.int32(0), state)
+                # In units of the rows that all of them have, each micro-batch weighs 1: so XLA adds
+                # every gradient in place.
+                unit = (
+                    weight * 1.0
+                    if is_known and len(sizes) == 1
+                    else unit_of(microbatch.weight(jnp.int32(0), state))
                 )
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
-            weight = None
-            if is_known:
-                # Known before the loop: a Python number, with which XLA multiplies in the operation
-                # that adds.
-                weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            step = _step(
-                microbatch, outputs, weigh, evaluate, traced, value, unit, weight, is_shared
-            )
+            step = _step(microbatch, outputs, weigh, evaluate, traced, value, unit, weight)
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
@@ -589,21 +510,7 @@ class Accumulate:
         carry = Carry(
             *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
         )
-        return (
-            outputs,
-            _merged(outputs, replicas, carry, chunks, unit, weight if is_shared else None),
-            spread,
-        )
-
-
-def _check_whole(program: Program) -> None:
-    """Raises FuncgaError for observers of gradients that each replica is to have a part of."""
-    if getattr(program.across, "scatter", None) is not None:
-        raise FuncgaError(
-            "observe= was given, and across= has scatter=, which leaves the gradient in parts on "
-            "the replicas: what is observed is compared with the whole of it. Leave scatter out of "
-            "a step that observes."
-        )
+        return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
 
 
 def _check_divides(rows: Scalar, program: Program) -> None:
@@ -667,16 +574,13 @@ class _Stream:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        if program.observers is not None:
-            _check_whole(program)
-        self.outputs: dict[object, Outputs] = {}
+        self.outputs: dict[object, tuple[Outputs, tuple[ShapedArray, ...]]] = {}
         # Traced once, for the shapes and the steps alike.
         self.evaluate = jitted(self._evaluate, inline=True)
         # It has no devices but those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-        self.finish = compiled(self._finish, is_exact=program.is_exact)
-        self.spoilt = compiled(spoilt)
+        self.finish = compiled(self._finish)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
@@ -687,7 +591,7 @@ class _Stream:
     ) -> Tree:
         outputs: Outputs | None = None
         chunks = []
-        device = None if self.program.device is None else dlpack.device(self.program.device)
+        device = None if self.program.device is None else arrays.device(self.program.device)
         if device is not None and self.program.totals is not None:
             kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
         # What is the same for all micro-batches is split once. Micro-batches of one shape share a
@@ -699,9 +603,9 @@ class _Stream:
                 item = _moved(item, device)  # the copy runs while the last step does
             item = varying(item, replicas)
             if outputs is None:
-                outputs = self._outputs_of(leading, kwargs, item)
+                outputs, types = self._outputs_of(leading, kwargs, item)
                 spread = sharding.spread_of((*leading, *item))
-                carry, unit = self.begin((outputs, spread), leading, kwargs, item)
+                carry, unit = self.begin((outputs, types, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
             carry, collected = add(
                 outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut
@@ -715,9 +619,9 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
                 "return. Check the loader, or that a generator was not used up before."
             )
-        told = {} if self.program.observers is None else kwargs
-        result = self.finish((outputs, replicas), carry, unit, chunks, told)
-        return result if self.program.totals is None else self.spoilt((), result, kwargs["totals"])
+        if self.program.observers is None and self.program.totals is None:
+            kwargs = {}  # nothing of them is asked for
+        return self.finish((outputs, replicas), carry, unit, chunks, kwargs)
 
     def _finish(
         self,
@@ -727,16 +631,16 @@ class _Stream:
         unit: jax.Array,
         chunks: Sequence[Sequence[jax.Array]],
         kwargs: Kwargs,
-        lost: list[jax.Array] | None = None,
     ) -> Tree:
         folded = _merged(outputs, replicas, carry, chunks, unit)
-        if lost is not None:
-            _check_known(outputs, folded, lost)
-        result = _normalised(outputs, folded)
-        return result if self.program.observers is None else self.program.observed(result, kwargs)
+        return _finished(self.program, outputs, folded, kwargs)
 
-    def _outputs_of(self, leading: Args, kwargs: Kwargs, item: Args) -> Outputs:
-        """The Outputs of micro-batches like this one, bound once for all of the same types."""
+    def _outputs_of(
+        self, leading: Args, kwargs: Kwargs, item: Args
+    ) -> "tuple[Outputs, tuple[ShapedArray, ...]]":
+        """The Outputs of micro-batches like this one, and the types of their leaves: bound once for
+        all of the same types.
+        """
         static, of_item = split((leading, kwargs, item))
         config: Any = jax.config
         key = (
@@ -744,15 +648,17 @@ class _Stream:
             *map(jax.typeof, of_item),
             config.jax_enable_x64,
             config.jax_numpy_dtype_promotion,
+            jax.sharding.get_abstract_mesh(),
         )
         if key not in self.outputs:
             arguments = self._microbatch(leading, kwargs, item).arguments
             state = [arrays.strong(leaf) for leaf in arguments.state]
             # The arrays alone are operands; all else is static.
-            value = jax.eval_shape(
-                lambda of_item: self.evaluate((), *static.tree(of_item), state), of_item
-            )
-            self.outputs[key], _ = self.program.bind(value, arguments)
+            traced, value = jax.make_jaxpr(
+                lambda of_item: self.evaluate((), *static.tree(of_item), state), return_shape=True
+            )(of_item)
+            outputs, _ = self.program.bind(value, arguments)
+            self.outputs[key] = outputs, tuple(traced.out_avals)
         return self.outputs[key]
 
     def _microbatch(self, leading: Args, kwargs: Kwargs, item: Args) -> _Microbatch:
@@ -762,11 +668,16 @@ class _Stream:
         return self._microbatch(leading, kwargs, item).evaluate(0, state)
 
     def _begin(
-        self, outputs: Outputs, spread: Spread, leading: Args, kwargs: Kwargs, item: Args
+        self,
+        outputs: Outputs,
+        types: "tuple[ShapedArray, ...]",
+        spread: Spread,
+        leading: Args,
+        kwargs: Kwargs,
+        item: Args,
     ) -> tuple[Carry, jax.Array]:
         microbatch = self._microbatch(leading, kwargs, item)
         state = [arrays.strong(leaf) for leaf in microbatch.arguments.state]
-        types = jax.make_jaxpr(partial(self.evaluate, (), leading, kwargs, item))(state).out_avals
         # The carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(leaf, copy=True) for leaf in state]
         unit = arrays.tally(unit_of(microbatch.weight(0, state))).total
@@ -817,11 +728,6 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
 def is_traced(tree: Tree) -> bool:
     """Whether these arguments are those of a program that is being compiled."""
     return is_tracing()
-
-
-def finished(tree: Tree) -> Tree:
-    """The tree when it is computed, or the error that computing it raises."""
-    return jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

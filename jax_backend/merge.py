@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf, outline
-from funcga._fold import LeafFold, Tally
+from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf
+from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, sharding, trees
-from jax_backend.arrays import as_varying, varying_axes
-from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, names_of, spelled
+from jax_backend.arrays import as_varying, axis_names, varying_axes
+from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, spelled
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -120,7 +120,7 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
         return [replicas.names] * len(outputs.folds)
     value = outputs.value_of(range(len(outputs.folds)))
     named = named_by_leaf(replicas.leaves, value, is_names, trees, "output", WRITE_LEAVES)
-    names = [replicas.names] * outputs.before + [*map(names_of, named)]
+    names = [replicas.names] * outputs.before + [*map(axis_names, named)]
     for leaf_index, own in enumerate(names):
         replicas.check_part(own)
         fold = outputs.folds[leaf_index]
@@ -181,7 +181,7 @@ def _axes_of_collectives(jaxpr: "Jaxpr") -> Iterator[str]:
     for equation in _private.equations(jaxpr):
         if equation.primitive.name in _COLLECTIVES:
             axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-            yield from axes if isinstance(axes, tuple) else (axes,)
+            yield from axis_names(axes)
 
 
 def _itself(lifted: Tree) -> Tree:
@@ -271,14 +271,12 @@ def _scatter_axes(
     try:
         leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
     except PrefixError as error:
-        asked, returned = (
-            outline(error.prefix, trees, repr),
-            outline(error.tree, trees, lambda leaf: "..."),
-        )
-        raise FuncgaError(
-            f"scatter is no prefix of what grad_fn returns: at {error.path} it has {asked}, and "
-            f"grad_fn returned {returned}. Write an axis, or None (the whole leaf on every "
-            "replica), for all that stands below: scatter=(None, 0)."
+        raise error.refusal(
+            "scatter is no prefix of what grad_fn returns",
+            "Write an axis, or None (the whole leaf on every replica), for all that stands below: "
+            "scatter=(None, 0).",
+            trees,
+            lambda leaf: "...",
         ) from error
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
@@ -311,21 +309,14 @@ def _check_scatter(
             "replicas can be scattered. Write None in its place, or fold it with funcga.mean(), "
             "funcga.per_weight() or funcga.sum()."
         )
-    rank = 0
     for part in jax.tree.leaves(lifted):
-        described, rank = arrays.describe(part), part.ndim
-        if not -rank <= axis < rank:
+        if not -part.ndim <= axis < part.ndim or part.shape[axis] % count:
             raise FuncgaError(
-                f"scatter={axis} for {path}, which is {described} and has no such axis. Write None "
-                "in its place, as in scatter=(None, 0)."
+                f"scatter={axis} for {path}, which is {arrays.describe(part)}: it has no axis "
+                f"{axis} whose rows divide among {count} replicas. Choose another axis, or write "
+                "None in its place, as in scatter=(None, 0)."
             )
-        if part.shape[axis] % count:
-            raise FuncgaError(
-                f"scatter={axis} for {path}, which is {described}: its {part.shape[axis]} rows on "
-                f"that axis do not divide among {count} replicas. Choose another axis, or write "
-                "None in its place."
-            )
-    return axis % rank
+    return axis % len(largest(lifted).shape)
 
 
 # -- collectives
@@ -382,7 +373,7 @@ class _Collectives:
         self.sums += exchange(self.addends)
 
     def _psum(self, addends: list[jax.Array]) -> list[jax.Array]:
-        sums: list[jax.Array] = lax.psum(addends, self.names)  # type: ignore[no-untyped-call]
+        sums: list[jax.Array] = lax.psum(addends, self.names)
         return sums
 
     def sum(self, array: jax.Array, is_copied: bool = False) -> Later:
@@ -428,13 +419,13 @@ class _Collectives:
             return lambda: (jnp.max if which == "max" else jnp.min)(gathered(), axis=0)
         # Too large to gather: reduced as integers in the order of the numbers.
         ranks, back = _as_ranks(as_varying(array, self.names), which)
-        extreme = (lax.pmax if which == "max" else lax.pmin)(ranks, self.names)  # type: ignore[no-untyped-call]
+        extreme = lax.pmax(ranks, self.names) if which == "max" else lax.pmin(ranks, self.names)
         return lambda: back(extreme)
 
     def scatter(self, array: jax.Array, axis: int) -> Later:
         """The sum over the replicas, of which each has one part along an axis."""
         array = as_varying(array, self.names)
-        part: jax.Array = lax.psum_scatter(array, self.names, scatter_dimension=axis, tiled=True)  # type: ignore[no-untyped-call]
+        part: jax.Array = lax.psum_scatter(array, self.names, scatter_dimension=axis, tiled=True)
         return lambda: part
 
     def _has_room(self, array: jax.Array) -> bool:

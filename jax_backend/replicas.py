@@ -18,6 +18,7 @@ from funcga._backend.prefixes import leaf_paths, named_by_leaf
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
+from jax_backend.arrays import axis_names
 
 Across: TypeAlias = Union[str, tuple[str, ...], "Replicas", Tree]
 """What `across=` may be in JAX: the names of axes, Replicas, or a tree or a function that names
@@ -90,7 +91,7 @@ class Replicas:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the axes."""
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        return axis_names(self.axis)
 
 
 def _no_axis(across: object) -> FuncgaError:
@@ -131,17 +132,6 @@ def unmerged(names: tuple[str, ...]) -> Iterator[None]:
         REPLICATED.reset(token)
 
 
-@contextmanager
-def merging(across: Across | None) -> "Iterator[Replicas | None]":
-    """The replicas that `across=` names, in a context in which a fold inside of grad_fn need not
-    say so again.
-    """
-    # Read before the context, in which there is no step that has to say anything.
-    replicas = replicas_of(across)
-    with unmerged(()):
-        yield replicas
-
-
 def replicas_of(across: Across | None) -> Replicas | None:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
     none.
@@ -175,11 +165,6 @@ def is_names(value: object) -> bool:
     )
 
 
-def names_of(named: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of axes as a tuple."""
-    return named if isinstance(named, tuple) else (named,)
-
-
 def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
     """All that a tree names."""
     named = jax.tree.leaves(leaves, is_leaf=is_names)
@@ -189,7 +174,7 @@ def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
                 f"across= has {each!r} for some leaves. Name the axes of every leaf, "
                 f"{WRITE_LEAVES}."
             )
-    return [*map(names_of, named)]
+    return [*map(axis_names, named)]
 
 
 def read_across(across: Across) -> Replicas:
@@ -253,7 +238,7 @@ def _unbound(name: str) -> FuncgaError:
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which hold these."""
-    return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)  # type: ignore[no-untyped-call]
+    return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)
 
 
 def check_step_merges() -> None:
@@ -298,7 +283,7 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
 
 # -- whether they hold the same
 
-Difference: TypeAlias = tuple[jax.Device, jax.Device]  # on which two copies differ
+Digest: TypeAlias = tuple[int, int]  # of 32 bits each, as JAX sends no more
 
 
 def check_replicas(params: Tree, across: Across) -> None:
@@ -318,20 +303,15 @@ def check_replicas(params: Tree, across: Across) -> None:
             f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, "
             "NamedSharding(mesh, P()))."
         )
-    named: list[tuple[str, ...]] = [replicas.names] * len(leaves)
+    names = [replicas.names] * len(leaves)
     if replicas.leaves is not None:
-        named = [
-            *map(
-                names_of,
-                named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES),
-            )
-        ]
-    differences = []
-    for names in dict.fromkeys(named):
-        own = [index for index, of_leaf in enumerate(named) if of_leaf == names]
-        differences += _differences(
-            [leaves[index] for index in own], [paths[index] for index in own], names
-        )
+        named = named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES)
+        names = [*map(axis_names, named)]
+    differences = [
+        (path, difference)
+        for path, leaf, own, digests in zip(paths, leaves, names, _digests(leaves), strict=True)
+        if (difference := _difference(leaf, own, digests))
+    ]
     if differences:
         path, (one, other) = differences[0]
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
@@ -349,50 +329,37 @@ def _is_on_mesh(leaf: Tree) -> bool:
     )
 
 
-def _differences(
-    leaves: Sequence[Tree], paths: Sequence[str], names: tuple[str, ...]
-) -> list[tuple[str, Difference]]:
-    """The arrays of which copies differ that should be the same along these axes of the mesh, with
-    their paths.
-
-    Digests of the copies are compared, which the processes exchange.
-    """
-    alone = jax.process_count() == 1
-    pairs = [
-        (path, leaf)
-        for path, leaf in zip(paths, leaves, strict=True)
+def _digests(leaves: Sequence[Tree]) -> list[dict[jax.Device, Digest]]:
+    """For every leaf, a digest of what each device holds of it, also those of other processes."""
+    own = [
+        {shard.device: _digest(shard.data) for shard in leaf.addressable_shards}
         if isinstance(leaf, jax.Array)
+        else {}
+        for leaf in leaves
     ]
-    devices = {device for _, leaf in pairs for device in leaf.devices()} if alone else jax.devices()
-    columns = {device: column for column, device in enumerate(devices)}
-    digests = np.zeros((len(pairs), len(columns), 2), np.uint32)
-    # A column for each device, of which a process fills those that are its own.
-    for (_, leaf), row in zip(pairs, digests, strict=True):
-        for shard in leaf.addressable_shards:
-            row[columns[shard.device]] = np.frombuffer(_digest(shard.data), np.uint32)
-    if not alone:
-        # Each device belongs to one process, and all others have zeros in its column: the sum has
-        # every digest.
-        digests = np.asarray(multihost_utils.process_allgather(digests)).sum(axis=0)
+    if jax.process_count() == 1:
+        return own
+    # A column for each device, of which a process fills those that are its own: the sum over the
+    # processes has every digest.
+    table = [[digests.get(device, (0, 0)) for device in jax.devices()] for digests in own]
+    tables = multihost_utils.process_allgather(np.asarray(table, np.uint32))
     return [
-        (path, difference)
-        for (path, leaf), row in zip(pairs, digests, strict=True)
-        if (
-            difference := _difference(
-                leaf, {device: tuple(row[column]) for device, column in columns.items()}, names
-            )
-        )
+        {device: (int(a), int(b)) for device, (a, b) in zip(jax.devices(), row, strict=True)}
+        for row in np.asarray(tables).sum(axis=0)
     ]
 
 
-def _digest(piece: jax.Array) -> bytes:
-    return blake2b(np.asarray(arrays.stored(piece)).tobytes(), digest_size=8).digest()
+def _digest(piece: jax.Array) -> Digest:
+    data = blake2b(np.asarray(arrays.stored(piece)).tobytes(), digest_size=8).digest()
+    return int.from_bytes(data[:4]), int.from_bytes(data[4:])
 
 
 def _difference(
-    leaf: jax.Array, digests: dict[jax.Device, tuple[int, ...]], names: tuple[str, ...]
-) -> Difference | None:
-    """Two copies with other digests; None if there are none."""
+    leaf: Tree, names: tuple[str, ...], digests: dict[jax.Device, Digest]
+) -> tuple[jax.Device, jax.Device] | None:
+    """Two devices whose copies should be the same along these axes of the mesh, and are not."""
+    if not isinstance(leaf, jax.Array):
+        return None
     # Copies of the same part of the array, at the same coordinates, are alike.
     coordinates = _coordinates(leaf, names)
     parts = leaf.sharding.devices_indices_map(leaf.shape).items()

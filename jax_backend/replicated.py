@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend.dispatch import load
-from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths
 from funcga._call import Program
 from funcga._call.arguments import argument_names
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
-from jax_backend.arrays import axis_names, partition_spec
+from jax_backend.arrays import axis_names
 from jax_backend.loop import compiled
 from jax_backend.replicas import listed, spelled, unmerged
 
@@ -98,7 +98,7 @@ def replicated(
         devices = mesh if not is_eager or has_types else untyped
         pairs = zip(trees.flatten(args)[0], specs, strict=True)
         array_specs = [spec for leaf, spec in pairs if arrays.is_array(leaf)]
-        array_specs += [partition_spec()] * (len(whole_arrays) - len(array_specs))
+        array_specs += [PartitionSpec()] * (len(whole_arrays) - len(array_specs))
 
         def on_each_device(local_arrays: list[Tree]) -> Tree:
             args, kwargs = static.tree(local_arrays)
@@ -109,7 +109,7 @@ def replicated(
             on_each_device,
             mesh=devices,
             in_specs=(array_specs,),
-            out_specs=partition_spec() if out_specs is None else out_specs,
+            out_specs=PartitionSpec() if out_specs is None else out_specs,
             axis_names=set(names),
             check_vma=check_vma,
         )
@@ -141,7 +141,7 @@ def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
             "them has the replicas. "
             f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
-    names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    names = mesh.axis_names if axis is None else axis_names(axis)
     missing = [name for name in names if name not in mesh.axis_names]
     if len({*names}) < len(names):
         raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")
@@ -163,7 +163,7 @@ def _specs(
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
     if in_specs is None:
-        in_specs = (partition_spec(), *[partition_spec(cut)] * (len(args) - 1))[: len(args)]
+        in_specs = (PartitionSpec(), *[PartitionSpec(cut)] * (len(args) - 1))[: len(args)]
     elif isinstance(in_specs, PartitionSpec):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
@@ -181,13 +181,13 @@ def _specs(
                 prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees
             )
         except PrefixError as error:
-            name = argument_names(step, len(args))[arg_index]
-            raise FuncgaError(
-                f"in_specs is no prefix of the arguments: for `{name}{error.path}` it has "
-                f"{outline(error.prefix, trees, repr)}, and the argument is "
-                f"{outline(error.tree, trees, arrays.describe)}. Write a PartitionSpec for all "
-                "that stands below, P() for what is passed whole, or a container with the same "
-                "keys."
+            raise error.refusal(
+                "in_specs is no prefix of the arguments",
+                "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
+                "a container with the same keys.",
+                trees,
+                arrays.describe,
+                root=argument_names(step, len(args))[arg_index],
             ) from error
         specs += [spec for spec, _ in leaf_specs]
     return specs
@@ -198,11 +198,11 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
     specs: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:
         if not part.axes:  # an argument that is passed whole has no leaves listed
-            specs += [partition_spec()] * len(trees.flatten(part.value)[0])
+            specs += [PartitionSpec()] * len(trees.flatten(part.value)[0])
         for leaf, axis in zip(part.leaves, part.axes, strict=True):
             splits = isinstance(axis, int) and arrays.is_array(leaf) and leaf.ndim > 0
             specs.append(
-                partition_spec(*[None] * (axis % leaf.ndim), cut) if splits else partition_spec()
+                PartitionSpec(*[None] * (axis % leaf.ndim), cut) if splits else PartitionSpec()
             )
     return specs
 
@@ -228,36 +228,29 @@ def _check_rows(
                     "or P() for what is passed whole."
                 )
             count = prod(mesh.shape[name] for name in names)
-            if axis >= len(leaf.shape) or leaf.shape[axis] % count:
-                raise _uneven(args, leaf_index, leaf, axis, count, step)
-
-
-def _uneven(
-    args: tuple[Tree, ...],
-    leaf_index: int,
-    leaf: Tree,
-    axis: int,
-    count: int,
-    step: Callable[..., Tree],
-) -> FuncgaError:
-    names = argument_names(step, len(args))
-    # An argument without leaves, such as None, has a path of its own, and is left out.
-    pairs = [(name, arg) for name, arg in zip(names, args, strict=True) if trees.flatten(arg)[0]]
-    path = [path for name, arg in pairs for path in leaf_paths(arg, trees, name)][leaf_index]
-    if axis >= len(leaf.shape):
-        return FuncgaError(
-            f"`{path}` is {arrays.describe(leaf)}: it has no axis {axis} to be cut among {count} "
-            "devices. Pass it by keyword, which passes it whole, or say so: in_specs with P() in "
-            "its place."
-        )
-    rows = leaf.shape[axis]
-    return FuncgaError(
-        f"`{path}` is {arrays.describe(leaf)}: its {rows} rows do not divide among {count} "
-        f"devices. Take {rows - rows % count} rows, or fill up to {rows - rows % count + count} "
-        "with rows that count for nothing, by "
-        'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its '
-        "place."
-    )
+            if axis < len(leaf.shape) and leaf.shape[axis] % count == 0:
+                continue
+            arg_names = argument_names(step, len(args))
+            # An argument without leaves, such as None, has a path of its own, and is left out.
+            paths = [
+                path
+                for name, arg in zip(arg_names, args, strict=True)
+                if trees.flatten(arg)[0]
+                for path in leaf_paths(arg, trees, name)
+            ]
+            described = f"`{paths[leaf_index]}` is {arrays.describe(leaf)}"
+            if axis >= len(leaf.shape):
+                raise FuncgaError(
+                    f"{described}: it has no axis {axis} to be cut among {count} devices. Pass it "
+                    "by keyword, which passes it whole, or say so: in_specs with P() in its place."
+                )
+            rows = leaf.shape[axis]
+            raise FuncgaError(
+                f"{described}: its {rows} rows do not divide among {count} devices. Take "
+                f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with "
+                'rows that count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass '
+                "it whole: in_specs with P() in its place."
+            )
 
 
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:
@@ -280,7 +273,7 @@ def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...])
         entries.append(
             (*[name for name in _entry(tuple(spec), axis) if name in names], *kept) or None
         )
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, partition_spec(*entries)))  # type: ignore[no-untyped-call]
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:

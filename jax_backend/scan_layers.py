@@ -10,8 +10,7 @@ array in between. It is a program of plain operations, to be differentiated and 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -41,20 +40,9 @@ class Into(NamedTuple):
     weight: Scalar
 
 
-@dataclass
-class _Reading:
-    """What observers are told of a leaf that no array is made of: its measures, once they are
-    computed.
-    """
-
-    readings: Readings
-    measures: jax.Array | None = None
-
-
-Gradient: TypeAlias = Callable[..., list[Tree]]
-"""`gradient(into, *operands)`: the leaves that grad_fn returns for some operands.
-
-`into` has an Into for some of them, in whose place stands what the accumulator becomes.
+Gradient: TypeAlias = Callable[..., tuple[list[Tree], Collection[int]]]
+"""`gradient(into, *operands)`: the leaves that grad_fn returns for some operands, and which of them
+are folded: there stands what the accumulator becomes that `into` has for them.
 """
 
 
@@ -64,25 +52,16 @@ def gradient_of(
     program: "ClosedJaxpr",
     value: Tree,
     readings: Readings | None = None,
+    may_fold: bool = True,
 ) -> Gradient:
     """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by
     layer.
 
     `program` is what it computes, and `value` the types that it returns. The operands of the
     program are the leaves of those that `evaluate` takes. With `readings` the first leaves are what
-    observers are told of the others.
+    observers are told of the others. Without `may_fold` no leaf is folded.
     """
-
-    # For any program: every leaf is folded once it is computed.
-    def gradient(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
-        leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
-        if readings is not None:
-            leaves = _told(readings, leaves, into, {})
-        for leaf_index, (accumulator, fold, weight) in into.items():
-            leaves[leaf_index] = fold.combine(accumulator, fold.lift(leaves[leaf_index], weight))
-        return leaves
-
-    elementwise = {
+    reducible = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
         if fold.fold.reducer.elementwise
@@ -90,90 +69,55 @@ def gradient_of(
         # another thing.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
-    stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
-    types = {leaf_index: program.out_avals[leaf_index] for leaf_index in stacked}
-    is_alike = jax.tree.structure(value) == outputs.structure and all(
-        (outputs.shapes[leaf_index], outputs.dtypes[leaf_index]) == (aval.shape, aval.dtype)
-        for leaf_index, aval in types.items()
-    )
+    stacks = _stacks(program.jaxpr) if may_fold else {}
+    stacked = [leaf_index for leaf_index in stacks if leaf_index in reducible]
     # If the leaves are in another order, or unlike those before, `outputs.leaves` says so.
-    if not stacked or not is_alike:
-        return gradient
-    paths = outputs.paths()
+    if jax.tree.structure(value) != outputs.structure or any(
+        (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
+        != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
+        for leaf_index in stacked
+    ):
+        stacked = []
+    paths = outputs.paths() if stacked else []
+    observed = () if readings is None else readings.leaf_indices
 
-    def gradient_in_place(into: Mapping[int, Into], *operands: Tree) -> list[Tree]:
-        args = jax.tree.leaves(operands)
+    def gradient(into: Mapping[int, Into], *operands: Tree) -> tuple[list[Tree], Collection[int]]:
+        args, in_place = jax.tree.leaves(operands), stacked
         # A state that varies over mesh axes only after the first micro-batch is an operand of
         # another program.
-        pairs = zip(program.jaxpr.invars, args, strict=True)
-        if any(
-            varying_axes(variable.aval) != varying_axes(jax.typeof(arg)) for variable, arg in pairs
+        if in_place and any(
+            varying_axes(variable.aval) != varying_axes(jax.typeof(arg))
+            for variable, arg in zip(program.jaxpr.invars, args, strict=True)
         ):
-            return gradient(into, *operands)
-        observed = () if readings is None else readings.leaf_indices
-        read = {
-            leaf_index: _Reading(readings)
-            for leaf_index in stacked
-            if readings and leaf_index in observed
-        }
-        parts = {
-            leaf_index: _Part(*into[leaf_index], paths[leaf_index], read.get(leaf_index))
-            for leaf_index in stacked
-        }
-        leaves: list[Tree] = _evaluate(program.jaxpr, program.consts, args, parts)
-        leaves = _told(
-            readings,
-            leaves,
-            into,
-            {
-                index: reading.measures
-                for index, reading in read.items()
-                if reading.measures is not None
-            },
-        )
-        for leaf_index, (accumulator, fold, weight) in into.items():
-            if leaf_index not in parts:
-                leaves[leaf_index] = fold.combine(
-                    accumulator, fold.lift(leaves[leaf_index], weight)
+            in_place = []
+        measured = {}
+        if in_place:
+            parts = {
+                leaf_index: _Part(
+                    *into[leaf_index],
+                    paths[leaf_index],
+                    readings if leaf_index in observed else None,
                 )
-        return leaves
+                for leaf_index in in_place
+            }
+            leaves = _evaluate(program.jaxpr, program.consts, args, parts)
+            for leaf_index in in_place:
+                leaves[leaf_index], measured[leaf_index] = leaves[leaf_index]
+        else:
+            leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
+        if readings is not None:
+            # The first leaf has the counts, whose fold takes the weight as it is.
+            rows = [
+                measured[leaf_index]
+                if leaf_index in measured
+                else readings.measures_of([leaves[leaf_index]])[0]
+                for leaf_index in observed
+            ]
+            before = readings.leaves_for(jnp.stack(rows), into[0].weight)
+            leaves = [*before, *leaves[len(before) :]]
+        return leaves, in_place
 
-    return gradient_in_place
-
-
-def leaves_to_fold(
-    outputs: Outputs,
-    evaluate: Callable[..., Tree],
-    readings: Readings | None,
-    into: Mapping[int, Into],
-    *operands: Tree,
-) -> list[Tree]:
-    """The leaves of what `evaluate` returns for these operands; the first ones are what
-    observers are told.
-    """
-    return _told(readings, outputs.leaves(evaluate(*operands), "a later micro-batch"), into, {})
-
-
-def _told(
-    readings: Readings | None,
-    leaves: list[Tree],
-    into: Mapping[int, Into],
-    measured: Mapping[int, jax.Array],
-) -> list[Tree]:
-    """The leaves with what observers are told in place of the first ones; `measured` has some of
-    the measures.
-    """
-    if readings is None:
-        return leaves
-    rows = [
-        measured[leaf_index]
-        if leaf_index in measured
-        else readings.measures_of([leaves[leaf_index]])[0]
-        for leaf_index in readings.leaf_indices
-    ]
-    # The first leaf has the counts, whose fold takes the weight as it is.
-    before = readings.leaves_for(jnp.stack(rows), into[0].weight)
-    return [*before, *leaves[len(before) :]]
+    return gradient
 
 
 def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
@@ -235,7 +179,9 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     if not _private.LITERAL or _private.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
-    reads = _reads(jaxpr)
+    # How often each variable is read.
+    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    reads = Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
     # Along the program, as what a scan stacks may be cast before it is an output.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
@@ -252,12 +198,6 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
         and reads[variable] == 1
         and variable in stacks
     }
-
-
-def _reads(jaxpr: "Jaxpr") -> "Counter[Var | Literal]":
-    """How often each variable of a program is read."""
-    operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    return Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
 
 
 def _stacked(equation: "JaxprEqn") -> "list[Var]":
@@ -307,16 +247,25 @@ def _reshards(conversion: "JaxprEqn") -> bool:
 # -- the program with accumulators in place of stacks
 
 
+class _Folded(NamedTuple):
+    """What stands for a stack whose layers are folded: what the accumulator becomes, and the
+    measures of all layers.
+    """
+
+    accumulator: Tree
+    measures: jax.Array
+
+
 class _Part(NamedTuple):
-    """An Into for each layer's part of a stack; the path of the leaf that the stack is, and how
-    it is cast before.
+    """An Into for each layer's part of a stack; the path of the leaf that the stack is, who
+    reads its layers, and how it is cast before.
     """
 
     accumulator: Tree
     fold: LeafFold
     weight: Scalar
     path: str
-    reading: _Reading | None = None
+    readings: Readings | None = None
     casts: tuple[Dtype, ...] = ()
 
     def cast(self, value: jax.Array) -> jax.Array:
@@ -328,13 +277,40 @@ class _Part(NamedTuple):
         return self.fold.combine(row, self.fold.lift(self.cast(value), self.weight))
 
     def measure(self, value: jax.Array) -> jax.Array:
-        """The measures of a layer; none if nobody reads them."""
-        measures: jax.Array = jnp.zeros(0)
-        return (
-            measures
-            if self.reading is None
-            else self.reading.readings.measures_of([self.cast(value)])[0]
+        """The measures of a layer, [measures]; none if nobody reads them."""
+        if self.readings is None:
+            return jnp.zeros(0)
+        measures: jax.Array = self.readings.measures_of([self.cast(value)])[0]
+        return measures
+
+    def begin(self, layer: "ShapedArray") -> _Folded:
+        """The accumulator and the measures before the first layer, of this type.
+
+        In a loop a carry keeps its type: a layer that varies over mesh axes makes both vary.
+        """
+        row = jax.tree.map(partial(lax.index_in_dim, index=0, keepdims=False), self.accumulator)
+        measures = jax.eval_shape(self.measure, layer)
+        before = _Folded(self.accumulator, jnp.zeros_like(measures))
+        after = _Folded(jax.eval_shape(self.combine, row, layer), measures)
+        begun: _Folded = jax.tree.map(
+            lambda array, like: as_varying(array, varying_axes(like)), before, after
         )
+        return begun
+
+    def fold_layer(self, before: _Folded, layer_index: jax.Array, value: jax.Array) -> _Folded:
+        """The accumulator and the measures with one more layer: its row is combined with the
+        value, and the measure of the leaf is the sum of those of its layers.
+        """
+        accumulator, measures = before
+        row = jax.tree.map(
+            lambda array: lax.dynamic_index_in_dim(array, layer_index, keepdims=False), accumulator
+        )
+        accumulator = jax.tree.map(
+            lambda array, row: lax.dynamic_update_index_in_dim(array, row, layer_index, 0),
+            accumulator,
+            self.combine(row, value),
+        )
+        return _Folded(accumulator, measures + self.measure(value))
 
 
 def _evaluate(
@@ -342,15 +318,13 @@ def _evaluate(
     consts: Sequence[jax.Array],
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
-) -> list[jax.Array]:
-    """The outputs of a program; for those that `into` has, which are of `_stacks`, what the
-    accumulators become.
-    """
-    values: dict[Var, jax.Array] = dict(
+) -> list[Tree]:
+    """The outputs of a program; a _Folded for those that `into` has, which are of `_stacks`."""
+    values: dict[Var, Tree] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
 
-    def read(variable: Any) -> jax.Array:
+    def read(variable: Any) -> Tree:
         is_literal = isinstance(variable, _private.LITERAL)
         return variable.val if is_literal else values[variable]
 
@@ -368,7 +342,9 @@ def _evaluate(
             if variable in parts
         }
         with _private.context(equation), _private.named_scope(equation):
-            if not inside:
+            if any(isinstance(operand, _Folded) for operand in operands):
+                results = operands  # a cast, which each layer has been through
+            elif not inside:
                 results = _private.repeated(equation, operands)
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
@@ -376,15 +352,10 @@ def _evaluate(
                 inner = equation.params["jaxpr"]
                 results = _evaluate(inner.jaxpr, inner.consts, operands, inside)
         values.update(zip(equation.outvars, results, strict=True))
-    return [
-        values[stacks[leaf_index].variable] if leaf_index in into else read(variable)
-        for leaf_index, variable in enumerate(jaxpr.outvars)
-    ]
+    return [read(variable) for variable in jaxpr.outvars]
 
 
-def _scan(
-    scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]
-) -> list[jax.Array]:
+def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
     """The outputs of the scan, with accumulators in place of what it would stack."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
     assert _private.AS_FUNCTION is not None  # or no scan is known
@@ -398,74 +369,25 @@ def _scan(
     # It carries what it carried before, with the accumulators beside it. What no accumulator takes,
     # it stacks still.
     def step(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
-        before, accumulators, measured = carry
-        layer_index, cut = layer
+        (before, accumulated), (layer_index, cut) = carry, layer
         outputs = run(*consts, *before, *cut)
         after, rest = outputs[:carried], dict(enumerate(outputs[carried:], carried))
-        # The measure of the leaf is the sum of those of its layers.
-        measured = [
-            so_far + part.measure(rest[output_index])
-            for (output_index, part), so_far in zip(into.items(), measured, strict=True)
-        ]
-        pairs = zip(into.items(), accumulators, strict=True)
-        added = [
-            _combined(part, accumulator, layer_index, rest.pop(output_index))
-            for (output_index, part), accumulator in pairs
-        ]
-        return (after, added, measured), rest
+        accumulated = {
+            output_index: part.fold_layer(
+                accumulated[output_index], layer_index, rest.pop(output_index)
+            )
+            for output_index, part in into.items()
+        }
+        return (after, accumulated), rest
 
-    accumulators = [
-        _marked_as_combined(part, body.out_avals[output_index])
+    nothing = {
+        output_index: part.begin(body.out_avals[output_index])
         for output_index, part in into.items()
-    ]
-    measured = [
-        _nothing_measured(part, body.out_avals[output_index]) for output_index, part in into.items()
-    ]
+    }
     layers = jnp.arange(length, dtype=jnp.int32), scanned
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
     # The name is how `folded_in_place` finds it again.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
-        (after, added, measured), rest = lax.scan(
-            step, (init, accumulators, measured), layers, length, **options
-        )
-    for part, measures in zip(into.values(), measured, strict=True):
-        if part.reading is not None:
-            part.reading.measures = measures
-    outputs = dict(enumerate(after)) | rest | dict(zip(into, added, strict=True))
+        (after, accumulated), rest = lax.scan(step, (init, nothing), layers, length, **options)
+    outputs = dict(enumerate(after)) | rest | accumulated
     return [outputs[output_index] for output_index in range(len(scan.outvars))]
-
-
-def _marked_as_combined(part: _Part, layer: "ShapedArray") -> Tree:
-    """The accumulator marked as varying as it will, once a layer of this type is combined with
-    it.
-    """
-    # In a loop a carry keeps its type. A layer that varies over mesh axes makes the accumulator
-    # vary.
-    row = partial(jax.tree.map, partial(lax.index_in_dim, index=0, keepdims=False))
-    after = jax.eval_shape(
-        lambda accumulator, value: part.combine(row(accumulator), value), part.accumulator, layer
-    )
-    return jax.tree.map(
-        lambda array, like: as_varying(array, varying_axes(like)), part.accumulator, after
-    )
-
-
-def _nothing_measured(part: _Part, layer: "ShapedArray") -> jax.Array:
-    """The measures of no layer at all, of this type: they vary over mesh axes as those of a
-    layer do.
-    """
-    measures = jax.eval_shape(part.measure, layer)
-    return as_varying(jnp.zeros_like(measures), varying_axes(measures))
-
-
-def _combined(part: _Part, accumulator: Tree, layer_index: jax.Array, value: jax.Array) -> Tree:
-    """The accumulator with one of its rows combined with a value."""
-    row = jax.tree.map(
-        lambda array: lax.dynamic_index_in_dim(array, layer_index, keepdims=False), accumulator
-    )
-    after = part.combine(row, value)
-    return jax.tree.map(
-        lambda array, row: lax.dynamic_update_index_in_dim(array, row, layer_index, 0),
-        accumulator,
-        after,
-    )

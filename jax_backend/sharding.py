@@ -4,7 +4,7 @@ all devices.
 Only JAX has this file; what does the same in torch is for DTensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -12,15 +12,18 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from funcga._backend import Backend
+from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Scalar, Tree
 from jax_backend import _private
-from jax_backend.arrays import axis_names, devices_along, partition_spec
+from jax_backend.arrays import axis_names, devices_along
 
+Entry: TypeAlias = str | tuple[str, ...] | None
 Shape: TypeAlias = tuple[int, ...] | None
 KeyPath: TypeAlias = tuple[object, ...]
 
@@ -43,12 +46,6 @@ class Spread:
 
     blocks: int = 1
     arguments: tuple[tuple[tuple[KeyPath, Shape], NamedSharding], ...] = ()
-
-    def divides(self, sizes: Sequence[tuple[int, int]]) -> bool:
-        """Whether every micro-batch of these (count, size) can take as many rows from each of
-        several blocks.
-        """
-        return self.blocks > 1 and all(size % self.blocks == 0 for _, size in sizes)
 
     def pinned(
         self, outputs: Outputs, reduced: list[Tree], total: Tally
@@ -79,24 +76,31 @@ class Spread:
 
     def _pin(self, shape: Shape, like: NamedSharding | None, part: jax.Array) -> jax.Array:
         if part.ndim == 0:  # a single number is on every device
-            like = NamedSharding(self.arguments[0][1].mesh, partition_spec())
+            like = NamedSharding(self.arguments[0][1].mesh, PartitionSpec())
         elif like is None or part.shape != shape:
             return part
-        pinned: jax.Array = lax.with_sharding_constraint(part, like)  # type: ignore[no-untyped-call]
+        pinned: jax.Array = lax.with_sharding_constraint(part, like)
         return pinned
 
 
-def spread_of(args: Sequence[Tree], arguments: Arguments | None = None) -> Spread:
-    """The Spread of the arguments of a call; without the `arguments` that say where the rows
-    are, in one block.
+def spread_of_call(program: Program, args: tuple[Tree, ...], backend: Backend) -> Spread:
+    """The Spread of a call. It is asked before that is compiled: inside of jit an array does not
+    say where it lies.
     """
+    if program.across is not None or jax.device_count() == 1:
+        return Spread()
+    return spread_of(args, _blocks_of(program.read(args, backend)))
+
+
+def spread_of(args: Sequence[Tree], blocks: int = 1) -> Spread:
+    """The Spread of some arguments, whose rows lie in so many blocks."""
     shardings: dict[tuple[KeyPath, Shape], NamedSharding] = {}
     for arg in args:
         if any(_left_to_the_compiler(leaf) for leaf in jax.tree.leaves(arg)):
             for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
                 if sharding := _left_to_the_compiler(leaf):
                     shardings.setdefault((path, leaf.shape), sharding)
-    return Spread(1 if arguments is None else _blocks_of(arguments), tuple(shardings.items()))
+    return Spread(blocks, tuple(shardings.items()))
 
 
 def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
@@ -120,7 +124,7 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
     kept = [
         tuple(name for name in axis_names(entry) if name in free) or None for entry in sharding.spec
     ]
-    return NamedSharding(mesh, partition_spec(*kept)) if free else None
+    return NamedSharding(mesh, PartitionSpec(*kept)) if free else None
 
 
 def _blocks_of(arguments: Arguments) -> int:
@@ -183,9 +187,10 @@ def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: in
     array = jnp.asarray(array)
     axis %= array.ndim
     # [blocks, rows of each]: a slice of the second axis moves nothing between devices.
-    apart = _reshaped(array, axis, (blocks, array.shape[axis] // blocks))
-    cut = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
-    return cut.reshape(*array.shape[:axis], size, *array.shape[axis + 1 :])
+    before, rows, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
+    apart = array.reshape(*before, blocks, rows // blocks, *after)
+    taken = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
+    return taken.reshape(*before, size, *after)
 
 
 def in_order(
@@ -197,19 +202,16 @@ def in_order(
     """What was collected from each group of micro-batches, as one array a leaf with its rows in
     those of the batch.
     """
-    columns = zip(_axes(outputs), zip(*chunks, strict=True), strict=True)
-    return [_in_order(blocks, groups, axis % column[0].ndim, column) for axis, column in columns]
-
-
-def _in_order(
-    blocks: int, groups: Sequence[tuple[int, int]], axis: int, column: Sequence[jax.Array]
-) -> jax.Array:
-    parts = []
-    for array, (count, size) in zip(column, groups, strict=True):
-        # [micro-batches, blocks, rows], and then the blocks first, as in the batch
-        apart = jnp.moveaxis(_apart(array, axis, (count, blocks, size // blocks)), axis + 1, axis)
-        parts.append(_joined(apart, axis + 1))
-    return _joined(jnp.concatenate(parts, axis=axis + 1), axis)
+    ordered = []
+    for axis, column in zip(_axes(outputs), zip(*chunks, strict=True), strict=True):
+        axis %= column[0].ndim
+        parts = []
+        for array, (count, size) in zip(column, groups, strict=True):
+            # [micro-batches, blocks, rows], and then the blocks first, as in the batch
+            apart = _apart(array, axis, (count, blocks, size // blocks))
+            parts.append(_joined(jnp.moveaxis(apart, axis + 1, axis), axis + 1))
+        ordered.append(_joined(jnp.concatenate(parts, axis=axis + 1), axis))
+    return ordered
 
 
 def joined_along(stacked: jax.Array, axis: int) -> jax.Array:
@@ -220,30 +222,33 @@ def joined_along(stacked: jax.Array, axis: int) -> jax.Array:
 
 def _joined(array: jax.Array, axis: int) -> jax.Array:
     """The array with an axis and the next one as one, which is sharded as the next one was."""
-    sizes = (
-        *array.shape[:axis],
-        array.shape[axis] * array.shape[axis + 1],
-        *array.shape[axis + 2 :],
-    )
-    sharding = jax.typeof(array).sharding
-    if not any(sharding.spec):
-        return array.reshape(sizes)
-    # JAX does not guess how a joined axis is sharded: as the next one was.
-    entries = partition_spec(*sharding.spec[:axis], *sharding.spec[axis + 1 :])
-    return lax.reshape(array, sizes, out_sharding=NamedSharding(sharding.mesh, entries))
+    size = array.shape[axis] * array.shape[axis + 1]
+    return _reshaped(array, axis, 2, (size,), lambda _, entry: (entry,))
 
 
 def _apart(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Array:
     """The array with an axis as three, of which the second one is sharded as that was."""
+    return _reshaped(array, axis, 1, sizes, lambda entry: (None, entry, None))
+
+
+def _reshaped(
+    array: jax.Array,
+    axis: int,
+    count: int,
+    sizes: tuple[int, ...],
+    sharded: Callable[..., tuple[Entry, ...]],
+) -> jax.Array:
+    """The array with axes of these sizes in place of so many. JAX does not guess how the new ones
+    are sharded: as `sharded` makes of the old ones.
+    """
+    whole = (*array.shape[:axis], *sizes, *array.shape[axis + count :])
     sharding = jax.typeof(array).sharding
     if not any(sharding.spec):
-        return _reshaped(array, axis, sizes)
-    entries = partition_spec(
-        *sharding.spec[:axis], None, sharding.spec[axis], None, *sharding.spec[axis + 1 :]
+        return array.reshape(whole)
+    before, old, after = (
+        sharding.spec[:axis],
+        sharding.spec[axis : axis + count],
+        sharding.spec[axis + count :],
     )
-    whole = (*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
+    entries = PartitionSpec(*before, *sharded(*old), *after)
     return lax.reshape(array, whole, out_sharding=NamedSharding(sharding.mesh, entries))
-
-
-def _reshaped(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
-    return array.reshape(*array.shape[:axis], *sizes, *array.shape[axis + 1 :])

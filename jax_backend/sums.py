@@ -86,5 +86,5 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
     """
     # A choice that is never taken, which the compiler cannot see through: the result has the
     # sharding of both.
-    never = lax.optimization_barrier(jnp.asarray(False))  # type: ignore[no-untyped-call]
+    never = lax.optimization_barrier(jnp.asarray(False))
     return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)

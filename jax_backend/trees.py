@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass
 import jax
 import numpy as np
 
-from funcga._trees.mappings import Mapped, container_children, is_container, rebuilt
+from funcga._backend.containers import Mapped, container_children, is_container, rebuilt
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -100,8 +100,6 @@ def partition(tree: Tree) -> tuple[Static, list[Array]]:
     """All of a tree that is no array, and its arrays."""
     leaves, structure = flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
-    if len(arrays) == len(leaves):  # as usual
-        return Static(structure, ()), arrays
     others = [
         (index, _kind(leaf), leaf)
         for index, leaf in enumerate(leaves)
@@ -223,9 +221,11 @@ def unchanged(tree: Tree) -> Iterator[None]:
 
 
 def check_trained(tree: Tree) -> None:
-    """Raises FuncgaError if a variable of nnx in a tree of parameters is state, such as
-    BatchNorm's statistics.
+    """Raises FuncgaError if some of a tree of parameters is no tree to JAX, or a variable of nnx
+    that is state, such as BatchNorm's statistics.
     """
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
+        check_registered(tree, "params")
     for path, variable in _variables(tree):
         kinds = {base.__name__ for base in type(variable).__mro__}
         state = kinds & {"BatchStat", "RngState", "Cache", "Intermediate"}

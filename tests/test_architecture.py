@@ -1,6 +1,7 @@
 """What the design promises of the code itself: who imports whom, laziness, mirror images; each check can fail."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -10,13 +11,15 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend import Arrays, DLPack, Gradients, Loop, Passes, Planner, Replicas, Sums, Transforms, Trees
+from funcga._backend import Arrays, Gradients, Loop, Passes, Replicas, Sums, Transforms, Trees
+from funcga._plan import Planner
+from funcga._trees import DLPack
 from tests import house
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "_call", "_grad", "_plan", "_accumulate", "_coupled",
+LAYERS = ["errors", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "_call", "_grad", "_plan", "_accumulate", "_coupled",
           "_transform", "_stream", "_statistics", "rules", "_versions", "_loading", "_trees", "_compare", "_verify", "_parity", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend.
 TYPES = {
@@ -77,7 +80,7 @@ def test_the_core_imports_no_framework():
     for path, source in sources("funcga").items():
         own = {"numpy"} if PACKAGES & {*path.parts} else set()
         if path.stem in ("in_torch", "in_jax"):
-            own |= {"torch": {"torch", "torch_backend"}, "jax": {"jax", "optax", "jax_backend"}}[
+            own |= {"numpy"} | {"torch": {"torch", "torch_backend"}, "jax": {"jax", "optax", "jax_backend"}}[
                 path.stem.removeprefix("in_")
             ]
         assert not foreign_imports(source, own), path
@@ -115,7 +118,8 @@ def test_backends_import_core_types_only_and_never_each_other():
             both = {"jax", "optax"} if own == "jax" or path.stem in BRIDGES else set()
             assert not foreign_imports(source, {own, "numpy", f"{own}_backend", *both}), path
             rooms = {room(module) for module in imported(source) if module.split(".")[0] == "funcga"}
-            assert {name for name in rooms if name in LAYERS} <= {*TYPES, "_trees"}, (path, other)
+            bridge = {"_trees"} if path.stem in BRIDGES else set()
+            assert {name for name in rooms if name in LAYERS} <= TYPES | bridge, (path, other)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,6 @@ def summary(described):
 def test_backends_supply_what_the_core_asks_for(backend):
     for part, protocol in (
         ("arrays", Arrays),
-        ("dlpack", DLPack),
         ("trees", Trees),
         ("gradients", Gradients),
         ("loop", Loop),
@@ -211,19 +214,28 @@ def test_backends_supply_what_the_core_asks_for(backend):
         ("replicas", Replicas),
         ("sums", Sums),
         ("transforms", Transforms),
-        ("planner", Planner),
     ):
-        for name, member in vars(protocol).items():
-            if inspect.isfunction(member) and not name.startswith("_"):
-                own = getattr(getattr(backend.BACKEND, part), name)
-                assert list(inspect.signature(own).parameters) == list(inspect.signature(member).parameters)[1:]
-                assert summary(own) == summary(member)
+        check_supplied(getattr(backend.BACKEND, part), protocol)
+
+
+def check_supplied(part, protocol):
+    for name, member in vars(protocol).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            own = getattr(part, name)
+            assert list(inspect.signature(own).parameters) == list(inspect.signature(member).parameters)[1:]
+            assert summary(own) == summary(member)
+
+
+@pytest.mark.parametrize(("tool", "protocol"), [("_trees", DLPack), ("_plan", Planner)])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_both_sides_of_a_tool_have_what_it_asks_for(tool, protocol, framework):
+    check_supplied(importlib.import_module(f"funcga.{tool}.in_{framework}"), protocol)
 
 
 # Where CUDA alone is meant, and no device of another kind would do.
 CUDA_ALONE = {
-    "torch_backend/dlpack.py": "the devices of which JAX's `gpu` is one",
-    "torch_backend/optim/optax_adapter.py": "the devices of which JAX's `gpu` is one",
+    "funcga/_trees/in_torch.py": "the devices of which JAX's `gpu` is one",
+    "torch_backend/optax_adapter.py": "the devices of which JAX's `gpu` is one",
     "torch_backend/engine/compiled.py": "CUDA graphs",
     "funcga/_parity/in_torch.py": "NCCL",
     "funcga/_parity/replicas.py": "NCCL",

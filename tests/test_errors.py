@@ -223,13 +223,11 @@ def test_in_axes(kit):
         "in_axes is 'rows'. Give an axis for all arguments, or a tuple with one entry for each of the 2:", step, "rows"
     )
     check_refused(
-        "in_axes is no prefix of the arguments: for `batch` it has dict(['x']: 0), and the argument is dict(",
+        "in_axes is no prefix of the arguments: at batch it has dict(['x']: 0), and there is dict(",
         step,
         (None, {"x": 0}),
     )
-    check_refused(
-        "for `batch['x']` it has tuple([0]: 0), and the argument is float32[6, 2].", step, (None, {"x": (0,), "y": 0})
-    )
+    check_refused("at batch['x'] it has tuple([0]: 0), and there is float32[6, 2].", step, (None, {"x": (0,), "y": 0}))
     check_refused("for `batch` it has 1.5", step, (None, 1.5))
 
 
@@ -352,13 +350,13 @@ def test_folds_that_are_no_prefix(kit):
     step = lambda fold: funcga.accumulate(gradient, 2, in_axes=0, fold=fold)(kit.arrays(X))
     mean = funcga.mean()
     check_refused(
-        "the tree of folds is no prefix of what grad_fn returns: at output, fold= has tuple([0]: Fold, [1]: Fold, [2]: "
-        "Fold) and grad_fn returned tuple([0]: float32[], [1]: dict(['loss']: float32[], ['n']: float32[])). Give one "
+        "the tree of folds is no prefix of what grad_fn returns: at output it has tuple([0]: Fold, [1]: Fold, [2]: "
+        "Fold), and there is tuple([0]: float32[], [1]: dict(['loss']: float32[], ['n']: float32[])). Give one "
         "Fold for all that stands below, such as funcga.mean(), or a container with the same keys.",
         step, (mean, mean, mean),
     )  # fmt: skip
-    check_refused("at output[1], fold= has dict(['loss']: Fold)", step, (mean, {"loss": mean}))
-    check_refused("at output[0], fold= has tuple([0]: Fold)", step, ((mean,), mean))
+    check_refused("at output[1] it has dict(['loss']: Fold)", step, (mean, {"loss": mean}))
+    check_refused("at output[0] it has tuple([0]: Fold)", step, ((mean,), mean))
     check_refused("fold= is 'mean'. Pass a Fold, such as funcga.mean(), or a tree of them.", step, "mean")
     check_refused("fold= is <function mean", step, funcga.mean)
 

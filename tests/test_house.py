@@ -11,10 +11,11 @@ from tests import house
 
 MOST = {
     "files": 147,
-    "tokens": 231_363,
-    "tokens of the core": 149_813,
+    "tokens": 229_825,
+    # What is left when all tools are taken away; parameters, containers and statistics were counted as tools before.
+    "tokens of the core": 153_400,
     "tokens of the core, torch": 63_704,
-    "tokens of tools": 81_550,
+    "tokens of tools": 76_430,
     "attributes of a class": 35,
     "fmt: skip": 0,
     "Any": 599,

@@ -1,5 +1,9 @@
 """The torch backend of funcga: torch.func and torch tensors on any device."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 import torch
 
 from funcga._backend import Backend
@@ -8,20 +12,39 @@ from funcga._fold.accumulator import AccumulatorState
 from funcga._observe.noise import GradientNoise
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, coupled, dlpack, gradients, loop, planner, replicas, sums, trees
+from torch_backend import arrays, coupled, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.modules.layers import running_buffers
-from torch_backend.optim import from_optimizer
-from torch_backend.optim.built import last_options
-from torch_backend.optim.chain import ClipNormState, chain, clip_grad_norm, clip_grad_value
-from torch_backend.optim.optax_adapter import from_optax
-from torch_backend.optim.parameters import apply_updates, assign_grads
-from torch_backend.optim.state import Number, OptimizerState
-from torch_backend.pipeline import pipeline_value_and_grad
+from torch_backend.parameters import apply_updates, assign_grads
 from torch_backend.randomness import example_keys, sampled, seeded
 from torch_backend.replicas import Replicas
 from torch_backend.wrapped import module_value_and_grad
+
+# The tools load when they are first used, and each of these packages can be taken away.
+if TYPE_CHECKING:
+    from torch_backend.optax_adapter import from_optax
+    from torch_backend.optim import from_optimizer
+    from torch_backend.optim.built import last_options
+    from torch_backend.optim.chain import chain, clip_grad_norm, clip_grad_value
+    from torch_backend.pipeline import pipeline_value_and_grad
+else:
+    _LATER = {
+        "torch_backend.optax_adapter": ("from_optax",),
+        "torch_backend.optim": ("from_optimizer",),
+        "torch_backend.optim.built": ("last_options",),
+        "torch_backend.optim.chain": ("chain", "clip_grad_norm", "clip_grad_value"),
+        "torch_backend.pipeline": ("pipeline_value_and_grad",),
+    }
+    _MODULES = {name: module for module, names in _LATER.items() for name in names}
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'torch_backend' has no attribute {name!r}")
+        # Kept in the module, so that the next look finds it without this function.
+        value = globals()[name] = vars(import_module(_MODULES[name]))[name]
+        return value
+
 
 __all__ = [
     "Replicas",
@@ -43,23 +66,26 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend(
-    "torch", trees, arrays, dlpack, gradients, loop, coupled, replicas, sums, transforms, planner
-)
+BACKEND = Backend("torch", trees, arrays, gradients, loop, coupled, replicas, sums, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(
     [
         AccumulatorState,
-        ClipNormState,
         Dropped,
         GradientNoise,
         LossScaledState,
         MultiStepsState,
-        Number,
-        OptimizerState,
         Parts,
         Tally,
         Window,
     ]
 )
+# Those of optimizers too, before the first of them is made: that package adds them itself.
+if find_spec("torch_backend.optim"):
+    import_module("torch_backend.optim")
+
+
+# For completion in an editor or a shell: also what has not been loaded yet.
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
-from funcga.errors import FuncgaError, no_derivative
+from funcga.errors import FuncgaError, no_derivative, no_device
 from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
@@ -391,6 +391,20 @@ def is_power_of_two(number: float) -> bool:
 
 
 # --- Memory ---------------------------------------------------------------------------------------
+
+
+def device(name: object) -> torch.device:
+    """The device of this name; FuncgaError, which says what there is, if there is none."""
+    try:
+        return torch.empty(0, device=name).device  # type: ignore[call-overload, no-any-return]
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise no_device(name, "torch", devices()) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:

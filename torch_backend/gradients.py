@@ -192,11 +192,6 @@ def switched_off() -> FuncgaError:
     )
 
 
-def check_params(params: Any) -> None:
-    """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-    # In torch nothing is to be checked: a tensor is a parameter if it is passed as one.
-
-
 # --- Hooks that a user has put on parameters. A leaf in the place of a parameter has its hooks.
 
 

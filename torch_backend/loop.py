@@ -2,7 +2,6 @@
 
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,7 +26,7 @@ from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
+from torch_backend.engine.compiled import micro_step_of, of_compiled_loss
 from torch_backend.engine.compiled_window import CompiledWindow
 from torch_backend.engine.dropping import (
     DroppingBuffers,
@@ -65,7 +64,7 @@ def window_of(program: Program, backend: Backend) -> Window:
     runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
     gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
     if gradient is None and runs_autograd:
-        gradient = program.memory.keep(_OfCompiledLoss, grad_fn).gradient
+        gradient = of_compiled_loss(grad_fn)
     if gradient is None:
         return Calls(program, grad_fn, reductions)
     if not runs_autograd:
@@ -76,12 +75,13 @@ def window_of(program: Program, backend: Backend) -> Window:
         alone = partial(value_alone, gradient, backend)
         return Calls(program, alone, reductions, gradient, records=True)
     reduction = next(iter(reductions), None)
-    # A compiled micro-step adds gradients that nobody sees.
-    is_plain = reduction is None and program.observers is None
-    step = program.memory.keep(_LastGradient).step_of(gradient) if is_plain else None
-    if step is not None:
-        return CompiledWindow(program, gradient, backend, step)
-    kept = program.memory.keep(Kept, gradient)
+    # A compiled micro-step adds gradients that nobody sees. Without torch._dynamo nothing is
+    # compiled.
+    if reduction is None and program.observers is None and "torch._dynamo" in sys.modules:
+        step = micro_step_of(gradient)
+        if step is not None:
+            return CompiledWindow(program, gradient, backend, step)
+    kept = program.memory.keep(Kept)
     inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
     is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
     return Engine(program, Pass(inputs, is_uninterrupted), kept, reduction)
@@ -102,34 +102,6 @@ def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
     # Once a step is seen to use none, it is not looked at again.
     if _NotWrapped not in memory.kept and check_no_wrapped_module_in(grad_fn):
         memory.keep(_NotWrapped)
-
-
-class _OfCompiledLoss:
-    """Kept by a step: the gradient function of a compiled loss, where grad_fn is a compiled
-    gradient function.
-    """
-
-    def __init__(self, grad_fn: GradFn):
-        self.gradient = of_compiled_loss(grad_fn)
-
-
-class _LastGradient:
-    """Kept by a step: its last gradient function, and the compiled micro-step of the loss; None if
-    it is not compiled.
-
-    Most steps have one. That of `coupled` makes another at each call, of arguments that must not be
-    kept alive.
-    """
-
-    def __init__(self) -> None:
-        self.step: MicroStep | None = None
-        self.of: weakref.ref[GradientFunction] | None = None
-
-    def step_of(self, gradient: GradientFunction) -> MicroStep | None:
-        """The compiled micro-step of a loss."""
-        if self.of is None or self.of() is not gradient:
-            self.step, self.of = micro_step_of(gradient), weakref.ref(gradient)
-        return self.step
 
 
 class _NotWrapped:
@@ -691,13 +663,6 @@ def _drops_what_communicates(scope: str | None) -> FuncgaError:
 def is_traced(tree: Any) -> bool:
     """Whether these arguments are those of a program that is being compiled."""
     return torch.compiler.is_compiling()
-
-
-def finished(tree: Any) -> Any:
-    """The tree when it is computed, or the error that computing it raises."""
-    # Torch allocates memory when it launches a kernel, so an allocation that fails has raised
-    # already.
-    return tree
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,8 +16,8 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
-from torch_backend.optim.parameters import added as added
-from torch_backend.optim.parameters import narrowed
+from torch_backend.parameters import added as added
+from torch_backend.parameters import narrowed
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.replicas import Replicas

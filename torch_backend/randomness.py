@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from funcga._trees import is_numpy
+from funcga._backend.dispatch import is_numpy
 from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees

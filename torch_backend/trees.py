@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcga._trees.mappings import Mapped, container_children, is_container, rebuilt
+from funcga._backend.containers import Mapped, container_children, is_container, rebuilt
 from funcga._types import Structure, Tree
 from torch_backend._private import pytree
 

@@ -7,7 +7,7 @@ about its arrays, its loop and its gradients.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
@@ -145,6 +145,14 @@ class Arrays(Protocol):
 
     # Memory and storage.
 
+    def device(self, name: object) -> Any:
+        """The device of this name; FuncgaError, which says what there is, if there is none."""
+        ...
+
+    def devices(self) -> list[str]:
+        """The names of the devices that there are."""
+        ...
+
     def owned(self, array: Array, others: Sequence[Array]) -> Array:
         """The array, or a copy of it where it is one of these others, or a view of one."""
         ...
@@ -155,61 +163,6 @@ class Arrays(Protocol):
 
     def restored(self, numbers: Array, like: Array) -> Array:
         """What was stored of an array like this one."""
-        ...
-
-
-class Transfer(NamedTuple):
-    """An array on its way to another framework, and why it was copied: None where it is in its
-    owner's memory.
-    """
-
-    array: Array
-    copied: str | None = None
-
-
-class ExportError(Exception):
-    """What an array is, and why another framework cannot have it; the caller knows its path."""
-
-
-class DLPack(Protocol):
-    """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
-
-    def platforms(self) -> set[str]:
-        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so
-        on.
-        """
-        ...
-
-    def device(self, name: object) -> Any:
-        """The device of this name; FuncgaError, which says what there is, if there is none."""
-        ...
-
-    def devices(self) -> list[str]:
-        """The names of the devices that there are."""
-        ...
-
-    def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
-        """The array as others import it: by DLPack, if it lies on one of their platforms, else
-        as NumPy's.
-        """
-        ...
-
-    def check_importable(self, array: Array) -> None:
-        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as
-        it is.
-        """
-        ...
-
-    def import_arrays(self, exports: Sequence[Transfer], device: Any, copy: bool) -> list[Transfer]:
-        """Exported arrays as this framework's, in the same memory where it can be; if `copy`,
-        all in new memory.
-        """
-        ...
-
-    def extents(self, leaf: Array) -> list[tuple[int, int]]:
-        """The addresses of the first byte and of that after the last, of every piece of memory
-        of the array.
-        """
         ...
 
 
@@ -236,10 +189,6 @@ class Gradients(Protocol):
         """
         ...
 
-    def check_params(self, params: Tree) -> None:
-        """Raises FuncgaError if some of what is to be differentiated is state, and not trained."""
-        ...
-
 
 class Loop(Protocol):
     """A framework's way to go through the micro-batches."""
@@ -260,10 +209,6 @@ class Loop(Protocol):
 
     def is_traced(self, tree: Tree) -> bool:
         """Whether these arguments are those of a program that is being compiled."""
-        ...
-
-    def finished(self, tree: Tree) -> Tree:
-        """The tree when it is computed, or the error that computing it raises."""
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -447,43 +392,6 @@ class Transforms(Protocol):
         ...
 
 
-class Planner(Protocol):
-    """How much memory a window takes, found without running it."""
-
-    def is_shape(self, leaf: Any) -> bool:
-        """Whether the leaf only stands for an array of this framework: it has a shape and a
-        dtype, and no numbers.
-        """
-        ...
-
-    def rows(self, program: Program, args: tuple[Tree, ...], backend: "Backend") -> int:
-        """How many rows the arguments of a call have."""
-        ...
-
-    def nbytes(self, tree: Tree) -> int:
-        """The bytes that the arrays of a tree take; memory that several of them share is counted
-        once.
-        """
-        ...
-
-    def free_memory(self, tree: Tree) -> int | None:
-        """The bytes that are free on the device of these arrays; None if that is the host."""
-        ...
-
-    def peak(
-        self,
-        program: Program,
-        window: Callable[[Program], Callable[..., Any]],
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        backend: "Backend",
-    ) -> dict[str, int]:
-        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it
-        is.
-        """
-        ...
-
-
 class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
 
@@ -511,13 +419,11 @@ class Backend:
     name: str
     trees: Trees
     arrays: Arrays
-    dlpack: DLPack
     gradients: Gradients
     loop: Loop
     passes: Passes
     replicas: Replicas
     sums: Sums
     transforms: Transforms
-    planner: Planner
     # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None

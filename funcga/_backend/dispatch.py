@@ -103,6 +103,19 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     raise _without_arrays(trees, names(), [backend.name for backend in loaded])
 
 
+def is_numpy(leaf: object) -> bool:
+    """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
+    return is_of_numpy(leaf, "ndarray", "generic")
+
+
+def is_of_numpy(leaf: object, *names: str) -> bool:
+    """Whether the leaf is of one of NumPy's classes of these names; NumPy is not imported."""
+    bases = type(leaf).__mro__
+    return any(
+        base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases
+    )
+
+
 def _framework(leaf: object) -> str | None:
     # of an int in its graph torch.compile knows no more
     if isinstance(leaf, int | float) or not hasattr(leaf, "shape"):

@@ -30,6 +30,24 @@ class PrefixError(Exception):
         super().__init__(path)
         self.path, self.prefix, self.tree = path, prefix, tree
 
+    def refusal(
+        self,
+        what: str,
+        write: str,
+        trees: Trees,
+        describe: Callable[[Tree], str],
+        shown: Callable[[Tree], str] = repr,
+        root: str = "",
+    ) -> FuncgaError:
+        """The error that says what is no prefix of what, and what to write instead. `shown` and
+        `describe` give the leaves of the one and of the other in a few characters.
+        """
+        there = outline(self.tree, trees, describe)
+        return FuncgaError(
+            f"{what}: at {root}{self.path} it has {outline(self.prefix, trees, shown)}, and there "
+            f"is {there}. {write}"
+        )
+
 
 def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
     """The path of every leaf, as one would write it in code, in the order of `trees.flatten`."""
@@ -167,14 +185,8 @@ def named_by_leaf(
         try:
             names = [each for each, _ in broadcast(named, tree, len(leaves), is_name, trees, path)]
         except PrefixError as error:
-            asked, there = (
-                outline(error.prefix, trees, repr),
-                outline(error.tree, trees, lambda leaf: "..."),
-            )
-            raise FuncgaError(
-                f"across= does not fit: at {error.path} it has {asked}, and there is {there}. Name "
-                f"the replicas of every leaf, {write}."
-            ) from error
+            write = f"Name the replicas of every leaf, {write}."
+            raise error.refusal("across= does not fit", write, trees, lambda leaf: "...") from error
     for leaf_path, each in zip(paths, names, strict=True):
         if not is_name(each):
             raise FuncgaError(

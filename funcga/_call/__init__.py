@@ -21,7 +21,7 @@ from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
 from funcga._replicas import Step, check_one_for_all, step_of
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, refuses_arguments
+from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
@@ -178,27 +178,24 @@ class Program:
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
         names = inspect.signature(self.grad_fn).parameters
-        called = (
-            f"grad_fn takes ({', '.join(names)}), and was called with {count} positional "
-            f"arguments: {error}."
-        )
-        if streamed:
-            raise FuncgaError(
-                f"{called} A micro-batch that is a tuple or list is spread, grad_fn(params, "
-                "*item), so it has one field for each parameter after the first; to pass it as one "
-                "argument, yield (item,). A single batch is split by funcga.accumulate(grad_fn, "
-                "n)(params, *batch)."
-            ) from error
-        raise FuncgaError(
-            f"{called} Pass one argument for each parameter: step(params, *batch) for a batch in a "
+        instead = (
+            "A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has "
+            "one field for each parameter after the first; to pass it as one argument, yield "
+            "(item,). A single batch is split by funcga.accumulate(grad_fn, n)(params, *batch)."
+            if streamed
+            else "Pass one argument for each parameter: step(params, *batch) for a batch in a "
             "tuple. A list of micro-batches is folded by funcga.stream(grad_fn)(params, "
             "microbatches)."
+        )
+        raise FuncgaError(
+            f"grad_fn takes ({', '.join(names)}), and was called with {count} positional "
+            f"arguments: {error}. {instead}"
         ) from error
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs of a first micro-batch with this output, and the leaves of it."""
         # The first micro-batch shows the structure; all later ones are checked against it.
-        backend, carried = arguments.backend, arguments.carried()
+        backend, carried = arguments.backend, arguments.carried() if arguments.state else []
         if self.observers is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
@@ -315,6 +312,25 @@ def _check_no_model(grad_fn: GradFn) -> None:
         )
 
 
+def read_sizes(
+    n: object, microbatch_size: object, instead: str = ""
+) -> tuple[int | None, int | None]:
+    """`n` and `microbatch_size` of a step, of which one is given.
+
+    Raises FuncgaError for neither or both, and for what is no count; it names what may stand
+    `instead` of n.
+    """
+    if (n is None) == (microbatch_size is None):
+        count = "neither" if n is None else "both"
+        raise FuncgaError(
+            f"{count} of n and microbatch_size were given. Say one: accumulate(grad_fn, n=8) for 8 "
+            "micro-batches, or accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
+        )
+    if n is None:
+        return None, check_count(microbatch_size, "microbatch_size")
+    return check_count(n, "n", instead), None
+
+
 def read_program(
     grad_fn: GradFn,
     fold: FoldTree,
@@ -352,6 +368,7 @@ def read_program(
         f'drop="{drop}"': drop is not None,
         "drop_if=": drop_if is not None,
         "scaled=True": getattr(grad_fn, "scaled", False),
+        "scatter=": getattr(across, "scatter", None) is not None,
     }
     used = [feature for feature, is_used in features.items() if is_used]
     if used:

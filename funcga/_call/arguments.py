@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
+from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths
 from funcga._call.examples import Examples, find_examples
 from funcga._types import Array, GradFn, Structure, Tree
 from funcga.errors import FuncgaError, streamable
@@ -193,8 +193,6 @@ class Arguments:
 
     def carried(self) -> list[tuple[str, str]]:
         """(root, path) of the leaves that are CARRY."""
-        if not self.state:
-            return []
         return [paths for paths, (_, axis) in zip(self.paths(), self, strict=True) if axis is CARRY]
 
 
@@ -226,8 +224,13 @@ def read_arguments(
             try:
                 axis_values = broadcast(axis, arg, len(leaves), _is_axis, backend.trees)
             except PrefixError as error:
-                raise _no_prefix(
-                    error, argument_names(grad_fn, count)[arg_index], backend
+                raise error.refusal(
+                    "in_axes is no prefix of the arguments",
+                    "Write an axis, None (whole) or funcga.CARRY for all that stands below, or a "
+                    "container with the same keys.",
+                    backend.trees,
+                    backend.arrays.describe,
+                    root=argument_names(grad_fn, count)[arg_index],
                 ) from error
             axes = [
                 value if value is None or value is CARRY else operator.index(value)
@@ -264,16 +267,6 @@ def _is_axis(value: object) -> bool:
         value is None
         or value is CARRY
         or (hasattr(value, "__index__") and not isinstance(value, bool))
-    )
-
-
-def _no_prefix(error: PrefixError, name: str, backend: Backend) -> FuncgaError:
-    trees = backend.trees
-    return FuncgaError(
-        f"in_axes is no prefix of the arguments: for `{name}{error.path}` it has "
-        f"{outline(error.prefix, trees, repr)}, and the argument is "
-        f"{outline(error.tree, trees, backend.arrays.describe)}. Write an axis, None (whole) or "
-        "funcga.CARRY for all that stands below, or a container with the same keys."
     )
 
 

@@ -66,6 +66,10 @@ EXCLUSIVE: dict[tuple[str, str], str] = {
         "weight: "
         "fold=funcga.per_weight(), weight=..."
     ),
+    ("observe=", "scatter="): (
+        "of across=, which leaves the gradient in parts on the replicas: what is observed is "
+        "compared with the whole of it. Leave scatter out of a step that observes."
+    ),
     ("drop=", "scaled=True"): (
         "and the loss_scaled that divides by the scale has to see what is not finite, or the scale "
         "would never back off. Leave drop out: loss_scaled skips such updates itself."

@@ -1,5 +1,11 @@
-"""`compare`: how far two trees are apart, leaf by leaf, and whether that is what rounding
-explains.
+"""The tool that says how far two trees are apart, leaf by leaf, and whether rounding explains it.
+
+    report = funcga.compare(torch_params, jax_params, rules=funcga.rules.torch_to_flax)
+    report.assert_close()
+
+`compare` is in this file, the report of all leaves in `report.py`, the row of one in `row.py`, and
+what rounding explains in `tolerances.py`. It stands on the trees of two frameworks
+(`funcga._trees`); verify and parity stand on it.
 """
 
 import math

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape
+from funcga._tables import rich_table, text_table
 from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
@@ -151,27 +152,18 @@ class Report:
             FuncgaError: rich is not installed.
         """
         try:
-            from rich.box import SIMPLE_HEAD
-            from rich.table import Table
             from rich.text import Text
         except ModuleNotFoundError as error:
             raise FuncgaError(
                 "rich is not installed, and report.table needs it. Install it: pip install "
                 "'funcga[parity]', or print the report as text: print(str(report))."
             ) from error
+        headings = _headings(self.names)
         caption = Text(f"{self.verdict}\n{self.tolerance}")
-        table = Table(
-            caption=caption,
-            caption_justify="left",
-            box=SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-        )
-        for heading in _headings(self.names):
-            table.add_column(heading, no_wrap=heading not in ("leaf", ""), overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, _cells(row)), style="" if row.ok else "bold red")
-        return table
+        lines = [
+            [Text(cell, "" if row.ok else "bold red") for cell in _cells(row)] for row in self.rows
+        ]
+        return rich_table(headings, lines, headings[1:-1], caption=caption, caption_justify="left")
 
     def __rich__(self) -> "Table":
         return self.table()
@@ -205,35 +197,26 @@ class Report:
         """
         try:
             # Not pyplot, which keeps every figure and may want a screen.
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
             raise FuncgaError(
                 f"{error.name} is not installed, and report.plot draws with it. Install it: pip "
                 "install 'funcga[parity]'"
             ) from error
+        left, right = self.names
         figure = Figure(figsize=(9, 1.8 + 0.24 * len(self.rows)), layout="constrained")
-        _draw(figure.add_subplot(), self.rows)
-        (axes,) = figure.axes
-        axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
-        axes.set_xlabel(
-            f"largest |{self.names[0]} - {self.names[1]}| / largest |{self.names[1]}| of the leaf"
+        axes = figure.add_subplot(
+            xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
         )
-        axes.set_ylabel("leaf")
-        if (
-            str(file).rpartition(".")[2].lower()
-            not in FigureCanvasAgg(figure).get_supported_filetypes()
-        ):
-            raise FuncgaError(
-                f"report.plot cannot write {str(file)!r}: name a .png, .svg or .pdf file."
-            )
+        _draw(axes, self.rows)
+        axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
         try:
             figure.savefig(file, dpi=120)
-        except OSError as error:
-            raise FuncgaError(
-                f"report.plot cannot write {str(file)!r}: {error.strerror}. Name a file in a "
-                "folder that exists."
-            ) from error
+        except (OSError, ValueError) as error:
+            why = ": name a .png, .svg or .pdf file."
+            if isinstance(error, OSError):
+                why = f": {error.strerror}. Name a file in a folder that exists."
+            raise FuncgaError(f"report.plot cannot write {str(file)!r}{why}") from error
 
 
 def _json(value: object) -> object:
@@ -246,11 +229,8 @@ def _json(value: object) -> object:
 
 
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """The table as lines of text, in columns."""
-    lines = [_headings(names), *map(_cells, rows)]
-    # Each column is as wide as its longest cell.
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    """The table as lines of text."""
+    return text_table([_headings(names), *map(_cells, rows)])
 
 
 def _headings(names: tuple[str, str]) -> list[str]:
@@ -328,59 +308,19 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
     }[row.status]
 
 
-# The picture: marks that can be told apart without their colours.
-_FINE = {"equal": "|", "within": "o"}
-_BAD = {
-    "beyond": "X",
-    "nan": "*",
-    "inf": "P",
-    "shape": "s",
-    "dtype": "D",
-    "missing": "<",
-    "extra": ">",
-}
-
-
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Leaves from top to bottom; what is 0 stands at the left edge, what has no size at the
-    right one.
+    """Leaves from top to bottom, those that are not close in red; what is 0 stands at the left
+    edge, what has no size at the right one.
     """
     # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
-    low, high = _range(rows)
-    axes.set_xscale("log")
-    axes.set_xlim(low / 3, high * 3)
-    axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
-    # From the larger to the smaller number, as the first leaf stands on top.
-    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
-    axes.grid(alpha=0.3)
-    # One call for each status, which gives it a mark, a colour and a line in the legend.
-    for status, mark in (_FINE | _BAD).items():
-        marked = [(line, row.relative) for line, row in enumerate(rows) if row.status == status]
-        if marked:
-            shown = [max(size, low) if math.isfinite(size) else high for _, size in marked]
-            color = "tab:blue" if status in _FINE else "tab:red"
-            axes.plot(
-                shown,
-                [line for line, _ in marked],
-                mark,
-                label=f"{status} ({len(marked)})",
-                color=color,
-            )
-    limits = [(row.allowed, line) for line, row in enumerate(rows) if 0 < row.allowed < math.inf]
-    if limits:
-        axes.plot(
-            *zip(*limits, strict=True),
-            marker=4,
-            markersize=9,
-            color="k",
-            linestyle="none",
-            label="limit",
-        )
-    if rows:
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
-
-
-def _range(rows: Sequence[Row]) -> tuple[float, float]:
-    """The smallest and the largest size to draw, each with some room."""
     sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
-    return (min(sizes) / 10, max(sizes) * 10) if sizes else (1e-9, 1.0)
+    low, high = min(sizes, default=1e-8) / 10, max(sizes, default=0.1) * 10
+    # From the larger to the smaller number, as the first leaf stands on top.
+    axes.set(xscale="log", xlim=(low / 3, high * 3), ylim=(max(len(rows), 1) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
+    axes.grid(alpha=0.3)
+    for line, row in enumerate(rows):
+        shown = max(row.relative, low) if math.isfinite(row.relative) else high
+        axes.plot(shown, line, "o" if row.ok else "X", color="tab:blue" if row.ok else "tab:red")
+        if 0 < row.allowed < math.inf:
+            axes.plot(row.allowed, line, marker=4, markersize=9, color="k")

@@ -15,7 +15,6 @@ from funcga._backend.prefixes import (
     broadcast,
     leaf_paths,
     leaves_in_order,
-    outline,
     paths_apart,
 )
 from funcga._fold import LeafFold, bind, check_shape
@@ -312,17 +311,14 @@ def broadcast_folds(
             raise FuncgaError(
                 f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them."
             ) from error
-        trees, describe = backend.trees, backend.arrays.describe
-        folds = outline(
-            error.prefix, trees, lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf)
-        )
-        what, returned = f"the {name}", "they are"
-        if name == "output":
-            what, returned = "what grad_fn returns", "grad_fn returned"
-        raise FuncgaError(
-            f"the tree of folds is no prefix of {what}: at {error.path}, fold= has {folds} and "
-            f"{returned} {outline(error.tree, trees, describe)}. Give one Fold for all that stands "
-            "below, such as funcga.mean(), or a container with the same keys."
+        of = "what grad_fn returns" if name == "output" else f"the {name}"
+        raise error.refusal(
+            f"the tree of folds is no prefix of {of}",
+            "Give one Fold for all that stands below, such as funcga.mean(), or a container with "
+            "the same keys.",
+            backend.trees,
+            backend.arrays.describe,
+            lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf),
         ) from error
 
 

@@ -56,15 +56,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     return jax.jit(step, compiler_options=_private.quick_to_compile())
 
 
-def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns compiled(*args), all Python code of which has
-    run by then.
-    """
-    # What is compiled is kept, for later calls of the function too.
-    lowered = compiled.lower(*args)  # type: ignore[attr-defined]
-    return lambda: lowered.compile()(*args)
-
-
 def over_replicas(
     step: Callable[..., Tree], arguments: Arguments, count: int
 ) -> tuple[Tree, int] | None:
@@ -76,7 +67,7 @@ def over_replicas(
     if len(devices) < count:
         raise FuncgaError(f"{count} replicas need as many devices, and JAX has {len(devices)}.")
     mesh = jax.make_mesh((count,), ("replicas",), devices=devices[:count])
-    everywhere = jax.NamedSharding(mesh, jax.P())  # type: ignore[no-untyped-call]
+    everywhere = jax.NamedSharding(mesh, jax.P())
     # Shards are of one size.
     rows = arguments.rows() // count * count
     args = jax.device_put(arguments.cut(0, rows, []), everywhere)

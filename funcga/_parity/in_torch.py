@@ -13,7 +13,7 @@ from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify.in_torch import precision as precision
 from torch_backend.optim import from_optimizer
-from torch_backend.optim.parameters import apply_updates as apply_updates
+from torch_backend.parameters import apply_updates as apply_updates
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -39,14 +39,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     code.
     """
     return step
-
-
-def prepared(compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-    """A function without arguments that returns compiled(*args), all Python code of which has
-    run by then.
-    """
-    result = compiled(*args)
-    return lambda: result
 
 
 def over_replicas(

@@ -1,18 +1,17 @@
 """The page and the pictures of a run: where a difference is, and how it grows."""
 
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.resources import files
+from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from funcga._compare.report import Report, figure
 from funcga._parity import report as tables
-from funcga._parity.run import CAUSES, Findings
+from funcga._parity.run import CAUSES, Compared, Findings, Trajectory
 from funcga._versions import versions
 
 
@@ -67,8 +66,7 @@ FLOOR = 1e-18
 """Where no difference at all is drawn, as a logarithm has no place for it."""
 
 
-@dataclass(frozen=True)
-class _Series:
+class _Series(NamedTuple):
     """Largest relative differences in one dtype, at positions from 0 on: of a framework, or of
     an optimizer.
     """
@@ -83,10 +81,9 @@ class _Series:
         return self.dtype if self.name == self.dtype else f"{self.name}, {self.dtype}"
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     """What one of the axes shows. ticks: what each position is called; reports: those that the
-    limits are from.
+    limits are from; empty: what stands there if there is no series.
 
     apart: whether neighbouring positions are two things, and not steps of one course, which a line
     would join.
@@ -97,7 +94,7 @@ class _Panel:
     ticks: list[str]
     series: list[_Series]
     reports: list[Report]
-    apart: bool = False
+    apart: bool
     empty: str = "not run"
 
     @property
@@ -108,88 +105,78 @@ class _Panel:
         return {dtype: max(row.limit for row in rows if row.dtype == dtype) for dtype in dtypes}
 
 
-def _panels(findings: Findings) -> Iterator[_Panel]:
-    yield _against_n(findings)
-    yield _against_depth(findings)
-    yield _by_micro_batch(findings)
-    yield _by_update(findings)
+_WHOLE = "n = 1 is the full batch"
 
 
-def _against_n(findings: Findings) -> _Panel:
+def _panels(findings: Findings) -> list[_Panel]:
+    model, ns = findings.of("model"), len(findings.rows)
+    accumulated = [c for c in findings.of("accumulation") if c.replicas == 1]
+    # With one framework alone its largest n stands for the comparison of the full batches.
+    full = [c for c in model if c.micro_batch is None] or [c for c in accumulated if c.n == ns]
     # Of one micro-batch nothing is accumulated: both are the same call.
-    compared = [c for c in findings.of("accumulation") if c.replicas == 1 and c.n != 1]
-    groups = dict.fromkeys((str(c.framework), c.dtype) for c in compared)
-    series = [
-        _Series(
-            name,
-            dtype,
-            [c.report.most for c in compared if (c.framework, c.dtype) == (name, dtype)],
-        )
-        for name, dtype in groups
+    return [
+        _by_n([c for c in accumulated if c.n != 1]),
+        _by_leaf(full),
+        _by_micro_batch(model, ns),
+        _by_update(findings.trajectories),
     ]
-    ns = [str(n) for n in dict.fromkeys(c.n for c in compared)]
-    reports = [c.report for c in compared]
+
+
+def _by_n(accumulated: list[Compared]) -> _Panel:
     return _Panel(
         "accumulated vs full batch",
         "n, micro-batches",
-        ns,
-        series,
-        reports,
-        empty="n = 1 is the full batch",
+        [str(n) for n in dict.fromkeys(c.n for c in accumulated)],
+        _series(accumulated, lambda c: str(c.framework)),
+        [c.report for c in accumulated],
+        apart=False,
+        empty=_WHOLE,
     )
 
 
-def _against_depth(findings: Findings) -> _Panel:
-    full = [c for c in findings.of("model") if c.micro_batch is None]
-    # With one framework alone its largest n stands for the comparison.
-    if not full:
-        full = [
-            c for c in findings.of("accumulation") if c.n == len(findings.rows) and c.replicas == 1
-        ]
+def _by_micro_batch(model: list[Compared], n: int) -> _Panel:
+    parts = [c for c in model if c.micro_batch is not None and n > 1]
+    return _Panel(
+        "torch vs JAX, each micro-batch",
+        "micro-batch",
+        [str(number) for number in range(1, n + 1)],
+        _series(parts, lambda c: c.dtype),
+        [c.report for c in parts],
+        apart=True,
+        empty=_WHOLE if model else "not run",
+    )
+
+
+def _by_leaf(full: list[Compared]) -> _Panel:
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    series = [
-        _Series(dtype, dtype, [row.relative for row in rows]) for dtype, rows in leaves.items()
-    ]
-    paths = [row.path for row in next(iter(leaves.values()))]
-    reports = [c.report for c in full]
     return _Panel(
         f"{full[0].what}, leaf by leaf",
         "leaf, in the order of the parameters",
-        paths,
-        series,
-        reports,
-        True,
+        [row.path for row in next(iter(leaves.values()))],
+        [_Series(dtype, dtype, [r.relative for r in rows]) for dtype, rows in leaves.items()],
+        [c.report for c in full],
+        apart=True,
     )
 
 
-def _by_micro_batch(findings: Findings) -> _Panel:
-    # One micro-batch is the full batch, which the panel before has.
-    compared = [
-        c for c in findings.of("model") if c.micro_batch is not None and len(findings.rows) > 1
-    ]
-    dtypes = dict.fromkeys(c.dtype for c in compared)
-    series = [
-        _Series(dtype, dtype, [c.report.most for c in compared if c.dtype == dtype])
-        for dtype in dtypes
-    ]
-    numbers = [str(number) for number in range(1, len(findings.rows) + 1)]
-    reports = [c.report for c in compared]
-    empty = "n = 1 is the full batch" if findings.of("model") else "not run"
+def _by_update(trained: list[Trajectory]) -> _Panel:
+    updates = max((len(t.reports) for t in trained), default=0)
     return _Panel(
-        "torch vs JAX, each micro-batch", "micro-batch", numbers, series, reports, True, empty
+        "torch vs JAX, parameters in training",
+        "update",
+        [str(update) for update in range(1, updates + 1)],
+        [_Series(t.optimizer, t.dtype, [r.most for r in t.reports]) for t in trained],
+        [t.reports[-1] for t in trained],
+        apart=False,
     )
 
 
-def _by_update(findings: Findings) -> _Panel:
-    series = [
-        _Series(t.optimizer, t.dtype, [report.most for report in t.reports])
-        for t in findings.trajectories
-    ]
-    updates = [
-        str(update) for update in range(1, max((len(s.values) for s in series), default=0) + 1)
-    ]
-    reports = [t.reports[-1] for t in findings.trajectories]
-    return _Panel("torch vs JAX, parameters in training", "update", updates, series, reports)
+def _series(compared: list[Compared], name: Callable[[Compared], str]) -> list[_Series]:
+    """A series for each name and dtype."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for each in compared:
+        values.setdefault((name(each), each.dtype), []).append(each.report.most)
+    return [_Series(*key, found) for key, found in values.items()]
 
 
 # What can be told apart without colours: a name by its marker, a dtype by its dashes and by the
@@ -198,81 +185,54 @@ def _by_update(findings: Findings) -> _Panel:
 _STYLES = {"float64": ("-", 4), "float32": ("--", 8), "bfloat16": (":", 11), "float16": ("-.", 14)}
 _MARKERS = "osD^vP"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-_SHIFT = 0.12  # of the names at one position, against each other
 
 
 def _draw(axes: Axes, panel: _Panel) -> None:
-    axes.set(title=panel.title, yscale="log", ylabel="largest relative difference")
+    axes.set(
+        title=panel.title,
+        yscale="log",
+        xlabel=panel.xlabel,
+        ylabel="largest relative difference",
+    )
     axes.grid(alpha=0.3)
     if not panel.series:
         axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
-    # One position alone has no course that a line could show.
-    if len(panel.ticks) == 1:
-        _draw_bars(axes, panel)
-    else:
-        _draw_lines(axes, panel)
-    for dtype, limit in panel.limits.items():
-        if limit > 0:
-            axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
-            label = axes.annotate(
-                f"limit, {dtype}", (1, limit), (-3, 2), ("axes fraction", "data"), "offset points"
-            )
-            label.set(horizontalalignment="right", fontsize="x-small", color="0.3")
-            label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})
-    axes.margins(y=0.1)
-    axes.set_ylim(bottom=FLOOR / 3)
-
-
-def _draw_bars(axes: Axes, panel: _Panel) -> None:
-    labels = [series.label.replace(", ", "\n") for series in panel.series]
-    names = list(dict.fromkeys(series.name for series in panel.series))
-    colours = [_COLOURS[names.index(series.name)] for series in panel.series]
-    axes.bar(
-        labels, [max(series.values[0], FLOOR) for series in panel.series], color=colours, width=0.5
-    )
-    axes.tick_params(axis="x", labelsize="small")
-    axes.set_xlabel(f"{panel.xlabel}: {panel.ticks[0]}")
-
-
-def _draw_lines(axes: Axes, panel: _Panel) -> None:
     names = list(dict.fromkeys(series.name for series in panel.series))
     for series in panel.series:
-        index = names.index(series.name)
-        dashes, size = _STYLES.get(series.dtype, ("-", 4))
-        # A name that is a dtype has its own size of markers, and needs no place beside the others.
-        shift = 0.0 if series.name == series.dtype else _SHIFT * (index - (len(names) - 1) / 2)
+        index = names.index(series.name) % len(_MARKERS)
+        dashes, size = _STYLES[series.dtype]
         axes.plot(
-            [position + shift for position in range(len(series.values))],
             [max(value, FLOOR) for value in series.values],
             label=series.label,
-            color=_COLOURS[index % len(_COLOURS)],
-            marker=_MARKERS[index % len(_MARKERS)],
+            color=_COLOURS[index],
+            marker=_MARKERS[index],
             markersize=size,
             markerfacecolor=None if size == 4 else "none",
             linestyle="" if panel.apart else dashes,
-            markevery=0.1 if len(series.values) > 12 and not panel.apart else None,
         )
-    axes.set_xlabel(panel.xlabel)
-    is_named = not panel.ticks[0].isdecimal()
+    for dtype, limit in panel.limits.items():
+        if limit > 0:
+            axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
+            axes.annotate(
+                f"limit, {dtype}",
+                (1, limit),
+                (-3, 2),
+                ("axes fraction", "data"),
+                "offset points",
+                ha="right",
+                fontsize="x-small",
+                color="0.3",
+            )
     # More names than these would cover one another.
-    if len(panel.ticks) <= (24 if is_named else 12):
-        labels = axes.set_xticks(
-            range(len(panel.ticks)), panel.ticks, fontsize="x-small" if is_named else "small"
-        )
-        for tick in labels if is_named else ():
-            tick.label1.set(rotation=60, ha="right", rotation_mode="anchor")
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.xaxis.set_major_formatter(lambda position, _: f"{position + (not is_named):.0f}")
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        fontsize="small",
-        frameon=False,
-        handlelength=3.5,
-    )
+    every = -(-len(panel.ticks) // 24)
+    rotation = 0 if panel.ticks[0].isdecimal() else 60
+    positions = range(0, len(panel.ticks), every)
+    axes.set_xticks(positions, panel.ticks[::every], fontsize="x-small", rotation=rotation)
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=FLOOR / 3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)
 
 
 def _svg(panel: _Panel, name: str) -> str:

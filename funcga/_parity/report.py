@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +12,7 @@ from funcga._compare.report import figure as figure
 from funcga._compare.row import Row
 from funcga._parity.run import CAUSES, Compared, Findings, Trajectory
 from funcga._parity.sides import named
+from funcga._tables import rich_table
 from funcga._versions import versions
 
 WIDTH = 100
@@ -104,24 +104,22 @@ def as_table(findings: Findings) -> Table:
     """The table of a problem: a line for everything that is compared, by the cause that a
     difference would have.
     """
-    table = Table(
-        title=Text(title(findings), style="bold"),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-    )
-    table.pad_edge = False
-    for heading in ("cause", "what is compared", *findings.dtypes, "worst at", ""):
-        table.add_column(heading, no_wrap=heading in ("cause", *findings.dtypes), overflow="fold")
-    # A cause is written once, above the lines that have it.
+    cells: list[list[str | Text]] = []
     last = ""
     for line in lines(findings):
         style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
-        shown = line.cause if line.cause != last else ""
+        # A cause is written once, above the lines that have it.
+        cause = line.cause if line.cause != last else ""
         figures = [line.figures.get(dtype, "") for dtype in findings.dtypes]
-        table.add_row(shown, line.what, *figures, line.where, Text(line.status, style))
+        cells.append([cause, line.what, *figures, line.where, Text(line.status, style)])
         last = line.cause
-    return table
+    return rich_table(
+        ("cause", "what is compared", *findings.dtypes, "worst at", ""),
+        cells,
+        ("cause", *findings.dtypes),
+        title=Text(title(findings), style="bold"),
+        title_justify="left",
+    )
 
 
 def title(findings: Findings) -> str:
@@ -195,13 +193,7 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
 
 
 def _compared_as_json(findings: Findings, c: Compared) -> dict[str, object]:
-    about = {
-        "cause": c.cause,
-        "what": c.what,
-        "dtype": c.dtype,
-        "n": c.n,
-        "micro_batch": c.micro_batch,
-    }
+    about = {name: value for name, value in c._asdict().items() if name != "report"}
     return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
 
 

@@ -4,13 +4,13 @@ have.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from funcga._backend.dispatch import load
 from funcga._compare import compare
 from funcga._compare.report import Report
 from funcga._compare.tolerances import epsilon
@@ -21,9 +21,6 @@ from funcga._parity.sides import Folded, Result, Side, fold_by_hand, fold_in_fra
 from funcga._transform.multi_steps import multi_steps
 from funcga._types import Array, Scalar, Tree
 from funcga._verify import Verdict
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 CAUSES = {
     "accumulation": (
@@ -193,97 +190,74 @@ class Plan:
     device: str = "cpu"
     ranks: Sequence[int] = ()
 
-    def pool(self) -> ThreadPoolExecutor:
-        """The threads that problems run in. On the CPU two, as JAX compiles on one core; a GPU
-        may be full.
-        """
-        return ThreadPoolExecutor(2 if self.device == "cpu" else 1)
+
+Key = tuple[object, ...]
+"""What a step computes: its kind, and of what."""
 
 
 class Run:
-    """The run of a problem, which begins where this is made: its tasks, in the order in which the
-    pool takes them.
-
-    A task may wait for those before it, and problems follow one another without a pause.
+    """The run of a problem: what is computed, one step after the other, and what is found in it.
 
     Args:
         choice: For processes to find the problem by.
-        pool: The Plan's, which other problems may share.
 
     Raises:
-        FuncgaError: where parts of the problem do not fit; so do `progress` and `findings`.
+        FuncgaError: where parts of the problem do not fit; so do `steps` and `findings`.
     """
 
-    def __init__(self, problem: Problem, plan: Plan, choice: Choice, pool: Executor):
-        self.problem, self.plan, self.choice, self.pool = problem, plan, choice, pool
+    def __init__(self, problem: Problem, plan: Plan, choice: Choice):
+        self.problem, self.plan, self.choice = problem, plan, choice
         self.frameworks = problem.frameworks
         self.most = max(plan.ns)
-        # Imported here, since an import in a thread can wait for another one.
-        for name in self.frameworks:
-            load(name)
         self.sides = {
             (name, dtype): Side(problem, name, dtype, plan.device)
             for dtype in plan.dtypes
             for name in self.frameworks
         }
-        # What is made once and kept is made here, as two threads at a time would make two.
-        for side in self.sides.values():
-            side.prepare()
-        self.tasks: list[Future[Any]] = []
-        self._begin_all()
+        self.results: dict[Key, Any] = {}
+        """What was computed, by what it is."""
 
-    def _begin_all(self) -> None:
-        problem, plan = self.problem, self.plan
-        self.full = {key: self._begin(side.full) for key, side in self.sides.items()}
-        self.merged = {
-            (name, count): self._begin(self._over_replicas, name, count)
-            for name in self.frameworks
-            for count in plan.ranks
-        }
-        self.micro = {
-            key: self._begin(side.micro_batches, self.most) for key, side in self.sides.items()
-        }
-        self.accumulated = {
-            (*key, n): self._begin(side.accumulated, n)
-            for key, side in self.sides.items()
-            for n in plan.ns
-        }
-        self.folded = {
-            key: self._begin(self._fold, key[1], side) for key, side in self.sides.items()
-        }
-        trained = problem.optimizers if len(self.frameworks) == 2 and plan.updates else ()
-        self.trained = [
-            self._begin(self._train, dtype, name) for dtype in plan.dtypes for name in trained
-        ]
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Computes everything; after each step (steps that are done, steps that there are)."""
+        steps = self._steps()
+        for key, step in steps.items():
+            self.results[key] = step()
+            yield len(self.results), len(steps)
 
-    def _begin(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        task = self.pool.submit(work, *args, **kwargs)
-        self.tasks.append(task)
-        return task
+    def _steps(self) -> dict[Key, Callable[[], object]]:
+        """What is to be computed, by what it is. A step may need the results of those before it."""
+        problem, plan, sides = self.problem, self.plan, self.sides
+        steps: dict[Key, Callable[[], object]] = {("full", *key): sides[key].full for key in sides}
+        for name in self.frameworks:
+            for count in plan.ranks:
+                steps["replicas", name, count] = partial(self._over_replicas, name, count)
+        for key, side in sides.items():
+            steps["micro-batches", *key] = partial(side.micro_batches, self.most)
+        for key, side in sides.items():
+            for n in plan.ns:
+                steps["accumulated", *key, n] = partial(side.accumulated, n)
+        for key, side in sides.items():
+            steps["folded", *key] = partial(self._fold, side)
+        if len(self.frameworks) == 2 and plan.updates:
+            for dtype in plan.dtypes:
+                for optimizer in problem.optimizers:
+                    steps["trained", dtype, optimizer] = partial(self._train, dtype, optimizer)
+        return steps
 
-    def progress(self) -> Iterator[int]:
-        """How many tasks are done: whenever it is one more, and every second. Raises the error
-        of the first to fail.
-        """
-        for task in self.tasks:
-            while wait([task], timeout=1).not_done:
-                yield sum(task.done() for task in self.tasks)
-            task.result()
-            yield sum(task.done() for task in self.tasks)
-
-    def _fold(self, dtype: str, side: Side) -> tuple[Folded, Folded]:
+    def _fold(self, side: Side) -> tuple[Folded, Folded]:
         """What the side, and NumPy, make of the same micro-batch gradients: those of the first
         framework.
         """
         # All fold the same numbers, so what differs is the fold.
-        gradients = [result.gradient for result in self.micro[self.frameworks[0], dtype].result()]
+        first = self.sides[self.frameworks[0], side.dtype]
+        results = self.results["micro-batches", first.framework, side.dtype]
         stacked = {
-            path: np.stack([gradient[path] for gradient in gradients]) for path in gradients[0]
+            path: np.stack([result.gradient[path] for result in results])
+            for path in results[0].gradient
         }
-        weights = self.sides[self.frameworks[0], dtype].weights(self.most)
-        return fold_in_framework(side, stacked, weights), fold_by_hand(
-            self.problem.fold, stacked, weights
-        )
+        weights = first.weights(self.most)
+        by_hand = fold_by_hand(self.problem.fold, stacked, weights)
+        return fold_in_framework(side, stacked, weights), by_hand
 
     def _over_replicas(self, name: str, count: int) -> tuple[int, dict[str, tuple[Result, Result]]]:
         """The micro-batches of each replica, and by dtype what `over_replicas` finds."""
@@ -292,16 +266,47 @@ class Run:
         return n, over_replicas(self.choice, side, self.plan.dtypes, n, count)
 
     def _train(self, dtype: str, optimizer: str) -> Trajectory:
-        torch, jax = (self.sides[name, dtype] for name in ("torch", "jax"))
-        gradients = [self.full[name, dtype].result().gradient for name in ("torch", "jax")]
-        return train(torch, jax, optimizer, self.most, self.plan.updates, gradients)
+        left, right = self.sides["torch", dtype], self.sides["jax", dtype]
+        # Adam divides a gradient by its own size: of one that is rounding alone it makes an update
+        # of full size.
+        aside = [
+            _zeros(self._full(side).gradient, dtype) if "adam" in optimizer else ()
+            for side in (left, right)
+        ]
+        runs = [
+            _trained(side, optimizer, self.most, self.plan.updates, out)
+            for side, out in zip((left, right), aside, strict=True)
+        ]
+        losses, reports = [], []
+        for update, ((loss, params), (_, others)) in enumerate(zip(*runs, strict=True), 1):
+            losses.append(loss)
+            # Every update adds the rounding of its gradient.
+            reports.append(
+                left.compared(
+                    params,
+                    others,
+                    (left.label, right.label),
+                    left.reduction * update,
+                    self.problem.rules,
+                )
+            )
+        n = min(self.most, _WINDOW)
+        return Trajectory(optimizer, dtype, n, losses, reports, tuple(aside[0]))
+
+    def _full(self, side: Side) -> Result:
+        result: Result = self.results["full", side.framework, side.dtype]
+        return result
+
+    # -- what is found
 
     def findings(self) -> Findings:
-        """All of them, once every task is done."""
+        """All of them, once every step is done."""
         compared = [compared for dtype in self.plan.dtypes for compared in self._compared(dtype)]
         first = next(iter(self.sides.values()))
         losses = {
-            dtype: {name: float(self.full[name, dtype].result().loss) for name in self.frameworks}
+            dtype: {
+                name: float(self._full(self.sides[name, dtype]).loss) for name in self.frameworks
+            }
             for dtype in self.plan.dtypes
         }
         return Findings(
@@ -312,7 +317,7 @@ class Run:
             first.weights(self.most),
             losses,
             compared,
-            [task.result() for task in self.trained],
+            [result for key, result in self.results.items() if key[0] == "trained"],
             self._verified(compared),
             self._conditioning(),
         )
@@ -320,126 +325,115 @@ class Run:
     def _conditioning(self) -> dict[str, float]:
         # In float64, so that it is the loss which makes a rounding of its arguments large, and no
         # rounding of its own.
-        sides = [side for (_, dtype), side in self.sides.items() if dtype == "float64"]
+        sides = [side for side in self.sides.values() if side.dtype == "float64"]
         return {
-            dtype: max(
-                side.report(
-                    side.nearby(dtype),
-                    self.full[side.framework, "float64"].result(),
-                    ("nearby", "at"),
-                ).most
-                for side in sides
-            )
+            dtype: max(self._moved(side, dtype) for side in sides)
             for dtype in self.plan.dtypes
             if dtype != "float64" and sides
         }
 
+    def _moved(self, side: Side, dtype: str) -> float:
+        return side.report(side.nearby(dtype), self._full(side), ("nearby", "at")).most
+
     def _compared(self, dtype: str) -> Iterator[Compared]:
-        for name in self.frameworks:
-            yield from self._accumulated(self.sides[name, dtype], self.full[name, dtype].result())
-        if len(self.frameworks) == 2:
-            yield from self._of_both(dtype)
-        for name in self.frameworks:
-            yield from self._folded(self.sides[name, dtype])
+        sides = [self.sides[name, dtype] for name in self.frameworks]
+        for side in sides:
+            yield from self._accumulated(side)
+        if len(sides) == 2:
+            yield from self._of_both(*sides)
+        for side in sides:
+            yield from self._folded(side)
             if dtype != "float64" and "float64" in self.plan.dtypes:
-                yield self._rounded(self.sides[name, dtype])
+                exact = self._full(self.sides[side.framework, "float64"])
+                report = side.report(self._full(side), exact, (dtype, "float64"), check_dtype=False)
+                what = f"{side.label} vs float64"
+                yield Compared("rounding", what, dtype, None, report, side.label)
 
-    def _accumulated(self, side: Side, full: Result) -> Iterator[Compared]:
+    def _accumulated(self, side: Side) -> Iterator[Compared]:
+        dtype, label = side.dtype, side.label
         for n in self.plan.ns:
-            accumulated = self.accumulated[side.framework, side.dtype, n].result()
-            report = side.report(accumulated, full, ("accumulated", "full batch"))
-            yield Compared(
-                "accumulation", f"{side.label} vs full batch", side.dtype, n, report, side.label
-            )
+            accumulated = self.results["accumulated", side.framework, dtype, n]
+            report = side.report(accumulated, self._full(side), ("accumulated", "full batch"))
+            yield Compared("accumulation", f"{label} vs full batch", dtype, n, report, label)
         for count in self.plan.ranks:
-            n, results = self.merged[side.framework, count].result()
-            report = side.report(*results[side.dtype], (f"{count} replicas", "full batch"))
-            what = f"{side.label}, {count} replicas"
-            yield Compared("accumulation", what, side.dtype, n, report, side.label, replicas=count)
-
-    def _of_both(self, dtype: str) -> Iterator[Compared]:
-        full = self._between(
-            dtype, self.full["torch", dtype].result(), self.full["jax", dtype].result()
-        )
-        yield Compared("model", "torch vs JAX, full", dtype, None, full)
-        pairs = zip(
-            self.micro["torch", dtype].result(), self.micro["jax", dtype].result(), strict=True
-        )
-        for micro_batch, (torch, jax) in enumerate(pairs):
-            report = self._between(dtype, torch, jax)
+            n, results = self.results["replicas", side.framework, count]
+            merged, whole = results[dtype]
+            what = f"{count} replicas"
+            report = side.report(merged, whole, (what, "full batch"))
             yield Compared(
-                "model", "torch vs JAX, micro", dtype, self.most, report, micro_batch=micro_batch
+                "accumulation", f"{label}, {what}", dtype, n, report, label, replicas=count
             )
 
-    def _between(self, dtype: str, torch: Result, jax: Result) -> Report:
-        return self.sides["torch", dtype].report(torch, jax, ("torch", "JAX"), self.problem.rules)
+    def _of_both(self, torch: Side, jax: Side) -> Iterator[Compared]:
+        def between(left: Result, right: Result) -> Report:
+            return torch.report(left, right, ("torch", "JAX"), self.problem.rules)
+
+        dtype = torch.dtype
+        full = between(self._full(torch), self._full(jax))
+        yield Compared("model", "torch vs JAX, full", dtype, None, full)
+        parts = [self.results["micro-batches", side.framework, dtype] for side in (torch, jax)]
+        for index, (left, right) in enumerate(zip(*parts, strict=True)):
+            report, what = between(left, right), "torch vs JAX, micro"
+            yield Compared("model", what, dtype, self.most, report, micro_batch=index)
 
     def _folded(self, side: Side) -> Iterator[Compared]:
-        folded, exact = self.folded[side.framework, side.dtype].result()
+        dtype, names = side.dtype, (side.label, "NumPy")
+        folded, exact = self.results["folded", side.framework, dtype]
         # The fold is exact to rounding, and plain sums in the same order to the last bit.
-        fold = side.compared(folded.fold, exact.fold, (side.label, "NumPy"), reduction=self.most)
-        yield Compared("fold", f"{side.label} vs NumPy", side.dtype, self.most, fold, side.label)
-        sums = compare(folded.sums, exact.sums, rtol=0, names=(side.label, "NumPy"))
-        yield Compared("fold", f"{side.label}, plain sums", side.dtype, self.most, sums, side.label)
-
-    def _rounded(self, side: Side) -> Compared:
-        report = side.report(
-            self.full[side.framework, side.dtype].result(),
-            self.full[side.framework, "float64"].result(),
-            (side.dtype, "float64"),
-            check_dtype=False,
-        )
-        return Compared(
-            "rounding", f"{side.label} vs float64", side.dtype, None, report, side.label
-        )
+        fold = side.compared(folded.fold, exact.fold, names, reduction=self.most)
+        yield Compared("fold", f"{side.label} vs NumPy", dtype, self.most, fold, side.label)
+        sums = compare(folded.sums, exact.sums, rtol=0, names=names)
+        yield Compared("fold", f"{side.label}, plain sums", dtype, self.most, sums, side.label)
 
     def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
         # `verify` takes long, and is asked only where accumulation is not exact in the finest
         # dtype.
         dtype = self.plan.dtypes[-1]
         wrong = [c for c in compared if c.cause == "accumulation" and c.dtype == dtype and not c.ok]
-        labels = {c.framework for c in wrong}
-        sides = [
-            self.sides[name, dtype]
-            for name in self.frameworks
-            if self.full[name, dtype].result().is_finite
-        ]
+        sides = [self.sides[name, dtype] for name in self.frameworks]
         return {
-            side.label: side.verified(max(self.most, 2)) for side in sides if side.label in labels
+            side.label: side.verified(max(self.most, 2))
+            for side in sides
+            if self._full(side).is_finite and side.label in {c.framework for c in wrong}
         }
 
 
 _WINDOW = 4  # the micro-batches of one update, at most
 
 
-def train(
-    left: Side,
-    right: Side,
-    optimizer: str,
-    n: int,
-    updates: int,
-    gradients: Sequence[dict[str, Array]],
-) -> Trajectory:
-    """The Trajectory of two sides on n micro-batches, a few for each update, in turn.
-
-    gradients: of the full batch, those of each side by path.
+def _trained(
+    side: Side, optimizer: str, n: int, updates: int, aside: Sequence[str]
+) -> Iterator[tuple[float, dict[str, Array]]]:
+    """The mean loss of the micro-batches of each update, of which there are n in turn, and the
+    parameters after it, but those that are left aside.
     """
-    # Adam divides a gradient by its own size: of one that is rounding alone it makes an update of
-    # full size.
-    aside = [_zeros(gradient, left.dtype) if "adam" in optimizer else () for gradient in gradients]
-    runs = [_Training(side, optimizer, n) for side in (left, right)]
-    names, rules = (left.label, right.label), left.problem.rules
-    losses, reports = [], []
-    for update in range(updates):
-        (loss, params), (_, others) = (run.update(update) for run in runs)
-        params, others = (
-            {path: leaf for path, leaf in leaves.items() if path not in out}
-            for leaves, out in zip((params, others), aside, strict=True)
+    window = min(n, _WINDOW)
+    with side.running():
+        params = side.args[0]
+        # What follows the parameters in a call, and the weight, of every micro-batch.
+        parts = cycle([([*args[1:]], side.weight(args, rows)) for args, rows in side.parts(n)])
+        tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)
+        # In JAX a state that is not placed as the steps place it would make the second step compile
+        # anew.
+        state = side.placed(tx.init(params))
+
+    def after(grads: Tree, state: Tree, params: Tree, weight: Scalar) -> tuple[Tree, Tree]:
+        changes, state = tx.update(grads, state, params, weight=weight)
+        return side.own.apply_updates(params, changes), state
+
+    step = side.own.unoptimised(after)
+    for _ in range(updates):
+        losses = []
+        with side.running():
+            for batch, weight in islice(parts, window):
+                loss, grads = side.compiled(params, *batch)
+                params, state = step(grads, state, params, weight)
+                losses.append(float(loss))
+            named = side.named(params)
+        yield (
+            sum(losses) / window,
+            {path: leaf for path, leaf in named.items() if path not in aside},
         )
-        losses.append(loss)
-        # Every update adds the rounding of its gradient.
-        reports.append(left.compared(params, others, names, left.reduction * (update + 1), rules))
-    return Trajectory(optimizer, left.dtype, runs[0].n, losses, reports, tuple(aside[0]))
 
 
 def _zeros(gradient: dict[str, Array], dtype: str) -> list[str]:
@@ -448,42 +442,3 @@ def _zeros(gradient: dict[str, Array], dtype: str) -> list[str]:
     return [
         path for path, size in sizes.items() if size <= 4 * epsilon(dtype) * max(sizes.values())
     ]
-
-
-class _Training:
-    """The training of one side."""
-
-    def __init__(self, side: Side, optimizer: str, n: int):
-        self.side = side
-        with side.running():
-            params = side.args[0]
-            # What follows the parameters in a call, and the weight, of every micro-batch.
-            self.parts = [([*args[1:]], side.weight(args, rows)) for args, rows in side.parts(n)]
-            self.n = min(n, _WINDOW)
-            self.tx = multi_steps(side.own.optimizer(optimizer), self.n, fold=side.problem.fold)
-            # In JAX a state that is not placed as the steps place it would make the second step
-            # compile anew.
-            self.params, self.state = params, side.placed(self.tx.init(params))
-            self.step = side.own.unoptimised(self._step)
-
-    def update(self, update: int) -> tuple[float, dict[str, Array]]:
-        """The mean loss of the micro-batches of the next update, and the parameters after it."""
-        with self.side.running():
-            # Counted on through the epochs.
-            window = [
-                self.parts[part % len(self.parts)]
-                for part in range(update * self.n, (update + 1) * self.n)
-            ]
-            losses = [self._micro_batch(batch, weight) for batch, weight in window]
-            return sum(map(float, losses)) / self.n, self.side.named(self.params)
-
-    def _micro_batch(self, batch: list[Tree], weight: Scalar) -> Array:
-        with self.side.lock:
-            loss, grads = self.side.compiled(self.params, *batch)
-        # None of the user's code is in the step, so that two of them compile at the same time.
-        self.params, self.state = self.step(grads, self.state, self.params, weight)
-        return loss
-
-    def _step(self, grads: Tree, state: Tree, params: Tree, weight: Scalar) -> tuple[Tree, Tree]:
-        updates, state = self.tx.update(grads, state, params, weight=weight)
-        return self.side.own.apply_updates(params, updates), state

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from threading import Lock
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -35,9 +34,6 @@ from funcga.rules import Rule
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
 
-# One for each framework, so that the two can work at the same time.
-_LOCKS = {framework: Lock() for framework in FRAMEWORKS}
-
 
 class Framework(Protocol):
     """What `in_torch.py` and `in_jax.py` have for problems."""
@@ -63,12 +59,6 @@ class Framework(Protocol):
     def unoptimised(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
         """The step, compiled as fast as can be: for small programs that have none of the user's
         code.
-        """
-        ...
-
-    def prepared(self, compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Callable[[], Tree]:
-        """A function without arguments that returns compiled(*args), all Python code of which
-        has run by then.
         """
         ...
 
@@ -147,16 +137,7 @@ class Side:
     def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
         divisor = divisor_of(self.problem, float(self.weight(args, rows)))
         # `nearby` runs the same program, which is compiled once.
-        return self.result(self.run(self.compiled, args), divisor)
-
-    def run(self, compiled: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
-        """What the function, as `own.compiled` returns it, returns; XLA compiles outside of the
-        lock.
-        """
-        # The lock is for Python code, all of which runs here; the work itself needs none.
-        with self.lock:
-            work = self.own.prepared(compiled, args)
-        return work()
+        return self.result(self.compiled(*args), divisor)
 
     def accumulated(self, n: int) -> Result:
         """The loss and gradients, accumulated over n micro-batches."""
@@ -165,14 +146,14 @@ class Side:
             step = accumulate(
                 self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
             )
-            return self.result(self.run(self.own.compiled(step), self.args))
+            return self.result(self.own.compiled(step)(*self.args))
 
     def micro_batches(self, n: int) -> list[Result]:
         """What grad_fn itself returns for each of n micro-batches: nothing is folded, or
         divided.
         """
         with self.running():
-            return [self.result(self.run(self.compiled, args)) for args, _ in self.parts(n)]
+            return [self.result(self.compiled(*args)) for args, _ in self.parts(n)]
 
     def weights(self, n: int) -> list[float]:
         """The weight of each of n micro-batches."""
@@ -203,13 +184,6 @@ class Side:
         tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]
         return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
 
-    def prepare(self) -> None:
-        """None; what is made once has been made: the arrays, the arguments that they are, the
-        compiled function.
-        """
-        with self.running():
-            _ = self.arguments, self.compiled
-
     @cached_property
     def arguments(self) -> Arguments:
         """The params and the batch, and how they are split."""
@@ -219,13 +193,6 @@ class Side:
         """(args, rows) of each of n micro-batches."""
         rows = groups(self.arguments.rows(), n, None)
         return [(self.arguments.cut(start, size, []), size) for start, size in starts(rows)]
-
-    @property
-    def lock(self) -> Lock:
-        """Taken while this framework runs the user's Python code, which need not be safe in two
-        threads.
-        """
-        return _LOCKS[self.framework]
 
     @property
     def label(self) -> str:
@@ -511,7 +478,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
         step = accumulate(
             first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
         )
-        return Folded(*to_numpy(side.run(side.own.unoptimised(step), batch)))
+        return Folded(*to_numpy(side.own.unoptimised(step)(*batch)))
 
 
 def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:

@@ -1,13 +1,21 @@
-"""`to_torch`, `to_jax`, `to_numpy`: whole trees from one framework to another, in new memory or
-in the same.
+"""The tool that takes whole trees from one framework to another, in new memory or in the same.
+
+    jax_params = funcga.to_jax(module.state_dict(), copy=None)
+    flax_params = funcga.match(module.state_dict(), like, rules=funcga.rules.torch_to_flax)
+
+`to_torch`, `to_jax`, `to_numpy` and `shares_memory` are in this file, `match` and state dicts in
+`match.py`, renaming rules in `funcga.rules`. How arrays leave a framework and enter it, by DLPack
+or NumPy, is in `in_torch.py` and `in_jax.py`, which are loaded by name. It stands on the core's
+trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax` stand on it.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
-from funcga._backend import Backend, ExportError, Transfer
-from funcga._backend.dispatch import load, load_imported
+from funcga._backend import Backend
+from funcga._backend.dispatch import is_numpy, is_of_numpy, load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError, listed
@@ -125,7 +133,7 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     walk = _walk(tree, None)
 
     def export(leaf: Array, owner: Backend | None) -> Transfer:
-        exported = Transfer(leaf) if owner is None else owner.dlpack.export_array(leaf, set())
+        exported = Transfer(leaf) if owner is None else side(owner).export_array(leaf, set())
         # What was copied on the way need not be copied again, unless JAX keeps it.
         is_ours = exported.copied is not None and exported.array.flags.writeable
         return (
@@ -135,6 +143,60 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
         )
 
     return walk.rebuilt(walk.exports(export), copy)
+
+
+class Transfer(NamedTuple):
+    """An array on its way to another framework, and why it was copied: None where it is in its
+    owner's memory.
+    """
+
+    array: Array
+    copied: str | None = None
+
+
+class ExportError(Exception):
+    """What an array is, and why another framework cannot have it; the caller knows its path."""
+
+
+class DLPack(Protocol):
+    """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
+
+    def platforms(self) -> set[str]:
+        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so
+        on.
+        """
+        ...
+
+    def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
+        """The array as others import it: by DLPack, if it lies on one of their platforms, else
+        as NumPy's.
+        """
+        ...
+
+    def check_importable(self, array: Array) -> None:
+        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as
+        it is.
+        """
+        ...
+
+    def import_arrays(
+        self, exports: Sequence[Transfer], device: object, copy: bool
+    ) -> list[Transfer]:
+        """Exported arrays as this framework's, in the same memory where it can be; if `copy`,
+        all in new memory.
+        """
+        ...
+
+    def extents(self, leaf: Array) -> list[tuple[int, int]]:
+        """The addresses of the first byte and of that after the last, of every piece of memory
+        of the array.
+        """
+        ...
+
+
+def side(backend: Backend) -> DLPack:
+    """How a framework exports and imports arrays."""
+    return cast("DLPack", import_module(f"funcga._trees.in_{backend.name}"))
 
 
 def converted(
@@ -151,8 +213,8 @@ def converted(
     Errors call the tree by `name`.
     """
     _check_copy(copy)
-    target_device = None if device is None else target.dlpack.device(device)
-    platforms = {*platforms, *target.dlpack.platforms()}
+    target_device = None if device is None else target.arrays.device(device)
+    platforms = {*platforms, *side(target).platforms()}
     walk = _walk(tree, target, name)
 
     # First every array is exported, so that an error comes before anything is copied.
@@ -162,13 +224,13 @@ def converted(
             exported = _export_numpy(leaf)
         else:
             exported = (
-                Transfer(leaf) if owner is target else owner.dlpack.export_array(leaf, platforms)
+                Transfer(leaf) if owner is target else side(owner).export_array(leaf, platforms)
             )
-        target.dlpack.check_importable(exported.array)
+        side(target).check_importable(exported.array)
         return exported
 
     return walk.rebuilt(
-        target.dlpack.import_arrays(walk.exports(export), target_device, copy is True), copy
+        side(target).import_arrays(walk.exports(export), target_device, copy is True), copy
     )
 
 
@@ -182,7 +244,7 @@ def _check_copy(copy: object) -> None:
 
 def _export_numpy(leaf: Array) -> Transfer:
     """An array or scalar of NumPy as a plain array, whose bytes are in this machine's order."""
-    if _is_class_of_numpy(leaf, "MaskedArray"):
+    if is_of_numpy(leaf, "MaskedArray"):
         raise ExportError(
             f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) "
             "has none"
@@ -194,30 +256,9 @@ def _export_numpy(leaf: Array) -> Transfer:
             f"its bytes are in another order ({array.dtype.str}); x.astype({array.dtype.name!r}) "
             "has them in order",
         )
-    is_scalar = not _is_class_of_numpy(leaf, "ndarray")
+    is_scalar = not is_of_numpy(leaf, "ndarray")
     return Transfer(
         array, "it is a scalar of NumPy; numpy.asarray(x) is an array" if is_scalar else None
-    )
-
-
-def is_numpy(leaf: object) -> bool:
-    """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
-    return _is_class_of_numpy(leaf, "ndarray", "generic")
-
-
-def _is_class_of_numpy(leaf: object, *names: str) -> bool:
-    # By name, as this package does not import NumPy.
-    bases = type(leaf).__mro__
-    return any(
-        base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases
-    )
-
-
-def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
-    """The error for a device that a framework does not have here."""
-    return FuncgaError(
-        f"device={str(name)!r} is none that {framework} has here; it has "
-        f"{', '.join(map(repr, devices))}."
     )
 
 
@@ -287,8 +328,8 @@ def _extents(tree: Tree) -> dict[str, list[Extent]]:
 
 def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
     if owner is not None:
-        return owner.dlpack.extents(array)
-    if not _is_class_of_numpy(array, "ndarray") or not array.size:
+        return side(owner).extents(array)
+    if not is_of_numpy(array, "ndarray") or not array.size:
         return []
     return [
         extent(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
 from difflib import get_close_matches
 
-from funcga._backend import Backend, ExportError
-from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend import Backend
+from funcga._backend.dispatch import backend_of, is_numpy, load_imported
 from funcga._backend.prefixes import (
     Children,
     PathError,
@@ -18,7 +18,7 @@ from funcga._backend.prefixes import (
     paths_and_leaves,
     paths_apart,
 )
-from funcga._trees import converted, is_numpy, owner_of, walkers
+from funcga._trees import ExportError, converted, owner_of, side, walkers
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
@@ -223,7 +223,7 @@ def as_numpy(leaf: Array, path: str) -> Array:
     if owner is None:
         return leaf
     try:
-        return owner.dlpack.export_array(leaf, set()).array
+        return side(owner).export_array(leaf, set()).array
     except ExportError as error:
         raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {error}.") from error
 

@@ -15,6 +15,7 @@ import funcga
 from benchmarks.torch_measure import Watch
 from funcga._call import Memory, step_program
 from funcga._plan import read_memory, size_of, smallest_that_fits
+from funcga._plan.in_torch import peak
 from tests.processes import processes
 from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
 from torch_backend import _private as torch_private
@@ -121,7 +122,7 @@ def predicted(step, args):
     else:
         program = job.program
         window = lambda program: BACKEND.passes.coupled(replace(job, program=program, memory=Memory()), BACKEND)
-    return sum(BACKEND.planner.peak(program, window, args, {}, BACKEND).values())
+    return sum(peak(program, window, args, {}, BACKEND).values())
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
@@ -278,7 +279,7 @@ def over_replicas(group, make, n, how):
                              weight=counts, across=across)  # fmt: skip
     with Watch() as planning:
         plan = funcga.plan(step, params, *batch, memory=10**12)
-        parts = BACKEND.planner.peak(replace(step_program(step), n=n), lambda p: BACKEND.loop.accumulate(p, BACKEND), (params, *batch), {}, BACKEND)  # fmt: skip
+        parts = peak(replace(step_program(step), n=n), lambda p: BACKEND.loop.accumulate(p, BACKEND), (params, *batch), {}, BACKEND)  # fmt: skip
     assert plan.n == 1
     taken = []
     for _ in range(2):

@@ -1,6 +1,7 @@
 """The table of what is supported: it is what the documentation prints, and each refusal in it is raised when a step is made."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ OPTIONS = {
     'n="auto"': {"n": "auto"},
     "across=": {"across": "data"},
     "totals=": {"totals": lambda x: len(x)},
+    "scatter=": {"across": SimpleNamespace(scatter=0)},
 }
 CELLS = [(kind, feature) for kind, row in SUPPORTED.items() for feature in row]
 

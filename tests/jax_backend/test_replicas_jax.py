@@ -441,13 +441,12 @@ def test_what_cannot_be_scattered():
         return replicated(step, mesh(), out_specs=(P(), P("data"))), jnp.zeros(()), x
 
     check_refused(
-        "scatter=0 for output[1]['w'], which is float32[3]: its 3 rows on that axis do not divide among 4 replicas. "
-        "Choose another axis, or write None in its place.",
+        "scatter=0 for output[1]['w'], which is float32[3]: it has no axis 0 whose rows divide among 4 replicas. "
+        "Choose another axis, or write None in its place, as in scatter=(None, 0).",
         *scattering((None, 0)),
     )
     check_refused(
-        "scatter=0 for output[0], which is float32[] and has no such axis. Write None in its place, as in "
-        "scatter=(None, 0).",
+        "scatter=0 for output[0], which is float32[]: it has no axis 0 whose rows divide among 4 replicas.",
         *scattering(0),
     )
     check_refused(
@@ -456,7 +455,7 @@ def test_what_cannot_be_scattered():
         *scattering((None, {"v": 0, "w": None}), (funcga.mean(), {"w": funcga.mean(), "v": funcga.max()})),
     )
     check_refused(
-        "scatter is no prefix of what grad_fn returns: at output it has tuple([0]: 0), and grad_fn returned "
+        "scatter is no prefix of what grad_fn returns: at output it has tuple([0]: 0), and there is "
         "tuple([0]: ..., [1]: dict(['v']: ..., ['w']: ...)). Write an axis, or None (the whole leaf on every replica), "
         "for all that stands below: scatter=(None, 0).",
         *scattering((0,)),

@@ -251,7 +251,7 @@ def test_in_specs_that_do_not_fit():
         *batch,
     )
     check_refused(
-        ", and the argument is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
+        ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
         "below, P() for what is passed whole, or a container with the same keys.",
         replicated(step, mesh(), in_specs=({"w": P()}, P("data"), P("data"))),
         params,
@@ -380,7 +380,7 @@ def sharded(kind, rows=48):
 def collectives_of_a_call(grad_fn, *args, **sizes):
     """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
     program = Program(grad_fn, funcga.mean(), **sizes)
-    spread = sharding.Spread(sharding.spread_of(args, program.read(args, BACKEND)).blocks)
+    spread = sharding.Spread(sharding.spread_of_call(program, args, BACKEND).blocks)
     return collectives(lambda *args: loop.Accumulate(program, BACKEND).traced(spread, args, {}), *args)
 
 

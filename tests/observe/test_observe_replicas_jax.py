@@ -90,7 +90,6 @@ def test_layers_are_folded_in_place_beside_observers():
 
 
 def test_what_is_scattered_is_refused():
-    params, x = problem("float32")
-    across = Replicas("data", scatter=None), Replicas("data", scatter=0)
-    steps = [funcga.accumulate(funcga.grad(loss_fn), N, across=each, observe=OBSERVE) for each in across]
-    check_refused("across= has scatter=", replicated(steps[1], mesh(DEVICES)), params, x)
+    step = lambda across: funcga.accumulate(funcga.grad(loss_fn), N, across=across, observe=OBSERVE)
+    replicated(step(Replicas("data")), mesh(DEVICES))(*problem("float32"))
+    check_refused("observe= was given together with scatter=", step, Replicas("data", scatter=0))

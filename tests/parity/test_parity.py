@@ -544,16 +544,17 @@ def test_no_dtype_hides_another_in_the_pictures():
         assert ax.get_legend().get_window_extent().x0 > ax.get_window_extent().x1
 
 
-def test_one_micro_batch_is_no_comparison_and_one_number_is_a_bar():
+def test_one_micro_batch_is_no_comparison_and_one_number_is_a_point():
     by_n, _, by_micro_batch, by_update = drawn(ns=[1, 2, 8], micro_batches=8, updates=1)
     assert [label.get_text() for label in by_n.get_xticklabels()] == ["2", "8"]
-    assert len(by_update.patches) == 2
+    points = [line for line in by_update.lines if line.get_marker() not in ("None", "")]
+    assert [len(line.get_xdata()) for line in points] == [1, 1]
     by_n, *_ = drawn(ns=[1, 8], micro_batches=8, updates=0)
-    assert [label.get_text() for label in by_n.get_xticklabels()] == [
-        "torch\nfloat32", "JAX\nfloat32", "torch\nfloat64", "JAX\nfloat64"
+    assert [label.get_text() for label in by_n.get_xticklabels()] == ["8"]
+    assert [text.get_text() for text in by_n.get_legend().get_texts()] == [
+        "torch, float32", "JAX, float32", "torch, float64", "JAX, float64"
     ]  # fmt: skip
-    assert len(by_n.patches) == 4
-    assert by_n.get_xlabel() == "n, micro-batches: 8"
+    assert by_n.get_xlabel() == "n, micro-batches"
     by_n, _, by_micro_batch, by_update = drawn(ns=[1], micro_batches=1, updates=0)
     for ax, text in (
         (by_n, "n = 1 is the full batch"),

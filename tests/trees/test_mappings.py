@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import funcga
-from funcga._trees.mappings import Kind, rebuilt
+from funcga._backend.containers import Kind, rebuilt
 from tests.kits import JAX, LIMITS, TORCH, difference
 
 transformers = pytest.importorskip("transformers")

@@ -38,7 +38,7 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
 
     An argument that is part of a graph has second-order terms, which torch.func records.
     """
-    inputs = DifferentiatedArguments(gradient, backend, gradient.arg_indices)
+    inputs = DifferentiatedArguments(gradient, backend, {})
     try:
         return value_of(inputs, args, kwargs, keeps_graphs=torch.is_grad_enabled())
     except _NotByAutogradError:

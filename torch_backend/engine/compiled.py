@@ -27,7 +27,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._fold.outputs import bind_outputs
 from funcga._grad import GradientFunction
-from funcga._types import LossFn, Scalar, Tree
+from funcga._types import GradFn, LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
@@ -126,7 +126,7 @@ def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
     return micro_step
 
 
-_MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep] = WeakKeyDictionary()
+_MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep | None] = WeakKeyDictionary()
 
 
 def micro_step_of(gradient: GradientFunction) -> MicroStep | None:
@@ -139,33 +139,32 @@ def micro_step_of(gradient: GradientFunction) -> MicroStep | None:
     if gradient.has_aux or gradient.scaled or not isinstance(loss_fn, types.FunctionType):
         return None
     # One for all steps, so that another n compiles nothing anew.
-    step = _MICRO_STEPS.get(loss_fn)
-    if step is None and (compiled := _private.compiled_of(loss_fn)) is not None:
-        step = _MICRO_STEPS[loss_fn] = MicroStep(compiled)
-    return step
+    if loss_fn not in _MICRO_STEPS:
+        compiled = _private.compiled_of(loss_fn)
+        _MICRO_STEPS[loss_fn] = None if compiled is None else MicroStep(compiled)
+    return _MICRO_STEPS[loss_fn]
 
 
-_GRADIENTS: WeakKeyDictionary[Any, GradientFunction | None] = WeakKeyDictionary()
+_GRADIENTS: WeakKeyDictionary[GradFn, GradientFunction | None] = WeakKeyDictionary()
 
 
-def of_compiled_loss(grad_fn: Any) -> GradientFunction | None:
+def of_compiled_loss(grad_fn: GradFn) -> GradientFunction | None:
     """The gradient function that `torch.compile` was given to make grad_fn of, with its loss
     compiled likewise.
 
     None if grad_fn is anything else.
     """
-    compiled = _private.compiled_of(grad_fn)
-    if compiled is None:
+    if not isinstance(grad_fn, types.FunctionType):
         return None
     if grad_fn not in _GRADIENTS:
+        compiled = _private.compiled_of(grad_fn)
         # torch.compile wraps a function around an object.
-        wrapped = vars(compiled.function).get("__wrapped__")
-        gradient = wrapped if isinstance(wrapped, GradientFunction) else None
-        if gradient is not None:
-            gradient = replace(
-                gradient, loss_fn=_compiled_likewise(gradient.loss_fn, compiled.compile)
-            )
-        _GRADIENTS[grad_fn] = gradient
+        gradient = None if compiled is None else vars(compiled.function).get("__wrapped__")
+        if compiled is not None and isinstance(gradient, GradientFunction):
+            loss_fn = _compiled_likewise(gradient.loss_fn, compiled.compile)
+            _GRADIENTS[grad_fn] = replace(gradient, loss_fn=loss_fn)
+        else:
+            _GRADIENTS[grad_fn] = None
     return _GRADIENTS[grad_fn]
 
 

@@ -66,7 +66,7 @@ class CompiledWindow:
     ):
         self.program, self.gradient, self.step = program, gradient, step
         # A compiled micro-step visits the module by itself.
-        kept = program.memory.keep(Kept, gradient)
+        kept = program.memory.keep(Kept)
         inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
         self.engine = Engine(program, Pass(inputs), kept, None)
         self.detached, self.has_begun = self.engine.detached, False

@@ -136,12 +136,18 @@ class Inputs:
 class DifferentiatedArguments(Inputs):
     """Some of the arguments. One that is split has leaves of its own in each micro-batch.
 
-    `indices_of(count)`: which of so many arguments are differentiated.
+    `indices_of` is kept by the step: which arguments are differentiated, by how many there are.
     """
 
-    indices_of: Callable[[int], tuple[int, ...]]
+    indices_of: dict[int, tuple[int, ...]]
     count: int = field(default=0, init=False)  # of the arguments
     versions: int = field(default=0, init=False)  # grows with each write to a leaf
+
+    def _indices(self, count: int) -> tuple[int, ...]:
+        """Which of `count` arguments are differentiated."""
+        if count not in self.indices_of:
+            self.indices_of[count] = self.gradient.arg_indices(count)
+        return self.indices_of[count]
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs, except those that are differentiated."""
@@ -150,7 +156,7 @@ class DifferentiatedArguments(Inputs):
             # How many arguments a stream has shows only with the first micro-batch.
             argnums = argnums if isinstance(argnums, tuple) else (argnums,)
         else:
-            argnums = self.indices_of(len(args))
+            argnums = self._indices(len(args))
         return tuple(
             [
                 arg if index in argnums else detached(arg, recorded=True)
@@ -162,7 +168,7 @@ class DifferentiatedArguments(Inputs):
         self, arguments: Arguments, args: tuple[Tree, ...], window: ExitStack, stays: bool
     ) -> None:
         """Makes leaves of the arguments that are passed whole."""
-        self.count, indices = len(args), self.indices_of(len(args))
+        self.count, indices = len(args), self._indices(len(args))
         self.leaves = {
             index: self.leaves_of(args[index], index)
             for index in indices
@@ -198,10 +204,10 @@ class DifferentiatedArguments(Inputs):
         """(all leaves in a micro-batch of these arguments, those that only it has)."""
         moving = {
             index: self.leaves_of(args[index], index)
-            for index in self.indices_of(self.count)
+            for index in self._indices(self.count)
             if index not in self.leaves
         }
-        in_order = {index: (moving | self.leaves)[index] for index in self.indices_of(self.count)}
+        in_order = {index: (moving | self.leaves)[index] for index in self._indices(self.count)}
         return in_order, tensors_of(moving)
 
     def leaves_of(self, tree: Tree, index: int) -> Leaves:

@@ -5,7 +5,6 @@ Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` on
 reduced.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -201,8 +200,8 @@ class Kept:
     which arguments are differentiated, by how many there are.
     """
 
-    def __init__(self, gradient: GradientFunction) -> None:
-        self.indices_of = functools.cache(gradient.arg_indices)
+    def __init__(self) -> None:
+        self.indices_of: dict[int, tuple[int, ...]] = {}
         self.key: object = None
         self.kinds: list[list[object]] = []  # of the leaves, in columns
         self.layout: Layout | None = None

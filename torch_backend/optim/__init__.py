@@ -1,9 +1,20 @@
-"""Optimizers of torch as pure functions."""
+"""The tool that makes torch's optimizers pure functions, and clips before them.
+
+    adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)
+    tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)
+
+Nothing here folds: a transform takes gradients, wherever they come from. `from_optimizer` is in
+this file, what a state holds in `state.py`, options, schedules and schedulers in `options.py`, the
+optimizer that takes the steps in `built.py`, chains and clipping in `chain.py`. It stands on the
+trees of `torch_backend` and on the transforms of `funcga`, and nothing stands on it.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,16 +28,17 @@ from torch_backend.arrays import all_with_strides_of, copies, without_overlap
 from torch_backend.dtensor import local_tensors
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.optim.built import Builder
+from torch_backend.optim.chain import ClipNormState
 from torch_backend.optim.options import (
     Options,
     Schedule,
-    check_kept,
     check_names,
     check_scheduler,
-    shared,
+    check_unchanged,
+    unowned,
 )
-from torch_backend.optim.parameters import check_parameters
 from torch_backend.optim.state import (
+    Number,
     OptimizerState,
     Slot,
     UpdateArguments,
@@ -34,11 +46,12 @@ from torch_backend.optim.state import (
     initial_state,
     on_tensors,
     to_slot,
-    to_slots,
     without_grads,
 )
+from torch_backend.parameters import check_parameters
 
-Closure = Callable[[], torch.Tensor]
+# For torch.load with weights_only=True.
+torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
 
 
 def from_optimizer(
@@ -58,13 +71,12 @@ def from_optimizer(
     come back instead of the difference, and are bitwise identical to those of `optimizer.step()`,
     too.
 
-    An optimizer that evaluates the loss several times in an update is refused, as LBFGS is without
-    max_iter=1: call its own step with a closure. Other extra arguments than `closure` are ignored,
+    Refused are optimizers that evaluate the loss themselves, such as LBFGS, and SparseAdam, which
+    takes no dense gradients: call their own step. Other extra arguments than `closure` are ignored,
     as they may be meant for other transforms of a chain.
 
     The state is complete from init on, so a checkpoint can be restored into it: one step on a copy
-    of each parameter by itself finds what the optimizer keeps. What it does not keep in such a step
-    appears with the first update, as for SparseAdam, which takes no dense gradients, and LBFGS.
+    of each parameter by itself finds what the optimizer keeps.
 
     Args:
         optimizer: A class, any of torch.optim or one's own, which keeps what it keeps for each
@@ -117,6 +129,15 @@ def _check(
             f"options, and was given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, "
             "lr=1e-3)."
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise _evaluates_again(f"{optimizer.__name__} evaluates the loss itself")
+    if issubclass(optimizer, torch.optim.SparseAdam):
+        raise FuncgaError(
+            "SparseAdam takes sparse gradients alone, and what funcga sums, in accumulate, stream "
+            "and multi_steps, is dense. Use torch.optim.Adam; or call the step of SparseAdam, with "
+            "the sparse gradients of a .backward()."
+        )
     check_names(optimizer, options)
     if options.get("differentiable"):
         raise FuncgaError(
@@ -128,17 +149,21 @@ def _check(
             groups, "groups", 'lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}.'
         )
     if scheduler is not None:
-        check_callable(
-            scheduler,
-            "scheduler",
-            "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).",
-        )
+        step_size = "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30)."
+        check_callable(scheduler, "scheduler", step_size)
         check_scheduler(scheduler)
-    if scheduler is not None and callable(options.get("lr")):
-        raise FuncgaError(
-            "lr is a function of the count of updates, and scheduler sets lr, too. Give one of the "
-            "two: a number for lr, or no scheduler."
-        )
+        if callable(options.get("lr")):
+            raise FuncgaError(
+                "lr is a function of the count of updates, and scheduler sets lr, too. Give one of "
+                "the two: a number for lr, or no scheduler."
+            )
+
+
+def _evaluates_again(found: str) -> FuncgaError:
+    return FuncgaError(
+        f"{found}, and a transform is given the gradients of one place. Call the optimizer itself, "
+        "optimizer.step(closure), with a closure that assigns what accumulate returns."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +175,7 @@ class _Update(UpdateFunction):
     @cached_property
     def builder(self) -> Builder:
         """What builds the optimizer of each step."""
-        # LBFGS alone, which needs a closure, keeps its parameters beside its groups.
-        return Builder(self.options, keeps=self.is_stock and not self.needs_closure)
+        return Builder(self.options, keeps=self.is_stock)
 
     def __reduce__(self) -> Any:
         """How it is pickled: what is kept between calls can be worked out again."""
@@ -167,14 +191,10 @@ class _Update(UpdateFunction):
 
     @cached_property
     def is_stock(self) -> bool:
-        """Whether the optimizer is torch's own, of which it is known what they write to."""
+        """Whether the optimizer is torch's own. These write to nothing but parameters and state,
+        and SGD to gradients; those of others are checked at every step.
+        """
         return self.options.optimizer.__module__.startswith("torch.optim.")
-
-    @cached_property
-    def needs_closure(self) -> bool:
-        """Whether its step must be given a closure."""
-        closure = inspect.signature(self.options.optimizer.step).parameters.get("closure")
-        return closure is not None and closure.default is closure.empty
 
     @torch.no_grad()
     def init(self, params: Tree) -> OptimizerState:
@@ -185,24 +205,27 @@ class _Update(UpdateFunction):
         tensors = [leaf.detach() for leaf in leaves if leaf is not None]
         if not tensors:
             return initial_state(params, [{} for _ in leaves], False)
-        optimizer, functions = self.options.build(tensors, params, 0, 1.0)
-        singles = self.options.singles(tensors, optimizer)
-        slots = [{} if leaf is None else self._zeros(*next(singles)) for leaf in leaves]
-        return initial_state(params, slots, any(map(takes_weight, functions)))
+        optimizer, _, functions = self.options.build(tensors, params, 0, 1.0)
+        slots = {
+            id(tensor): self._zeros(tensor, group)
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+        of_tensors = iter([slots[id(tensor)] for tensor in tensors])
+        return initial_state(
+            params,
+            [{} if leaf is None else next(of_tensors) for leaf in leaves],
+            any(map(takes_weight, functions)),
+        )
 
-    def _zeros(self, copy: torch.Tensor, optimizer: Optimizer) -> Slot:
-        """Zeros for what the optimizer of a copy keeps for it, as one step shows."""
-        # Gradients of zeros leave zeros in momenta and averages, and any other state is set to
-        # zeros below.
+    def _zeros(self, tensor: torch.Tensor, group: dict[str, Any]) -> Slot:
+        """Zeros for what the optimizer keeps for a tensor, as a step on a copy of it shows."""
+        # Only one copy is there at a time. Gradients of zeros leave zeros in momenta and averages,
+        # and any other state is set to zeros.
+        copy = tensor.clone().requires_grad_()
         copy.grad = torch.zeros_like(copy)
-        before = shared(optimizer)
-        try:
-            _step(optimizer, _constant(optimizer) if self.needs_closure else None)
-        except (FuncgaError, RuntimeError):
-            # SparseAdam takes no dense gradients, and LBFGS may ask for a function of the
-            # parameters. Their slots begin empty.
-            return {}
-        check_kept(before, optimizer)
+        optimizer = self.options.build_alone(copy, group)
+        self._take_step(optimizer)
         zeros: Slot = on_tensors(torch.zeros_like, self._slot(optimizer, copy))
         return zeros
 
@@ -216,77 +239,60 @@ class _Update(UpdateFunction):
         extra: dict[str, Any],
     ) -> tuple[Tree, OptimizerState]:
         """What the step adds to the parameters, or these after it, and the state."""
+        if "closure" in extra:
+            raise _evaluates_again("closure= was given")
         arguments = UpdateArguments(grads, state, params)
         with torch.no_grad():
             parameters = [parameter.detach() for parameter in arguments.parameters]
             # Only parameters that are given away are written to. Tied ones become two: each has a
             # step and a state.
-            stepped = without_overlap(parameters) if into else copies(parameters)
-            after = self._step(arguments, stepped, extra, owned)
-            return arguments.tree(
-                arguments.differences(stepped) if into is None else without_grads(stepped)
-            ), after
+            tensors = without_overlap(parameters) if into else copies(parameters)
+            after = self._step(arguments, tensors, extra.get("weight"), owned)
+            results = arguments.differences(tensors) if into is None else without_grads(tensors)
+            return arguments.tree(results), after
 
     def _step(
-        self,
-        arguments: UpdateArguments,
-        copies: list[torch.Tensor],
-        extra: dict[str, object],
-        owned: bool,
+        self, arguments: UpdateArguments, copies: list[torch.Tensor], weight: object, owned: bool
     ) -> OptimizerState:
         """The state after a step that the optimizer takes on copies of the parameters.
 
         If the state is `owned`, it lies in its memory, and the gradients may be written to.
         """
-        weight = extra.get("weight")
-        if "closure" in extra:
-            raise _evaluates_again("closure= was given, and a transform")
         if not copies:
             return arguments.state_after([], [], owned, weight)
-        if not self.is_stock:
-            for copy in copies:
-                copy.requires_grad_()  # as optimizers of others may ask for
-        count = int(arguments.state.count)
-        with self.builder.built(copies, arguments, count, weight) as optimizer:
-            if isinstance(optimizer, torch.optim.SparseAdam):
-                _check_sparse(arguments)
-            closure = _constant(optimizer) if self.needs_closure else None
-            for copy, grad in zip(
-                copies, self._gradients(optimizer, arguments, copies, owned), strict=True
-            ):
-                copy.grad = grad
+        with self.builder.built(copies, arguments, weight) as optimizer:
+            grads = self._gradients(optimizer, arguments, copies, owned)
+            # A slot is used from its parameter's first update on.
             in_use = [
                 slot if started else {}
                 for slot, started in zip(arguments.slots, arguments.started, strict=True)
             ]
-            for copy, slot in zip(copies, from_slots(in_use, owned, copies), strict=True):
+            slots = from_slots(in_use, owned, copies)
+            for copy, grad, slot in zip(copies, grads, slots, strict=True):
+                copy.grad = grad
+                copy.requires_grad_(not self.is_stock)  # optimizers of others may ask for it
                 if slot:
                     optimizer.state[copy] = slot
-            # It steps, and what it has changed is read from the copies and its state.
-            slots = self._stepped(arguments, optimizer, copies, closure)
+            try:
+                self._take_step(optimizer)
+            except KeyError as error:
+                arguments.check_keys([error.args] * len(slots), type(optimizer).__name__)
+                raise
+            # What it has changed is read from the copies and its state.
+            slots = [self._slot(optimizer, copy) for copy in copies]
+        # A key that a step adds to a slot in use was missing there: it is another optimizer's.
+        if self.is_stock:
+            arguments.check_keys(slots, type(optimizer).__name__)
         return arguments.state_after(copies, slots, owned, weight)
 
-    def _stepped(
-        self,
-        arguments: UpdateArguments,
-        optimizer: Optimizer,
-        copies: list[torch.Tensor],
-        closure: Closure | None,
-    ) -> list[Slot]:
-        """What an optimizer keeps for each of its tensors after a step."""
-        if not self.is_stock:
-            before = shared(optimizer)
-            _step_from(arguments, optimizer, closure)
-            check_kept(before, optimizer)
-            return [self._slot(optimizer, copy) for copy in copies]
-        # Those of torch change nothing of their own, as the step of `init` has shown.
-        _step_from(arguments, optimizer, closure)
-        slots = to_slots([optimizer.state.get(copy, {}) for copy in copies])
-        # If a step adds a key to a slot that is in use, it has missed that key there: the state is
-        # another optimizer's. LBFGS alone adds keys in its second update.
-        if not self.needs_closure:
-            arguments.check_keys(slots, type(optimizer).__name__)
-        return slots
+    def _take_step(self, optimizer: Optimizer) -> None:
+        """Has the optimizer step. Raises FuncgaError if that changes what no state would hold."""
+        if self.is_stock:
+            optimizer.step()
+            return
+        before = unowned(optimizer)
+        optimizer.step()
+        check_unchanged(before, optimizer)
 
     def _gradients(
         self,
@@ -312,10 +318,14 @@ class _Update(UpdateFunction):
     def _slot(self, optimizer: Optimizer, copy: torch.Tensor) -> Slot:
         """What the optimizer keeps for a parameter."""
         slot = to_slot(optimizer.state.get(copy, {}))
-        if not self.is_stock:
-            for name, kept in slot.items():
-                on_tensors(
-                    partial(_check_alias, copy, name, type(optimizer).__name__), {name: kept}
+        if self.is_stock:
+            return slot
+        for name, kept in slot.items():
+            if isinstance(kept, torch.Tensor) and _address(kept) == _address(copy) != 0:
+                raise FuncgaError(
+                    f"{type(optimizer).__name__} keeps the memory of the parameter itself as "
+                    f"`{name}`, which a pure update cannot follow. Keep optimizer.step() and give "
+                    "it gradients: torch_backend.assign_grads(params, grads)."
                 )
         return slot
 
@@ -329,59 +339,5 @@ def _writes_to_gradients(optimizer: Optimizer) -> bool:
     )
 
 
-def _check_sparse(arguments: UpdateArguments) -> None:
-    if any(grad is not None and grad.layout is torch.strided for grad in arguments.grads):
-        raise FuncgaError(
-            "SparseAdam takes sparse gradients alone, and was given a dense one: what funcga sums, "
-            "in accumulate, stream and multi_steps, is dense. Use torch.optim.Adam; or give it the "
-            "sparse gradients of a .backward()."
-        )
-
-
-def _check_alias(copy: torch.Tensor, name: str, optimizer: str, kept: torch.Tensor) -> torch.Tensor:
-    if _address(kept) == _address(copy) != 0:
-        raise FuncgaError(
-            f"{optimizer} keeps the memory of the parameter itself as `{name}`, which a pure "
-            "update cannot follow. Keep optimizer.step() and give it gradients: "
-            "torch_backend.assign_grads(params, grads)."
-        )
-    return kept
-
-
 def _address(tensor: torch.Tensor) -> int:
     return int(local_tensors([tensor])[0].untyped_storage().data_ptr())
-
-
-def _step_from(arguments: UpdateArguments, optimizer: Optimizer, closure: Closure | None) -> None:
-    try:
-        _step(optimizer, closure)
-    except KeyError as error:
-        arguments.check_keys([error.args] * len(arguments.slots), type(optimizer).__name__)
-        raise
-
-
-def _step(optimizer: Optimizer, closure: Closure | None) -> None:
-    if closure is None:
-        optimizer.step()
-    else:
-        optimizer.step(closure)  # type: ignore[arg-type]  # what it returns is a 0-d tensor
-
-
-def _constant(optimizer: Optimizer) -> Closure:
-    """A closure that leaves the gradients as they are; FuncgaError if the optimizer asks for
-    them more than once.
-    """
-    for group in optimizer.param_groups:
-        if group.get("max_iter") != 1 or group.get("line_search_fn") is not None:
-            raise _evaluates_again(
-                f"{type(optimizer).__name__} evaluates the loss several times in an update, and"
-            )
-    return lambda: torch.zeros(())
-
-
-def _evaluates_again(found: str) -> FuncgaError:
-    return FuncgaError(
-        f"{found} is given the gradients of one place. Call the optimizer itself, "
-        "optimizer.step(closure), with a closure that assigns what accumulate returns; or let it "
-        "take one step without a search: from_optimizer(torch.optim.LBFGS, max_iter=1)."
-    )

@@ -7,8 +7,7 @@ And the options that it had in the last one.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -21,26 +20,22 @@ from torch_backend.optim.options import Group, Options, without_params
 from torch_backend.optim.state import OptimizerState, UpdateArguments
 
 
-@dataclass(frozen=True)
-class Built:
-    """An optimizer, to which group each of its tensors belongs, and the options that the groups
-    began with.
+class Built(NamedTuple):
+    """An optimizer without tensors, which of them belong to each of its groups, and the options
+    that the groups began with.
 
-    kinds: the dtypes, devices and shapes of the parameters of this structure.
-    varies: whether these are others in another update.
+    kind: the dtypes, devices and shapes of the parameters that it was built for, and their tree.
     """
 
     optimizer: Optimizer
-    kinds: list[tuple[Any, ...] | None]
-    structure: Structure
     members: list[list[int]]
     options: list[Group]
-    varies: bool
+    kind: tuple[list[tuple[Any, ...] | None], Structure]
 
 
 class Builder:
     """Builds optimizers with these options. If it `keeps` them, the last one is used again for
-    tensors of its kinds.
+    tensors of its kind.
 
     Building one takes longer than the step of a small model. One that changes nothing of its own in
     a step, as those of torch, is as good as new once it has other tensors and another state.
@@ -52,57 +47,36 @@ class Builder:
 
     @contextmanager
     def built(
-        self,
-        tensors: Sequence[torch.Tensor],
-        arguments: UpdateArguments,
-        count: int,
-        weight: object,
+        self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, weight: object
     ) -> Iterator[Optimizer]:
-        """The optimizer of the tensors that stand for the parameters after `count` updates, its
-        state empty.
+        """The optimizer of the tensors that stand for the parameters of an update, its state
+        empty.
         """
-        kept = self._taken(arguments)
-        if kept is None:
-            kept = self._new(tensors, arguments, count, weight)
-        else:
-            for group, members in zip(kept.optimizer.param_groups, kept.members, strict=True):
-                group["params"] = [tensors[index] for index in members]
-        self.options.schedule_groups(kept.optimizer, kept.options, count)
-        yield kept.optimizer
-        # Only after a step without an error it is used again. It keeps no memory of the caller's.
-        if self.keeps and not kept.varies:
-            kept.optimizer.state = defaultdict(dict)
-            for group in kept.optimizer.param_groups:
-                group["params"] = []
-            self.kept = [kept]
-
-    def _taken(self, arguments: UpdateArguments) -> Built | None:
-        """The optimizer that is kept, if it is one of such parameters; another thread does not
-        get it.
-        """
+        count, kind = int(arguments.state.count), (arguments.kinds, arguments.structure)
         try:
-            kept = self.kept.pop()
+            last = self.kept.pop()  # so that another thread builds its own
         except IndexError:
-            return None
-        is_alike = kept.kinds == arguments.kinds and kept.structure == arguments.structure
-        return kept if is_alike else None
-
-    def _new(
-        self,
-        tensors: Sequence[torch.Tensor],
-        arguments: UpdateArguments,
-        count: int,
-        weight: object,
-    ) -> Built:
-        optimizer, functions = self.options.build(tensors, arguments.params, count, weight)
-        index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
-        members = [
-            [index_of[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups
-        ]
-        options = [*map(without_params, optimizer.param_groups)]
-        return Built(
-            optimizer, arguments.kinds, arguments.structure, members, options, bool(functions)
-        )
+            last = None
+        if last is not None and last.kind == kind:
+            built, keeps, optimizer = last, True, last.optimizer
+            for group, members in zip(optimizer.param_groups, built.members, strict=True):
+                group["params"] = [tensors[index] for index in members]
+            self.options.follow_schedule(optimizer, built.options, count)
+        else:
+            made = self.options.build(tensors, arguments.params, count, weight)
+            optimizer = made.optimizer
+            index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
+            members_of = [[index_of[id(t)] for t in g["params"]] for g in optimizer.param_groups]
+            built = Built(optimizer, members_of, made.began_with, kind)
+            # Options that are functions are others in another update.
+            keeps = self.keeps and not made.functions
+        yield optimizer
+        # Only after a step without an error it is used again. It keeps no memory of the caller's.
+        if keeps:
+            optimizer.state = defaultdict(dict)
+            for group in optimizer.param_groups:
+                group["params"] = []
+            self.kept = [built]
 
 
 def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
@@ -160,6 +134,5 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
     leaves = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
     empty = [torch.empty((0,) * leaf.ndim, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
     weight = state.weight if isinstance(state.weight, torch.Tensor) else None
-    optimizer, _ = options.build(empty, params, last, weight)
-    options.schedule_groups(optimizer, [*map(without_params, optimizer.param_groups)], last)
-    return [*map(without_params, optimizer.param_groups)]
+    made = options.build(empty, params, last, weight)
+    return [*map(without_params, made.optimizer.param_groups)]

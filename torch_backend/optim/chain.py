@@ -27,7 +27,7 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.parameters import apart
+from torch_backend.parameters import apart
 
 
 def chain(*transforms: object) -> DonatingTransform:

@@ -5,9 +5,10 @@ scheduler sets them.
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.optim import Optimizer
@@ -17,10 +18,20 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._transform import takes_weight
 from funcga._types import Tree
 from funcga.errors import FuncgaError, refuses_arguments, similar
-from torch_backend import _private, trees
+from torch_backend import trees
 
 Group = dict[str, Any]
 """The options of a group of parameters, without these."""
+
+
+class Made(NamedTuple):
+    """An optimizer, the options that its groups began with, before the scheduler, and those of its
+    options that are functions.
+    """
+
+    optimizer: Optimizer
+    began_with: list[Group]
+    functions: list[Callable[..., object]]
 
 
 @dataclass(frozen=True)
@@ -34,59 +45,33 @@ class Options:
 
     def build(
         self, tensors: Sequence[torch.Tensor], params: Tree, count: int, weight: object
-    ) -> tuple[Optimizer, list[Callable[..., object]]]:
+    ) -> "Made":
         """The optimizer of the tensors that stand for these parameters after `count` updates, its
-        state empty.
-
-        weight: that of the window, None if it is not known. And those of its options that are
-        functions.
+        state empty. weight: that of the window, None if it is not known.
         """
         # A group of one's own options overrides the options for all, as torch's param_groups do.
         groups = [] if self.groups is None else self._grouped(tensors, params)
-        functions = [
-            value
-            for options in (self.options, *groups)
-            for value in options.values()
-            if callable(value)
-        ]
         grouped = (
             tensors if self.groups is None else [_at(group, count, weight) for group in groups]
         )
-        return self.optimizer(grouped, **_at(self.options, count, weight)), functions
+        optimizer = self.optimizer(grouped, **_at(self.options, count, weight))
+        values = [value for options in (self.options, *groups) for value in options.values()]
+        began_with = [*map(without_params, optimizer.param_groups)]
+        self.follow_schedule(optimizer, began_with, count)
+        return Made(optimizer, began_with, [*filter(callable, values)])
 
-    def schedule_groups(self, optimizer: Optimizer, began_with: list[Group], count: int) -> None:
-        """Gives each group of an optimizer the options that the scheduler has for it after
-        `count` updates.
+    def build_alone(self, tensor: torch.Tensor, group: Group) -> Optimizer:
+        """The optimizer of one tensor before the first update, with the options of a group."""
+        return self.optimizer([{**group, "params": [tensor]}], **_at(self.options, 0, 1.0))
+
+    def follow_schedule(self, optimizer: Optimizer, began_with: list[Group], count: int) -> None:
+        """Gives each group of an optimizer the options that the scheduler, which began with these,
+        has for it after `count` updates.
         """
-        # A scheduler has the last word: it began with the options that the optimizer was built
-        # with.
         if self.schedule is not None:
-            for group, options in zip(optimizer.param_groups, began_with, strict=True):
+            scheduled = self.schedule(began_with, optimizer.defaults, count)
+            for group, options in zip(optimizer.param_groups, scheduled, strict=True):
                 group.update(options)
-            for group, options in zip(
-                optimizer.param_groups, self.schedule(optimizer, count), strict=True
-            ):
-                group.update(options)
-
-    def singles(
-        self, tensors: Sequence[torch.Tensor], optimizer: Optimizer
-    ) -> Iterator[tuple[torch.Tensor, Optimizer]]:
-        """A copy of each tensor, and the optimizer of it alone, one after the other, by an
-        optimizer of all of them.
-        """
-        self.schedule_groups(optimizer, [*map(without_params, optimizer.param_groups)], 0)
-        group_of = {
-            id(tensor): group for group in optimizer.param_groups for tensor in group["params"]
-        }
-        for tensor in tensors:
-            # Only one copy is there at a time.
-            copy = tensor.clone().requires_grad_()
-            yield (
-                copy,
-                self.optimizer(
-                    [{**group_of[id(tensor)], "params": [copy]}], **_at(self.options, 0, 1.0)
-                ),
-            )
 
     def _grouped(self, tensors: Sequence[torch.Tensor], params: Tree) -> list[Group]:
         """A group for all tensors of the same options, in the order of their first ones."""
@@ -179,14 +164,23 @@ def check_scheduler(make: Callable[[Optimizer], object]) -> None:
         pass
 
 
+class _Running(NamedTuple):
+    """A scheduler that runs: the options that its optimizer began with, and after how many updates
+    it stands.
+    """
+
+    began_with: list[Group]
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    updates: int
+
+
 class Schedule:
-    """`schedule(optimizer, count)`: the options that each group of the optimizer has after `count`
-    updates.
+    """`schedule(began_with, defaults, count)`: the options of each group after `count` updates.
 
     make: what gives a scheduler to an optimizer: `functools.partial(CosineAnnealingLR, T_max=50)`,
-    or a function of the
-        optimizer. The scheduler is stepped once an update, and it gets an optimizer that has
-        options and nothing else.
+    or a function of the optimizer. The scheduler is stepped once an update, and it gets an
+    optimizer that has options and nothing else.
 
     It is a function of its arguments, although a scheduler is not: the one that is kept goes
     forward to the count asked for, and another one begins at 0 where a count lies behind. Raises
@@ -203,64 +197,28 @@ class Schedule:
         """How it is copied: a copy has a running scheduler and a lock of its own."""
         return type(self), (self.make,)
 
-    def __call__(self, optimizer: Optimizer, count: int) -> list[Group]:
+    def __call__(self, began_with: list[Group], defaults: Group, count: int) -> list[Group]:
         """The options of each group, `params` left out."""
-        options = [without_params(group) for group in optimizer.param_groups]
         with self.lock:
-            # A scheduler cannot go back. Another one begins for an earlier count, and for groups of
-            # other options.
-            if (
-                self.running is None
-                or self.running.count > count
-                or self.running.began_with != options
-            ):
-                self.running = _Running(self.make, optimizer.defaults, options)
-            try:
-                return self.running.forward(count)
-            except Exception:
-                self.running = None  # it has gone further than it says
-                raise
+            # Where one of its steps fails, a scheduler has gone further than it says: none is kept.
+            running, self.running = self.running, None
+            if running is None or running.updates > count or running.began_with != began_with:
+                running = self._begun(began_with, defaults)
+            for update in range(running.updates, count):
+                running.optimizer.step()  # which schedulers want to see called before their own
+                _step(running.scheduler, update)
+            self.running = running._replace(updates=count)
+            # Schedulers write into tensors, and add options of their own, such as initial_lr.
+            groups = zip(running.optimizer.param_groups, began_with, strict=True)
+            return [deepcopy({name: group[name] for name in began}) for group, began in groups]
 
-
-def without_params(group: Group) -> Group:
-    """The options of a group, without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-class _Running:
-    """A scheduler, the options that it changes, and how many updates it has seen."""
-
-    def __init__(self, make: Callable[[Optimizer], object], defaults: Group, options: list[Group]):
-        self.began_with, self.count = options, 0
-        self.optimizer = _OnlyOptions(
-            [{"params": [torch.zeros(1)], **_cloned(group)} for group in options], defaults
-        )
-        scheduler = make(self.optimizer)
+    def _begun(self, began_with: list[Group], defaults: Group) -> _Running:
+        groups = [{"params": [torch.zeros(1)], **deepcopy(group)} for group in began_with]
+        optimizer = _OnlyOptions(groups, defaults)
+        scheduler = self.make(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise _no_schedule(scheduler)
-        self.scheduler = scheduler
-
-    def forward(self, count: int) -> list[Group]:
-        """The options after `count` updates, not before those that it has seen."""
-        while self.count < count:
-            self.optimizer.step()  # which schedulers want to see called before their own
-            try:
-                self.scheduler.step()
-            except ValueError as error:
-                # Which OneCycleLR says; all else is the user's own.
-                if "Tried to step" not in str(error):
-                    raise
-                raise FuncgaError(
-                    f"{type(self.scheduler).__name__} does not go on after update "
-                    f"{self.count + 1}: {error}. It is stepped once an update, and a last, shorter "
-                    "window is an update too. Plan for as many: total_steps=epochs * "
-                    "math.ceil(len(loader) / n)."
-                ) from error
-            self.count += 1
-        # Schedulers add options of their own, such as initial_lr, which the optimizer does not
-        # know.
-        groups = zip(self.optimizer.param_groups, self.began_with, strict=True)
-        return [_cloned({name: group[name] for name in began}) for group, began in groups]
+        return _Running(began_with, optimizer, scheduler, 0)
 
 
 class _OnlyOptions(Optimizer):
@@ -270,12 +228,23 @@ class _OnlyOptions(Optimizer):
         """Nothing."""
 
 
-def _cloned(options: Group) -> Group:
-    """The options, with tensors of their own: schedulers write into them."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
+def _step(scheduler: LRScheduler, update: int) -> None:
+    try:
+        scheduler.step()
+    except ValueError as error:
+        # Which OneCycleLR says; all else is the user's own.
+        if "Tried to step" not in str(error):
+            raise
+        raise FuncgaError(
+            f"{type(scheduler).__name__} does not go on after update {update + 1}: {error}. It is "
+            "stepped once an update, and a last, shorter window is an update too. Plan for as "
+            "many: total_steps=epochs * math.ceil(len(loader) / n)."
+        ) from error
+
+
+def without_params(group: Group) -> Group:
+    """The options of a group, without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _no_schedule(returned: object) -> FuncgaError:
@@ -294,34 +263,34 @@ def _no_schedule(returned: object) -> FuncgaError:
     )
 
 
-def shared(optimizer: Optimizer) -> dict[str, object]:
-    """What an optimizer keeps now that belongs to no parameter: options of its groups, state,
-    numbers and tensors.
-
-    Later `check_kept` says whether any of it has changed, also in place.
+def unowned(optimizer: Optimizer) -> dict[str, list[object]]:
+    """What an optimizer keeps that belongs to no parameter, by name: options of its groups, state,
+    numbers and tensors. Of tensors there are copies.
     """
-    options = {
+    kept: dict[str, object] = {
         f"param_groups[{index}][{name!r}]": value
         for index, group in enumerate(optimizer.param_groups)
         for name, value in without_params(group).items()
     }
     # State under a key that is no parameter is lost, too; that it appears is what shows.
-    state = {
-        f"state[{key!r}]": None for key in optimizer.state if not isinstance(key, torch.Tensor)
+    kept |= {f"state[{key!r}]": None for key in optimizer.state if not torch.is_tensor(key)}
+    kept |= {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, torch.Tensor)}
+    return {
+        name: [x.clone() if torch.is_tensor(x) else x for x in trees.flatten(value)[0]]
+        for name, value in kept.items()
     }
-    attributes = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, torch.Tensor)}
-    return {name: _snapshot(value) for name, value in {**options, **state, **attributes}.items()}
 
 
-def check_kept(before: dict[str, object], optimizer: Optimizer) -> None:
-    """Raises FuncgaError if a step has changed what was `shared` before it, which a pure update
+def check_unchanged(before: dict[str, list[object]], optimizer: Optimizer) -> None:
+    """Raises FuncgaError if a step has changed what was `unowned` before it, which a pure update
     would lose.
     """
-    for name, value in shared(optimizer).items():
-        # An attribute that is new is a cache, as LBFGS has one. Values are compared in lists, where
-        # an object equals itself, even a NaN.
-        is_kept = [value] == [before[name]] if name in before else name in vars(optimizer)
-        if not is_kept:
+    for name, values in unowned(optimizer).items():
+        # An attribute that is new is a cache.
+        if name not in before and name in vars(optimizer):
+            continue
+        earlier = before.get(name, [])
+        if len(values) != len(earlier) or not all(map(_is_same, values, earlier)):
             raise FuncgaError(
                 f"a step of {type(optimizer).__name__} changes its `{name}`, which belongs to no "
                 "parameter, so that it is in no state, and a pure update would lose it. Keep "
@@ -329,31 +298,8 @@ def check_kept(before: dict[str, object], optimizer: Optimizer) -> None:
             )
 
 
-class _Snapshot:
-    """A tensor, equal to a later one of the same numbers, and to itself only if nothing was
-    written to it.
-    """
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor, self.version = tensor, 0 if tensor.is_inference() else _private.version(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Snapshot):
-            return NotImplemented
-        if self.tensor is other.tensor:  # no numbers are read, for which the host would wait
-            return self.version == other.version
-        alike = (self.tensor.dtype, self.tensor.device) == (other.tensor.dtype, other.tensor.device)
-        return alike and torch.equal(self.tensor, other.tensor)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _snapshot(value: object) -> object:
-    """A copy of the value that shows later whether it was changed in place."""
-    if isinstance(value, torch.Tensor):
-        return _Snapshot(value)
-    if isinstance(value, list | tuple):
-        return [_snapshot(item) for item in value]
-    return (
-        {key: _snapshot(item) for key, item in value.items()} if isinstance(value, dict) else value
-    )
+def _is_same(value: object, earlier: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(earlier, torch.Tensor):
+        alike = (value.dtype, value.device) == (earlier.dtype, earlier.device)
+        return alike and torch.equal(value, earlier)
+    return value is earlier or value == earlier  # an object is itself, even a NaN

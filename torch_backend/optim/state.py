@@ -14,7 +14,7 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import are_plain, with_strides_of
 from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.parameters import KIND, PLAIN, check_gradients, check_parameters, matched
+from torch_backend.parameters import KIND, PLAIN, check_gradients, check_parameters, matched
 
 Slot = dict[str, object]
 """What an optimizer keeps for one parameter: tensors, numbers, None, and dicts, lists and tuples
@@ -95,14 +95,6 @@ def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]
     return [from_slot(slot, owned, like) for slot, like in zip(slots, likes, strict=True)]
 
 
-def to_slots(kept: Sequence[Slot]) -> list[Slot]:
-    """`to_slot` of what an optimizer keeps for each parameter; of tensors alone, as usual, the
-    very dicts.
-    """
-    types = {type(value) for slot in kept for value in slot.values()}
-    return [*kept] if types <= {torch.Tensor} else [*map(to_slot, kept)]
-
-
 def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value.value.item() if isinstance(value, Number) else value
@@ -161,7 +153,7 @@ class UpdateArguments:
         _check_slots(slots, params)
         # Parameters that are None have slots and flags, too, so that positions are those of the
         # leaves.
-        started = _by_leaf(state.started.tolist(), params)
+        started = _in_order_of_paths(state.started.tolist(), params, back=True)
         self.leaf_indices = [index for index, leaf in enumerate(self.leaves) if leaf is not None]
         self.grads: list[torch.Tensor | None] = self._present(self.gradients(grads))
         self.parameters: list[torch.Tensor] = self._present(self.leaves)
@@ -241,7 +233,7 @@ class UpdateArguments:
                 slot = self.slots[position]
                 slots[position] = slot if owned else on_tensors(torch.clone, slot)
         # Flags are kept in the order of the paths: a file may return dicts in another order.
-        flags = torch.tensor(_by_path(started, self.params), dtype=torch.bool)
+        flags = torch.tensor(_in_order_of_paths(started, self.params), dtype=torch.bool)
         has_weight = isinstance(self.state.weight, torch.Tensor) and weight is not None
         kept = torch.tensor(float(weight), dtype=torch.float64) if has_weight else self.state.weight  # type: ignore[arg-type]
         return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags, kept)
@@ -305,22 +297,15 @@ def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
     )
 
 
-def _by_leaf(flags: list[bool], params: Tree) -> list[bool]:
-    """The flags, which are in the order of the paths, in the order of the leaves."""
+def _in_order_of_paths(flags: list[bool], params: Tree, back: bool = False) -> list[bool]:
+    """Flags that are in the order of the leaves in that of their paths, which stays when a dict's
+    order changes in a file; or `back`.
+    """
     # Usually all are alike, and no path is needed.
     if len({*flags}) < 2:
         return flags
-    return [flag for _, flag in sorted(zip(_path_order(params), flags, strict=True))]
-
-
-def _by_path(flags: list[bool], params: Tree) -> list[bool]:
-    """The flags, which are in the order of the leaves, in the order of the paths."""
-    return flags if len({*flags}) < 2 else [flags[index] for index in _path_order(params)]
-
-
-def _path_order(params: Tree) -> list[int]:
-    """The indices of the leaves in the order of their paths, which stays when a dict's order
-    changes in a file.
-    """
     paths = leaf_paths(params, trees)
-    return sorted(range(len(paths)), key=paths.__getitem__)
+    order = sorted(range(len(paths)), key=paths.__getitem__)
+    if back:
+        return [flag for _, flag in sorted(zip(order, flags, strict=True))]
+    return [flags[leaf_index] for leaf_index in order]

@@ -1,7 +1,13 @@
-"""The gradients of a pipeline's stages: torch.distributed.pipelining, whose schedules are
-accumulators.
+"""The tool that accumulates over a pipeline's stages: torch.distributed.pipelining, whose schedules
+are accumulators.
 
-Only torch has this package: in JAX stages are axes of a mesh in one program.
+    gradient = torch_backend.pipeline_value_and_grad(ScheduleGPipe, stage, F.cross_entropy)
+    loss, grads = funcga.accumulate(gradient, n=4)(x, y)
+
+The gradient function is in `gradient.py`, a window of it in `window.py`, and a schedule that takes
+any micro-batches in `schedule.py`. It stands on the engine's buffers, on the reduction over
+replicas and on what drives wrapped modules; nothing stands on it. Only torch has this package: in
+JAX stages are axes of a mesh in one program.
 """
 
 from collections.abc import Sequence

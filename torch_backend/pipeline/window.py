@@ -9,13 +9,14 @@ Every process knows the weights, because it is given the same batch. Values and 
 last stage, which tells them at the end of the window.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 import torch
+import torch.distributed as dist
 
 from funcga._backend import Backend
 from funcga._call import Program
@@ -23,6 +24,7 @@ from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
+from torch_backend import trees
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.inputs import Leaves, detached
@@ -33,7 +35,6 @@ from torch_backend.modules.checks import check_no_params
 from torch_backend.modules.layers import Walk
 from torch_backend.modules.visits import IN_USE
 from torch_backend.pipeline.schedule import Pipeline
-from torch_backend.pipeline.told import Told, agreed, told_by_last
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
@@ -41,6 +42,8 @@ from torch_backend.replicas import InTurn, Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import check_folds, check_no_stream, put, taken, with_a_blank_row
+
+Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class PipelineWindow:
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
         # The loss and aux of each, on the last stage.
-        self.values: list[tuple[torch.Tensor, Tree]] = []
+        self.values: Values = []
         self.error: Exception | None = None  # the first one of the loss
         self.steps = 0  # of the schedule
         self.arguments: Arguments | None = None  # of the first micro-batch
@@ -305,7 +308,7 @@ class PipelineWindow:
         """The normalised result, in the structure of grad_fn's output: the value is the same in
         every process.
         """
-        values = self._told()
+        values = self._values_of_all()
         self.stages.is_over, self.stages.history.finished = True, self.stages.window
         self._make_room(*values[0])
         buffers = self.buffers
@@ -335,15 +338,13 @@ class PipelineWindow:
         }
         return value, grads
 
-    def _told(self) -> list[tuple[torch.Tensor, Tree]]:
+    def _values_of_all(self) -> Values:
         """The loss and the aux of every micro-batch, from the last stage. Raises FuncgaError if
         that has failed.
         """
-        mine = Told(
-            agreed(self.weights), self.values if self.pipeline.has_last else None, self.error
-        )
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
-        return told_by_last(mine, self.pipeline.group, device)
+        values = self.values if self.pipeline.has_last else None
+        return _of_last_stage(self.weights, values, self.error, self.pipeline.group, device)
 
     def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array | None]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
@@ -363,7 +364,7 @@ class PipelineWindow:
         structure = self.backend.trees.flatten(self.params)[1]
         leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
         bind = lambda value: self.program.bind(value, arguments)
-        self.layout = self.program.memory.keep(Kept, self.parts).layout_of(
+        self.layout = self.program.memory.keep(Kept).layout_of(
             self.parts, (loss, aux), leaves, leaves, bind, self._check, False
         )
         folds = [
@@ -381,6 +382,69 @@ class PipelineWindow:
             "Keep parameters in float32, and let stages compute under torch.autocast.",
         )
         check_folds(outputs, self.params, dtypes, name, remedy)
+
+
+def _of_last_stage(
+    weights: Sequence[Scalar],
+    values: Values | None,
+    error: Exception | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Values:
+    """The values of the last stage, on this device. This process says the weights that it has
+    counted, on the last stage the values, and the error of its loss.
+
+    Raises FuncgaError, in every process, if the loss has raised an error, or if they were given
+    different batches.
+    """
+    if group.size() == 1:
+        if error is not None:
+            raise error
+        assert values is not None
+        return values
+    # A weight on a device is not looked at. An error itself may not be picklable, and values are of
+    # no use beside one.
+    shown = tuple([None if isinstance(w, torch.Tensor) else float(w) for w in weights])
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    sent = None if values is None or text is not None else _moved(values, torch.device("cpu"))
+    said = channel_of(group).gathered((shown, values is not None, sent, text))
+    if error is not None:
+        raise error
+    last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
+    _, _, received, text = said[last]
+    if text is not None:
+        raise FuncgaError(
+            f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of its "
+            f"group: {text} Every stage has stopped; see what that process says."
+        )
+    _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
+    return values if values is not None else _moved(received, device)
+
+
+def _check_alike(weights_of_ranks: list[tuple[float | None, ...]], last: int) -> None:
+    """Raises FuncgaError if a process has counted other weights than the one of the last stage."""
+    wanted = weights_of_ranks[last]
+    for rank, others in enumerate(weights_of_ranks):
+        if others != wanted:
+            raise FuncgaError(
+                f"the processes of a pipeline were given different batches: on rank {rank} of its "
+                f"group the micro-batches weigh {_spelled(others)}, and on rank {last}, which has "
+                f"the last stage, {_spelled(wanted)}. Pass the same batch, inputs and target, in "
+                "every process of one pipeline."
+            )
+
+
+def _moved(values: Values, device: torch.device) -> Values:
+    """The values, whose tensors are on this device."""
+    leaves, structure = trees.flatten(values)
+    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    on_device: Values = trees.unflatten(structure, moved)
+    return on_device
+
+
+def _spelled(weights: Sequence[float | None]) -> str:
+    shown = ", ".join("?" if weight is None else f"{weight:g}" for weight in weights[:6])
+    return f"({shown}{', ...' if len(weights) > 6 else ''})"
 
 
 def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ class ModuleGradient(OwningGradient):
         check_wrapped_before(self.module)
         reduction = None if program.across is None else reductions_of(program, backend)[0]
         inputs = OwnParameters(self.parts, backend, self.module, program.memory.keep(Walk))
-        kept = program.memory.keep(Kept, self.parts)
+        kept = program.memory.keep(Kept)
         return Engine(program, Pass(inputs), kept, reduction)
 
     def check_not_traced(self) -> None:

@@ -457,7 +457,7 @@ class ModuleWindow:
                 self.parts.compose(loss, aux, [self.params]), arguments
             )
             self.folded = observed = ObservedGradient.of(self.parts, readings, loss)
-        layout = self.program.memory.keep(Kept, self.parts).layout_of(
+        layout = self.program.memory.keep(Kept).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
         self.layout, self.buffers = layout, buffers_of(self.program)(layout)

@@ -38,7 +38,7 @@ def steps(made, own, grads, before=lambda: None):
         for k, p in own.items():
             p.grad = None if grad[k] is None else grad[k].clone()
         before()
-        made.step(*[lambda: torch.zeros(())] * isinstance(made, optim.LBFGS))
+        made.step()
         kept = copy.deepcopy({k: dict(made.state.get(p, {})) for k, p in own.items()})
         yield {k: p.detach().clone() for k, p in own.items()}, kept
 

@@ -8,6 +8,7 @@ end, those of the backward pass too, so that the peak is that of the real window
 import bisect
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +29,15 @@ from funcga.folds import Fold
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.modules.checks import ModuleLoss
+from torch_backend.replacements import Replacements
 from torch_backend.replicas import PLANNED, Channel
+from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
 _BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
-# micro-batches: the third does what the second did
+# micro-batches: the third does what the second did; with a wrapper the fourth what the third, but
+# the last
 _ENOUGH = 2
 
 
@@ -86,20 +90,34 @@ def peak(
     mode = _mode(program)
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
+    wrapper = _wrapper(program)
     parts = {id(part): part for module in _modules(program) for part in module.modules()}.values()
-    with fakes.in_place_of_tensors(parts):
+    with fakes.in_place_of_tensors([*parts, *wrapper.holders()]):
+        with mode:
+            wrapper.begin_plan()
         arguments = program.read(args, backend)
         batch = _sizes([leaf for leaf, _ in arguments])
         params = _sizes(
             trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0]
         )
         args, n = _first(program, args, backend)
-        follower = _Follower({**params, **batch})
+        follower = _Follower({**params, **batch}, wrapper.held)
         step = window(
             replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
         )
         try:
-            with torch.random.fork_rng(devices=[]), _planning(), mode, follower:
+            with (
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(),
+                _planning(),
+                mode,
+                follower,
+            ):
+                # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all
+                # was the same.
+                warnings.filterwarnings(
+                    "ignore", message="Accessing the data pointer of FakeTensor"
+                )
                 result = step(args, kwargs)
         except RuntimeError as error:
             if not _private.is_for_lack_of_numbers(error):
@@ -111,6 +129,8 @@ def peak(
         # counts.
         of_modules = _sizes([fake for _, fake in fakes.made.values()])
         params |= {key: follower.outside.pop(key) for key in of_modules if key in follower.outside}
+        for name, tensors in wrapper.held().items():  # some of it was there before
+            at_peak[name] += sum([follower.outside.pop(key, 0) for key in _sizes(tensors)])
         closed_over = sum(follower.outside.values())
     found = {"parameters": sum(params.values()), "batch": sum(batch.values()), **at_peak}
     return {**found, "closed over": closed_over} if closed_over else found
@@ -118,16 +138,8 @@ def peak(
 
 def _mode(program: Program) -> Any:
     """A mode in which tensors have no numbers. Raises FuncgaError for what cannot be planned."""
-    owner = owner_of(program.grad_fn)
-    if isinstance(owner, WrappedGradient):
-        raise FuncgaError(
-            f"the module is wrapped by {owner.wrapper.name}, and a plan does not know what that "
-            "holds, sends and frees. Plan the step of the module that was wrapped, with "
-            "across=group: it has all parameters and gradients whole. Leave room for the buckets "
-            "of DDP, as large as all gradients; with FSDP that plan is an upper bound."
-        )
     # Those of pipelines are another class.
-    if not isinstance(owner, ModuleGradient | None):
+    if not isinstance(owner_of(program.grad_fn), ModuleGradient | None):
         raise FuncgaError(
             "the plan of a step of a pipeline was asked for, whose stages wait for each other, and "
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
@@ -139,6 +151,18 @@ def _mode(program: Program) -> Any:
             "this version of torch has no FakeTensorMode, and nothing can be planned without it. "
             "Let the step try "
             'sizes when it runs: n="auto".'
+        )
+    wrapper = _wrapper(program)
+    try:
+        wrapper.holders()
+        is_planned = type(wrapper) is Wrapper or _private.sends_no_fakes()
+    except AttributeError:
+        is_planned = False
+    if not is_planned:
+        raise FuncgaError(
+            f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run "
+            "without sending anything. Plan the step of the module that was wrapped, with "
+            f"across=group; or use torch {_private.TRIED}."
         )
     return mode
 
@@ -162,6 +186,9 @@ class _Echo(Channel):
     too.
     """
 
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group, [])
+
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
         """What arrays travel over."""
         return self
@@ -174,28 +201,24 @@ class _Echo(Channel):
         """What each replica says."""
         return [mine] * self.count
 
-    def told_by(self, source: int, mine: object) -> Any:
-        """What one replica says."""
-        return mine
-
     def is_marked(self, mark: torch.Tensor) -> bool:
         """Whether a replica has failed: none does."""
         return False
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> "_Told":
+    def allreduce(self, tensors: list[torch.Tensor]) -> "_Echo":
         """A sum, of numbers that mean nothing."""
-        return _Told()
+        return self
 
-    def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Told":
+    def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Echo":
         """What all have, which stays empty here."""
-        return _Told()
+        return self
 
-
-class _Told:
-    """What is over as soon as it begins."""
+    def broadcast(self, data: torch.Tensor, source: int) -> "_Echo":
+        """What one has, which stays empty here."""
+        return self
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """There is nothing to wait for: what is sent is over as soon as it begins."""
 
 
 def _modules(program: Program) -> list[torch.nn.Module]:
@@ -206,22 +229,35 @@ def _modules(program: Program) -> list[torch.nn.Module]:
     return [*modules, loss.module] if isinstance(loss, ModuleLoss) else modules
 
 
+def _wrapper(program: Program) -> Wrapper:
+    """What wraps the module of a gradient function; one that does nothing where nothing wraps
+    it.
+    """
+    owner = owner_of(program.grad_fn)
+    return owner.wrapper if isinstance(owner, WrappedGradient) else Wrapper((), "nothing")
+
+
 def _first(
     program: Program, args: tuple[Tree, ...], backend: Backend
 ) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches, and how many these are: the others are like the
-    second.
+    """The arguments of the first micro-batches, and of the last if that differs; and how many these
+    are.
+
+    Those between are like the second.
     """
     arguments, n = program.read(args, backend), program.n
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
-    if n is None or n <= _ENOUGH or grows or program.totals is not None:
+    is_wrapped = type(_wrapper(program)) is not Wrapper
+    enough = _ENOUGH + 2 * is_wrapped
+    if n is None or n <= enough or grows or program.totals is not None:
         return args, n
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
     # The first micro-batches are the larger ones, so that rows for all of these are cut into the
     # same sizes.
-    return arguments.cut(0, sum(sizes[:_ENOUGH]), []), _ENOUGH
+    sizes = [*sizes[: enough - 1], sizes[-1]] if is_wrapped else sizes[:enough]
+    return arguments.cut(0, sum(sizes), []), enough
 
 
 def _reads_numbers(error: BaseException) -> FuncgaError:
@@ -312,31 +348,61 @@ class _Fakes:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: when, and when it was freed."""
+    """Memory that was allocated: when, and when it was freed.
+
+    `names` has the name of what it is, if a wrapper knows it. All blocks that a storage had in turn
+    share it.
+    """
 
     size: int
+    granule: int
     in_backward: bool
     born: int
+    names: list[str]
     died: float = math.inf
 
 
 class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage that is made while it is entered, from its allocation to its end."""
+    """Follows every storage that is made while it is entered, from its allocation to its end.
 
-    def __init__(self, known: dict[int, int]):
+    `held()` tells what is held that has a name of its own, by that name.
+    """
+
+    def __init__(self, known: dict[int, int], held: Callable[[], dict[str, list[torch.Tensor]]]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {*known}
+        self.known, self.held = {*known}, held
         self.live: dict[int, _Block] = {}  # the last block of every storage
         self.outside: dict[int, int] = {}  # what is used, and was there before
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.ends: list[int] = []  # when backward passes ended
         self.in_backward = False
+        self.replacements = Replacements()
+
+    def __enter__(self) -> "_Follower":
+        # FSDP frees memory by resizing storages, which no mode is told of.
+        own = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = own(storage, size)
+            if storage.device.type == "meta" and (
+                id(storage) in self.live or self._is_new(storage)
+            ):
+                self._follow(storage)
+            return done
+
+        self.replacements.add(torch.UntypedStorage, "resize_", resize)
+        self.replacements.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self.replacements.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_backward = _private.in_backward()
         if self.in_backward and not in_backward:
-            self.ends.append(len(self.deltas))
+            self._noted()
         self.in_backward = in_backward
         for tensor, storage in _storages(_tensors((args, kwargs))):
             if self._is_new(storage):
@@ -351,25 +417,42 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_new(self, storage: Any) -> bool:
         return not any(id(storage) in seen for seen in (self.live, self.known, self.outside))
 
-    def _follow(self, storage: Any, granule: int) -> None:
-        """Notes the size of a storage that is new."""
-        weakref.finalize(storage, self._ended, id(storage)).atexit = False
+    def _follow(self, storage: Any, granule: int = 1) -> None:
+        """Notes the size of a storage that is new, or has another size than before."""
+        last, names = self.live.get(id(storage)), list[str]()
+        if last is None:
+            weakref.finalize(storage, self._ended, id(storage)).atexit = False
+        else:
+            self._freed(last)
+            granule, names = last.granule, last.names
         size = _rounded(storage.nbytes(), granule)
-        self.live[id(storage)] = block = _Block(size, _private.in_backward(), len(self.deltas))
+        self.live[id(storage)] = block = _Block(
+            size, granule, _private.in_backward(), len(self.deltas), names
+        )
         self.blocks.append(block)
         self.deltas.append(size)
 
     def _ended(self, key: int) -> None:
-        block = self.live.pop(key)
+        self._freed(self.live.pop(key))
+
+    def _freed(self, block: _Block) -> None:
         block.died = len(self.deltas)
         self.deltas.append(-block.size)
+
+    def _noted(self) -> None:
+        """Notes the end of a backward pass, and what is held then."""
+        self.ends.append(len(self.deltas))
+        for name, tensors in self.held().items():
+            for _, storage in _storages(tensors):
+                if id(storage) in self.live:
+                    self.live[id(storage)].names[:] = [name]
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
         self.ends.append(len(self.deltas))
         totals = [*itertools.accumulate(self.deltas)]
         when = max(range(len(totals)), key=totals.__getitem__, default=0)
-        bytes_of = dict.fromkeys(("sums", "activations", "gradients"), 0)
+        bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
         for block in self.blocks:
             if block.born <= when < block.died:
                 # What outlives the backward pass is the sums and the results.
@@ -385,7 +468,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if block.in_backward
                     else "activations"
                 )
-                bytes_of[kind] += block.size
+                bytes_of[block.names[0] if block.names else kind] += block.size
         return bytes_of
 
 

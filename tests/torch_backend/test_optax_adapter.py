@@ -160,7 +160,7 @@ def test_memory_is_handed_over():
         seen.append(result.unsafe_buffer_pointer())
         return result
 
-    result = torch_backend.optim.optax_adapter.in_jax(look, {"grads": grads, "params": params})
+    result = torch_backend.optax_adapter.in_jax(look, {"grads": grads, "params": params})
     assert seen == [[grads.data_ptr(), params.data_ptr()], result.data_ptr()]
     assert torch.equal(result, grads + params)
     assert torch.equal(tx.update(grads, (), params)[0], grads + params)

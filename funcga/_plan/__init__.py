@@ -1,16 +1,72 @@
-"""`plan`: how many micro-batches a batch needs to fit in memory, found without running anything."""
+"""The tool that finds how many micro-batches a batch needs to fit in memory; nothing is run.
 
+    plan = funcga.plan(grad_fn, params, batch, memory="14 GiB")
+    step = funcga.accumulate(grad_fn, plan.n)
+
+The search and the table are in this file. What a window holds is measured in `in_torch.py`, on
+tensors without numbers, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
+(`funcga._call`, the backends' `loop` and `passes`); nothing stands on it, but `n="auto"` asks for
+it by name.
+"""
+
+import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Protocol, cast
 
 from funcga._backend import Backend, Coupled
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, read_program, step_program
+from funcga._tables import text_table
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree, mean
+
+
+class Planner(Protocol):
+    """How much memory a window takes, found without running it."""
+
+    def is_shape(self, leaf: object) -> bool:
+        """Whether the leaf only stands for an array of this framework: it has a shape and a
+        dtype, and no numbers.
+        """
+        ...
+
+    def rows(self, program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+        """How many rows the arguments of a call have."""
+        ...
+
+    def nbytes(self, tree: Tree) -> int:
+        """The bytes that the arrays of a tree take; memory that several of them share is counted
+        once.
+        """
+        ...
+
+    def free_memory(self, tree: Tree) -> int | None:
+        """The bytes that are free on the device of these arrays; None if that is the host."""
+        ...
+
+    def peak(
+        self,
+        program: Program,
+        window: Callable[[Program], Callable[..., Tree]],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        backend: Backend,
+    ) -> dict[str, int]:
+        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it
+        is.
+        """
+        ...
+
+
+def side(backend: Backend) -> Planner:
+    """How a framework is measured."""
+    return cast("Planner", import_module(f"funcga._plan.in_{backend.name}"))
+
 
 Measure = Callable[[int], dict[str, int]]
 """The bytes that a window of n micro-batches holds at its peak, by what they are."""
@@ -25,15 +81,14 @@ class PlanRow:
         microbatch_size: How many rows the largest of them has.
         peak_bytes: The bytes that are held when most are.
         fits: Whether that is no more than the memory.
-        parts: What these bytes are; None where they follow from other rows of the table, by a
-            straight line.
+        parts: What these bytes are.
     """
 
     n: int
     microbatch_size: int
     peak_bytes: int
     fits: bool
-    parts: dict[str, int] | None = None
+    parts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -49,7 +104,7 @@ class Plan:
         parts: What these bytes are.
         fits: Whether they fit in the memory.
         memory: The bytes that there are.
-        rows: A `PlanRow` for each n of the table.
+        rows: A `PlanRow` for each n that was looked at.
         whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
             do, or none does.
 
@@ -76,27 +131,11 @@ class Plan:
         names = [*self.parts]
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
-            parts = (
-                [size_of(row.parts.get(name, 0)) for name in names]
-                if row.parts
-                else [""] * len(names)
-            )
-            about = "" if row.parts else "~"
             fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n and self.fits else "")
-            lines.append(
-                [
-                    str(row.n),
-                    str(row.microbatch_size),
-                    about + size_of(row.peak_bytes),
-                    fits,
-                    *parts,
-                ]
-            )
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = [
-            [cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
-        ]
-        return "\n".join("  ".join(line).rstrip() for line in padded)
+            sizes = [size_of(row.parts.get(name, 0)) for name in names]
+            peak = size_of(row.peak_bytes)
+            lines.append([str(row.n), str(row.microbatch_size), peak, fits, *sizes])
+        return text_table(lines, right=True)
 
     def __str__(self) -> str:
         memory = size_of(self.memory)
@@ -148,9 +187,9 @@ def plan(
     `jax.ShapeDtypeStruct`. Meta tensors are planned as on torch's default device. What
     `torch.compile` made is planned as if it was not compiled: that usually takes more, and less
     only where a loss has checkpoints. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a pipeline, or a module in DDP or FSDP: plan the module that was wrapped, with
-    `across=`. In torch that is planned as if all replicas had the rows of this one; nothing is
-    sent, so that one replica may plan alone. In JAX it is planned in
+    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
+    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may
+    plan alone, and the peak of a module is within 5 %. In JAX it is planned in
     `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
 
     Args:
@@ -236,15 +275,15 @@ def planned(
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:
-            parts = backend.planner.peak(
+            parts = side(backend).peak(
                 replace(program, n=n, microbatch_size=None), window, args, kwargs, backend
             )
             measured[n] = (
-                parts if state is None else {**parts, "state": backend.planner.nbytes(state)}
+                parts if state is None else {**parts, "state": side(backend).nbytes(state)}
             )
         return measured[n]
 
-    rows = backend.planner.rows(program, args, backend)
+    rows = side(backend).rows(program, args, backend)
     if memory is None:
         own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
         memory = available_memory(backend, (args, kwargs, state), own)
@@ -257,7 +296,7 @@ def _backend(
 ) -> Backend:
     """The backend of a call whose arrays may be shapes alone."""
     for backend in load_imported():
-        if any(map(backend.planner.is_shape, backend.trees.flatten((args, kwargs, state))[0])):
+        if any(map(side(backend).is_shape, backend.trees.flatten((args, kwargs, state))[0])):
             return backend
     return program.backend(args, kwargs)
 
@@ -307,20 +346,21 @@ def _size(rows: int, n: int) -> int:
 def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[str, int]]) -> Plan:
     """The Plan of what was measured."""
     peaks = {k: sum(parts.values()) for k, parts in measured.items()}
-    slope = 0.0
-    known = sorted(k for k in peaks if k > 1)
-    if len(known) > 1:
-        least, most = known[0], known[-1]
-        slope = (peaks[least] - peaks[most]) / max(1, _size(rows, least) - _size(rows, most))
-    shown = {*peaks, *([2**k for k in range(rows.bit_length()) if 2**k <= rows] if slope else [])}
-    table = []
-    for k in sorted(shown):
-        size = _size(rows, k)
-        peak = peaks[k] if k in peaks else _between(k, rows, known, peaks)
-        table.append(PlanRow(k, size, peak, peak <= memory, measured.get(k)))
-    whole = (
-        rows - int(-(-(peaks[1] - memory) // slope)) if slope > 0 and n > 1 and 1 in peaks else 0
-    )
+    table = [
+        PlanRow(k, _size(rows, k), peaks[k], peaks[k] <= memory, measured[k])
+        for k in sorted(measured)
+    ]
+    # The rows that are too many for the memory, by the line between the peaks of two other n.
+    whole = None
+    known = [row for row in table if row.n > 1]
+    if n > 1 and len(known) > 1:
+        first, last = known[0], known[-1]
+        bytes_of_row = (first.peak_bytes - last.peak_bytes) / max(
+            1, first.microbatch_size - last.microbatch_size
+        )
+        if bytes_of_row > 0:
+            whole = rows - math.ceil((peaks[1] - memory) / bytes_of_row)
+    has_whole = whole is not None and 0 < whole < rows
     return Plan(
         n,
         _size(rows, n),
@@ -329,18 +369,8 @@ def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[s
         fits,
         memory,
         tuple(table),
-        whole if 0 < whole < rows else None,
+        whole if has_whole else None,
     )
-
-
-def _between(n: int, rows: int, known: list[int], peaks: dict[int, int]) -> int:
-    """The peak on the line between those of the next smaller and the next larger n that were
-    measured.
-    """
-    fewer, more = max(k for k in known if k < n), min(k for k in known if k > n)
-    small, large = _size(rows, more), _size(rows, fewer)
-    share = (_size(rows, n) - small) / max(1, large - small)
-    return round(peaks[more] + share * (peaks[fewer] - peaks[more]))
 
 
 # -- bytes
@@ -383,10 +413,10 @@ def available_memory(backend: Backend, tree: Tree, own: int) -> int:
     `own`: what the call's arguments and parameters take together.
     """
     leaves = backend.trees.flatten(tree)[0]
-    real = [leaf for leaf in leaves if not backend.planner.is_shape(leaf)]
-    free = backend.planner.free_memory(real)
+    real = [leaf for leaf in leaves if not side(backend).is_shape(leaf)]
+    free = side(backend).free_memory(real)
     return (_free_on_host() if free is None else free) + (
-        own if len(real) == len(leaves) else backend.planner.nbytes(real)
+        own if len(real) == len(leaves) else side(backend).nbytes(real)
     )
 
 

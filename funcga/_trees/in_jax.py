@@ -9,8 +9,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from funcga._backend import ExportError, Transfer
-from funcga._trees import Extent, no_device
+from funcga._trees import ExportError, Extent, Transfer
 from funcga._types import Array, Dtype
 from jax_backend import _private, arrays
 
@@ -21,25 +20,6 @@ def platforms() -> set[str]:
     """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
     # The CPU is left out: NumPy's arrays are uncommitted there, and go to the default device.
     return {device.platform for device in jax.local_devices()} - {"cpu"}
-
-
-def device(name: object) -> Place:
-    """The device of this name; FuncgaError, which says what there is, if there is none."""
-    if isinstance(name, jax.Device | jax.sharding.Sharding):
-        return name
-    platform, _, index = str(name).partition(":")
-    try:
-        return jax.local_devices(backend=platform)[int(index or 0)]
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise no_device(name, "JAX", devices()) from error
-
-
-def devices() -> list[str]:
-    """The names of the devices that there are."""
-    kinds = sorted({"cpu", *platforms()})
-    return [
-        f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))
-    ]
 
 
 def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
@@ -57,7 +37,7 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
         )
     platform = next(iter(devices)).platform
     if platform in platforms:
-        return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)  # type: ignore[no-untyped-call]
+        return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)
     if platform == "cpu":
         # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
         array = np.asarray(leaf)
@@ -179,7 +159,7 @@ def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool)
                 t if t.copied else Transfer(next(copies), "a copy was asked for") for t in imports
             ]
         # The caller may write to the memory that was copied from.
-        jax.block_until_ready([array for array, copied in imports if copied])  # type: ignore[no-untyped-call]
+        jax.block_until_ready([array for array, copied in imports if copied])
     concrete = iter(imports)
     return [
         _traced(export, device) if _is_abstract(export.array) else next(concrete)

@@ -1,6 +1,9 @@
-"""Transforms of optax on tensors of torch, computed by JAX in the same memory.
+"""The tool that runs transforms of optax on tensors of torch, computed by JAX in the same memory.
 
-This file alone imports JAX in this package, inside of functions, for those who call them.
+    tx = torch_backend.from_optax(optax.adamw(1e-3))
+
+This file alone imports JAX in this package, inside of functions, for those who call them. It stands
+on the trees of two frameworks (`funcga._trees`); nothing stands on it.
 """
 
 import contextlib
@@ -10,17 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from funcga._backend import Transfer
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
-from funcga._trees import converted
+from funcga._trees import Transfer, converted, in_torch, side
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, dlpack, trees
+from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.optim.parameters import matched
+from torch_backend.parameters import matched
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
@@ -178,8 +180,8 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
         if any(tensor.device.type == "cpu" for tensor in tensors):
             # The caller may write to the tensors when this returns. A device keeps the order
             # itself.
-            jax.block_until_ready(leaves)  # type: ignore[no-untyped-call]
-        imports = dlpack.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
+            jax.block_until_ready(leaves)
+        imports = in_torch.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
     # JAX may return an argument as it is, and one array in two places.
     results, addresses = [], {tensor.data_ptr() for tensor in tensors}
     for tensor, _ in imports:
@@ -193,7 +195,7 @@ _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
     """The tensors of a tree; FuncgaError for one that JAX cannot have where it lies."""
-    platforms, tensors = {"cpu", "meta", *load("jax").dlpack.platforms()}, []
+    platforms, tensors = {"cpu", "meta", *side(load("jax")).platforms()}, []
     for index, leaf in enumerate(trees.flatten(tree)[0]):
         if not isinstance(leaf, torch.Tensor):
             continue
