@@ -15,7 +15,6 @@ from funcga._backend import Backend
 from funcga._call import Memory, Program
 from funcga._call.arguments import Argument, Arguments, groups, starts
 from funcga._call.supported import MODULE
-from funcga._call.totals import Count
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
@@ -488,6 +487,7 @@ class Calls:
         self.reductions, self.gradient = reductions, gradient
         self.records = records
         owner = grad_fn if isinstance(grad_fn, ModuleGradient) else None
+        self.parameters = [] if owner is None else owner.parameters()
         # What a module writes in a forward pass, which a micro-batch that is dropped takes back.
         self.module = None if owner is None or program.dropping is None else owner.module
         self.statistics_before = statistics_of(self.module)
@@ -638,11 +638,14 @@ class Calls:
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold."""
-        is_stream = self.program.n is None and self.program.microbatch_size is None
-        if is_stream or not isinstance(self.program.grad_fn, Count):
-            (reduction,) = self.reductions
-            return self._merged(reduction.take_part(buffers_of(self.program)), state)
-        # What the others count is like the totals of a row of zeros, which are not added.
+        first, *others = self.reductions
+        if not others:
+            bind = lambda value: self.program.bind(value, arguments)[0]
+            known = trees.flatten([part.value for part in arguments.parts])[0]
+            buffers = first.take_part(buffers_of(self.program), bind, [*known, *self.parameters])
+            return self._merged(buffers, state)
+        # All replicas of the first group may be without rows. What the others count is like the
+        # totals of a row of zeros, which are not added.
         outputs, leaves = self.program.bind(
             self.grad_fn(*with_a_blank_row(arguments).cut(0, 1, state)), arguments
         )

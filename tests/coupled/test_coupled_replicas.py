@@ -33,8 +33,6 @@ def table(group, edges):
     for name, options in itertools.product(losses.LOSSES, ({"n": 1}, {"n": 3}, {"microbatch_size": 2})):
         params, rows = losses.problem(TORCH, name)
         step = losses.step(TORCH, name, **options, across=group)
-        if len({*edges}) < len(edges):
-            step(params, rows)  # a first window in which every rank has something
         for _ in range(2):  # again, with what was agreed on
             result = step(params, own(rows, edges, group))
         found[name, str(options)] = difference(TORCH, result, losses.expected(TORCH, name, params, rows))
@@ -61,9 +59,7 @@ def of_case(group, seeds):
         bounds = [losses.bounds(end - start, **_cut(case, end - start)) for start, end in itertools.pairwise(edges)]
         case.bounds = [0, *[start + edge for start, part in zip(edges, bounds, strict=False) for edge in part[1:]]]
         start, end = edges[group.rank()], edges[group.rank() + 1]
-        step = case.step(across=group)
-        step(*case.args(0, case.rows))  # a first window in which every rank has something
-        value, grads = step(*case.args(start, end))
+        value, grads = case.step(across=group)(*case.args(start, end))
         if case.has_aux:
             value, aux = value
             folded = case.folded(case.params, case.shift)
@@ -189,7 +185,6 @@ def wrapped(group, wrapper, edges):
         module = WRAPPERS[wrapper](group, Scaled())
         for options in ({"n": 1}, {"n": 3}):
             step = funcga.coupled(module_value_and_grad(module, summary_fn), loss_fn, fold=fold, **options)
-            step(x, y)  # a first window in which every replica has something
             for _ in range(2):
                 result = step(x[start:end], y[start:end])
             grads = [leaf.detach() for leaf in full(module, result[1])]

@@ -65,7 +65,7 @@ def merged(group, sizes, which, observe):
         gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_of))
         step = funcga.stream(gradient, across=group, observe=observe)
         args = (torch_backend.trainable(module), own)
-    step(*args[:-1], items(EVEN)[0])  # a first window in which every replica has something
+    # Twice, since the first window learns what there is to send.
     return [apart(step(*args)[1], sizes) for _ in range(2)]
 
 

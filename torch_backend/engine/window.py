@@ -22,6 +22,7 @@ from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers, Merge
 from torch_backend.engine.inputs import (
+    OWN,
     Leaves,
     OwnParameters,
     detached,
@@ -265,9 +266,17 @@ class Engine:
     ) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
+        bind = lambda value: self.program.bind(value, arguments)[0]
+        known: Tree = [part.value for part in arguments.parts]
         if isinstance(self.inputs, OwnParameters):
             self.passes.begin(arguments, (), stays=False)
-        buffers = self.reduction.take_part(Buffers)
+            # The others say what their shards are like, and here the parameters are.
+            own = self.inputs.leaves[OWN].tree
+            bind = lambda value: self.program.bind(
+                self._with_gradients(value, lambda _: own), arguments
+            )[0]
+            known = own
+        buffers = self.reduction.take_part(Buffers, bind, trees.flatten(known)[0])
         return self._merged(self.reduction, buffers, state)
 
 

@@ -19,13 +19,22 @@ import torch
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._fold import Tally
-from funcga._types import Array, Scalar
+from funcga._fold.outputs import Outputs
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
 from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
-from torch_backend.reduce.agreement import Agreement, Progress, agreed, check_weighed, proposed
+from torch_backend.reduce.agreement import (
+    Agreement,
+    Kind,
+    Progress,
+    Rebuild,
+    agreed,
+    check_weighed,
+    proposed,
+)
 from torch_backend.reduce.header import Report, check_in_step, digest_of, exchanged
 from torch_backend.reduce.wire import Receive, Wire, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
@@ -51,6 +60,7 @@ class Reduction:
         self.window = self.history.begun
         # What is folded here, and how it is to travel; None without any micro-batch.
         self.proposal: Agreement | None = None
+        self.rebuild: Rebuild | None = None  # of what the others fold, without any micro-batch
         # What waits for the reports of all replicas, while they are under way; and these.
         self.exchange: Callable[[], list[Report]] | None = None
         self.reports: list[Report] = []
@@ -79,10 +89,29 @@ class Reduction:
             self.history, buffers.outputs, leaves, buffers.layout, self.replicas
         )
 
-    def take_part(self, buffers_of: Callable[[Layout], Buffers]) -> Buffers:
+    def take_part(
+        self,
+        buffers_of: Callable[[Layout], Buffers],
+        bind: Callable[[Tree], Outputs],
+        known: Sequence[Any],
+    ) -> Buffers:
         """Begins with empty buffers for what the others fold, on a replica without any
-        micro-batch. FuncgaError on all replicas if it has not learnt that in a window before.
+        micro-batch.
+
+        In a first window they say what that is: `bind(value)` is the Outputs of a value like
+        theirs, of numbers that mean nothing, on the device of what is `known` here.
         """
+        tensors = [leaf for leaf in known if isinstance(leaf, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+
+        def rebuild(tree: Tree, kinds: list[Kind | None]) -> tuple[Outputs, list[Any]]:
+            leaves = [
+                None if kind is None else torch.empty(kind[0], dtype=kind[1], device=device)
+                for kind in kinds
+            ]
+            return bind(trees.unflatten(trees.flatten(tree)[1], leaves)), leaves
+
+        self.rebuild = rebuild
         self.announce()
         self.buffers = buffers_of(Layout(self.agreement.outputs))
         return self.buffers
@@ -117,7 +146,9 @@ class Reduction:
         self.reports = self.exchange()
         with self._over_if_refused():
             check_in_step(self.reports)
-            self.agreement = agreed(self.history, self.proposal, self.reports, self.replicas)
+            self.agreement = agreed(
+                self.history, self.proposal, self.rebuild, self.reports, self.replicas
+            )
             check_weighed(self.agreement, self.reports)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.

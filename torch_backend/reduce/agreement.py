@@ -5,10 +5,11 @@ This takes two more collectives, once for each structure. In later windows a dig
 names the structure.
 """
 
+import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from funcga._backend.prefixes import named_by_leaf
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
-from funcga._types import Array
+from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
@@ -25,6 +26,11 @@ from torch_backend.engine.layout import Layout
 from torch_backend.reduce.header import ROOM, Report, digest_of
 from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
+
+# Makes the Outputs of a tree, and leaves like its own, from the tree of their numbers and the shape
+# and dtype of each.
+Kind = tuple[tuple[int, ...], torch.dtype]
+Rebuild = Callable[[Tree, list[Kind | None]], tuple[Outputs, list[Any]]]
 
 
 @dataclass(eq=False)
@@ -282,17 +288,23 @@ class _Said(NamedTuple):
 
     step: Step | None
     steps_made: dict[str, int]
-    description: dict[str, str] | None
-    groups: list[list[int]]
+    description: dict[str, str] | None = None
+    structure: bytes | str | None = None  # pickled; a text says why it cannot be
+    groups: Sequence[list[int]] = ()
 
 
 def agreed(
-    history: History, mine: Agreement | None, reports: list[Report], replicas: Replicas
+    history: History,
+    mine: Agreement | None,
+    rebuild: Rebuild | None,
+    reports: list[Report],
+    replicas: Replicas,
 ) -> Agreement:
     """The Agreement of all replicas after these reports.
 
-    `mine` is what this replica proposes; None if it has nothing to fold. Raises FuncgaError on
-    every replica if two of them take different steps, or fold different structures.
+    `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild` makes
+    it of what the others fold. Raises FuncgaError on every replica if two of them take different
+    steps, or fold different structures.
     """
     # All replicas see the same reports, so they take the same branches, and their collectives
     # match. Usually the headers have said everything, and nothing more is sent.
@@ -311,13 +323,10 @@ def agreed(
         )
     check_alike([each.description for each in said], "fold different structures")
     _check_groups([each.groups for each in said], replicas)
-    empty = [str(rank) for rank, report in enumerate(reports) if not report.digest]
-    if mine is None or empty:
-        raise FuncgaError(
-            f"a replica has nothing to fold in its first window, rank {', '.join(empty[:8])}, and "
-            "does not know what the others fold. Give every replica a micro-batch in the first "
-            "window, one of weight 0 if need be; later ones may have none."
-        )
+    structure = next((each.structure for each in said if each.structure is not None), None)
+    if structure is not None:
+        mine = _adopted(history, mine, structure, rebuild, replicas)
+    assert mine is not None
     mine.steps = steps
     return mine
 
@@ -335,10 +344,76 @@ def _known(history: History, mine: Agreement | None, reports: list[Report]) -> A
 
 def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
     if mine is None:
-        return _Said(step, steps_made(), None, [])
-    # Descriptions are long, so they are sent only where digests differ.
-    description = mine.description if len({report.digest for report in reports}) > 1 else None
-    return _Said(step, steps_made(), description, [group.ranks for group in mine.groups[1:]])
+        return _Said(step, steps_made())
+    # Descriptions are long, so they are sent only where digests differ; and the structure only
+    # where a replica has nothing to fold, and so cannot know it.
+    digests = {report.digest for report in reports}
+    description = mine.description if len(digests - {0}) > 1 else None
+    structure = _pickled(mine) if 0 in digests else None
+    groups = [group.ranks for group in mine.groups[1:]]
+    return _Said(step, steps_made(), description, structure, groups)
+
+
+# -------------------------------------------- a first window in which a replica has nothing to fold
+
+
+def _pickled(mine: Agreement) -> bytes | str:
+    """The structure of what this replica folds, for others to make values like it: a tree of the
+    numbers of its leaves, and the shape and dtype of each. Pickled; a text if that cannot be.
+    """
+    if mine.specs:
+        return "it lies on the devices of a mesh"
+    outputs = mine.outputs
+    kinds = [
+        None if fold is None else (tuple(shape or ()), dtype)
+        for fold, shape, dtype in zip(outputs.folds, outputs.shapes, outputs.dtypes, strict=True)
+    ]
+    try:
+        # Torch's own description of a structure does not pickle well.
+        data = pickle.dumps((outputs.structure_of(range(len(kinds))), kinds))
+        pickle.loads(data)
+    except Exception as error:  # whatever the user's class raises
+        return f"{type(error).__name__}: {error}"
+    return data
+
+
+def _adopted(
+    history: History,
+    mine: Agreement | None,
+    structure: bytes | str,
+    rebuild: Rebuild | None,
+    replicas: Replicas,
+) -> Agreement:
+    """The Agreement where some replicas have nothing to fold, and adopt the structure of what the
+    others fold.
+
+    Raises FuncgaError, on all of them, if one cannot.
+    """
+    problem = structure if isinstance(structure, str) else ""
+    if mine is None and isinstance(structure, bytes):
+        assert rebuild is not None
+        try:
+            outputs, leaves = rebuild(*pickle.loads(structure))
+            mine = proposed(history, outputs, leaves, Layout(outputs), replicas)
+        except Exception as error:  # whatever the user's class raises
+            problem = f"{type(error).__name__}: {error}"
+    # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise:
+    # none is left waiting.
+    said: list[dict[str, str] | str] = replicas.channel.gathered(
+        problem if mine is None else mine.description
+    )
+    problems = [each for each in said if isinstance(each, str)]
+    if mine is None or problems:
+        raise FuncgaError(
+            "a replica has nothing to fold in its first window, and cannot be told what the others "
+            f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
+            "ones may have none; or return dicts, tuples and lists of arrays."
+        )
+    check_alike([each for each in said if isinstance(each, dict)], "fold different structures")
+    return mine
+
+
+# ----------------------------------------------------------------------------- what is checked then
 
 
 def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
@@ -366,7 +441,7 @@ def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
         )
 
 
-def _check_groups(groups_of_replicas: list[list[list[int]]], replicas: Replicas) -> None:
+def _check_groups(groups_of_replicas: list[Sequence[list[int]]], replicas: Replicas) -> None:
     """Raises FuncgaError if two replicas name different processes for the same leaf, and would
     wait for each other.
     """

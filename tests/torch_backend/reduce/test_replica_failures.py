@@ -1,12 +1,12 @@
 """What a replica may do, and what happens: nothing is silently wrong, and nobody waits for ever."""
 
+import collections
 import datetime
 import gc
 import signal
 import threading
 import time
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -321,28 +321,22 @@ def test_a_structure_that_changes_on_one_replica_alone_is_named():
     assert processes().run(changes_later, [0, 1, 2], size=3) == [0.0] * 3
 
 
-def first_empty(group, streams):
-    """Rank 0 has nothing in the first window; then both have, and then rank 0 has nothing again."""
-    params, x = torch.ones(2), torch.ones(4)
-    gradient = lambda p, x: p * x.sum()
-    build = funcga.stream if streams else partial(funcga.accumulate, n=2)
-    step, found = build(gradient, across=group), []
-    for has_rows in (dist.get_rank(group) == 1, True, dist.get_rank(group) == 1):
-        rows = x if has_rows else x[:0]
-        try:
-            found.append(step(params, [rows] if has_rows else []) if streams else step(params, rows))
-        except funcga.FuncgaError as error:
-            found.append(str(error))
-    return found
+def unpicklable(group, first):
+    """The class of the output is known in a function alone."""
+    pair = collections.namedtuple("pair", "a b")
+    step = funcga.accumulate(lambda p, x: pair(p * x.sum(), x.sum()), 2, across=group)
+    rows = torch.ones(4)
+    if not first:
+        step(torch.ones(2), rows)
+    return step(torch.ones(2), rows[: 4 if dist.get_rank(group) else 0]).a.tolist()
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_replica_with_nothing_in_its_first_window(streams):
-    """It is refused on all replicas, and the next windows are exact."""
-    for text, *results in processes().run(first_empty, streams, size=2):
-        assert text.startswith("a replica has nothing to fold in its first window, rank 0, and does not know")
-        assert "Give every replica a micro-batch in the first window, one of weight 0 if need be" in text
-        assert [result.tolist() for result in results] == [[4.0, 4.0] if streams else [2.0, 2.0]] * 2
+def test_an_output_that_cannot_be_sent():
+    for text in refused(unpicklable, True, size=2):
+        assert "cannot be told what the others fold (" in text
+        assert "pickle" in text
+        assert "Give every replica a micro-batch in the first window" in text
+    assert processes().run(unpicklable, False, size=2) == [[2.0, 2.0]] * 2
 
 
 def later_empty(group):

@@ -29,28 +29,23 @@ def loss_fn(params, tokens, counts):
     return (values * mask).sum() / mask.sum(), mask.sum()
 
 
-def made(fold=None, group=None):
+def window(order, fold=None, group=None):
+    """The result of the micro-batches of these numbers."""
+    params, tokens, counts = problem()
     exact = funcga.reproducible(funcga.mean()) if fold is None else fold
-    return funcga.stream(
+    step = funcga.stream(
         funcga.value_and_grad(loss_fn, has_aux=True),
         fold=((exact, funcga.sum()), exact),
         weight=lambda tokens, counts: counts.sum(),
         across=group,
     )
-
-
-def window(order, fold=None, step=None):
-    """The result of the micro-batches of these numbers."""
-    params, tokens, counts = problem()
-    step = made(fold) if step is None else step
     microbatches = [(tokens[SIZE * k : SIZE * k + SIZE], counts[SIZE * k : SIZE * k + SIZE]) for k in order]
     (loss, total), grads = step(params, microbatches)
     return [loss, total, *grads.values()]
 
 
 def windows(group, shares):
-    step = made(group=group)
-    return [window(order, step=step) for order in shares[dist.get_rank(group)]]
+    return [window(order, group=group) for order in shares[dist.get_rank(group)]]
 
 
 def shares_of(size, seeds):
