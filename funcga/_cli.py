@@ -27,8 +27,7 @@ from funcga._parity.run import Findings, Plan, Run
 from funcga._parity.sides import Side
 from funcga._plan import plan
 from funcga._types import Tree
-from funcga._verify import Verdict, verify
-from funcga._verify.of_coupled import job_of
+from funcga._verify import Verdict, job_of, verify
 from funcga._versions import check_installed, versions
 from funcga.errors import FuncgaError
 

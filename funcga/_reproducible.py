@@ -32,9 +32,9 @@ def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
             nothing. Folds that are exact already, such as `max()`, are returned as they are.
         limit: A number, rounded up to a power of two, that every element of a weighted value must
             be below. For a leaf without axes, such as a loss, it is 2**30 times as large. Of a
-            larger value the result is NaN. The same holds for more than 2,048 micro-batches in one
-            window. In torch that is an error where the host sees it, on the CPU; of `Accumulator`
-            and `multi_steps` in JAX too, outside of jit and shard_map.
+            larger value the result is NaN, which is an error where the host sees it: on the CPU, in
+            JAX outside of jit and shard_map. The same holds for more than 2,048 micro-batches in
+            one window.
 
     Returns:
         A Fold.

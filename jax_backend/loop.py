@@ -66,14 +66,39 @@ def jitted(
     return lambda settings, *args: of_arrays(settings, *split(args))
 
 
-def compiled(function: Callable[..., Tree], *, keep_unused: bool = False) -> Callable[..., Tree]:
+def compiled(
+    function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
+) -> Callable[..., Tree]:
     """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map
     it is as it was.
+
+    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or
+    raises why.
     """
-    outside = jitted(function, keep_unused=keep_unused)
+    outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
     return lambda settings, *args: (
         function(*settings, *args) if is_tracing() else outside(settings, *args)
     )
+
+
+def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The function, jitted, that raises FuncgaError where the host sees that the result is lost."""
+
+    def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
+        lost: list[jax.Array] = []
+        return function(*args, lost), lost
+
+    run = jitted(checking)
+
+    def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+        result, lost = run(settings, *args)
+        # The host does not wait for an accelerator. Outside of a program the same call raises why,
+        # and where.
+        if any(arrays.scalar(is_lost) is True for is_lost in lost):
+            function(*settings, *args, [])
+        return result
+
+    return outside
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
@@ -403,6 +428,20 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     return result if program.totals is None else nan_if_overflown(result, kwargs["totals"])
 
 
+def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
+    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else
+    appends whether it is.
+    """
+    unseen: list[jax.Array] = []
+    for leaf_index, fold, reduced in zip(
+        outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
+    ):
+        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
+        unseen += fold.check_known(reduced, folded.total, path)
+    if unseen:
+        lost.append(jnp.any(jnp.stack(unseen)))
+
+
 def nan_if_overflown(result: Tree, totals: Tree) -> Tree:
     """The result, with NaN for every float if a total does not fit in its integers."""
     counts = [total for total in jax.tree.leaves(totals) if total.dtype == np.int32]
@@ -431,18 +470,22 @@ class Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        self.fold = compiled(self.traced)
+        self.fold = compiled(self.traced, is_exact=program.is_exact)
         self.count = (
             None
             if program.totals is None
             else Accumulate(program.counting(backend), backend).traced
         )
 
-    def traced(self, spread: Spread, args: Args, kwargs: Kwargs) -> Tree:
+    def traced(
+        self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None
+    ) -> Tree:
         """The fold, in the trace that is running."""
         if self.count is not None:
             kwargs = {**kwargs, "totals": self.count(spread, args, {})}
         outputs, folded, _ = self.folded(spread, args, kwargs)
+        if lost is not None:
+            _check_known(outputs, folded, lost)
         return _finished(self.program, outputs, folded, kwargs)
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
@@ -580,7 +623,7 @@ class _Stream:
         # It has no devices but those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-        self.finish = compiled(self._finish)
+        self.finish = compiled(self._finish, is_exact=program.is_exact)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches, each taken, folded and let go."""
@@ -631,8 +674,11 @@ class _Stream:
         unit: jax.Array,
         chunks: Sequence[Sequence[jax.Array]],
         kwargs: Kwargs,
+        lost: list[jax.Array] | None = None,
     ) -> Tree:
         folded = _merged(outputs, replicas, carry, chunks, unit)
+        if lost is not None:
+            _check_known(outputs, folded, lost)
         return _finished(self.program, outputs, folded, kwargs)
 
     def _outputs_of(

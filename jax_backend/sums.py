@@ -22,46 +22,44 @@ def add(
     folds: Sequence[LeafFold | None],
     accumulators: Sequence[Reduced],
     leaves: Sequence[Array],
-    weight: Scalar,
+    weights: Sequence[Scalar],
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value of this weight, and whether nobody else has their
-    memory.
+    """The accumulators with one more value, which has these weights for the folds, and whether
+    nobody else has their memory.
     """
-    triples = zip(folds, accumulators, lifted(folds, leaves, weight), strict=True)
+    triples = zip(folds, accumulators, lifted(folds, leaves, weights), strict=True)
     return [
         None if fold is None else fold.combine(before, addend) for fold, before, addend in triples
     ], True
 
 
 def lifted(
-    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar
+    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weights: Sequence[Scalar]
 ) -> list[Reduced]:
-    """What one value of this weight contributes to the accumulator of each leaf."""
-    return [
-        None if fold is None else fold.lift(leaf, weight)
-        for fold, leaf in zip(folds, leaves, strict=True)
-    ]
+    """What one value contributes to the accumulator of each leaf."""
+    triples = zip(folds, leaves, weights, strict=True)
+    return [None if fold is None else fold.lift(leaf, weight) for fold, leaf, weight in triples]
 
 
 def finish(
-    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+    folds: Sequence[LeafFold | None],
+    accumulators: Sequence[Reduced],
+    tallies: Sequence[Tally],
+    donate: bool,
 ) -> list[Reduced]:
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
     finished = LeafFold.normalize if donate else LeafFold.result
-    pairs = zip(folds, accumulators, strict=True)
+    triples = zip(folds, accumulators, tallies, strict=True)
     return [
-        None if fold is None else finished(fold, accumulator, tally) for fold, accumulator in pairs
+        None if fold is None else finished(fold, accumulator, tally)
+        for fold, accumulator, tally in triples
     ]
 
 
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
-    """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
-    wide = [
-        None if leaf is None else leaf.astype(arrays.accumulator_dtype(leaf.dtype))
-        for leaf in leaves
-    ]
-    return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in wide]
+    """The leaves times a factor; in the same memory if that is donated."""
+    return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in leaves]
 
 
 def emptied(

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Memory
-from funcga._fold import Tally
-from funcga._fold.outputs import Outputs
+from funcga._fold.accumulator import Accumulation
 from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -224,24 +223,15 @@ def check_gradients(
             )
 
 
-def merged(
-    outputs: Outputs,
-    accumulators: Sequence[Reduced],
-    tally: Tally,
-    replicas: Replicas,
-    memory: Memory,
-) -> tuple[list[Reduced], Tally]:
+def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
     """What all replicas hold together."""
-    folded = merge(
-        outputs,
-        Folded([accumulators[leaf_index] for leaf_index in outputs.reduced], tally, [], []),
-        replicas,
-    )
+    outputs, accumulators = window.outputs, [*window.accumulators]
+    reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
+    folded = merge(outputs, Folded(reduced, window.tally, [], [], unit=window.unit), replicas)
     # A leaf that is None has no fold, and stays.
-    together = [*accumulators]
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
-        together[leaf_index] = leaf
-    return together, folded.total
+        accumulators[leaf_index] = leaf
+    return window._replace(accumulators=accumulators, tally=folded.total, unit=folded.unit)
 
 
 def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:

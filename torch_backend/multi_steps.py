@@ -9,7 +9,7 @@ import torch
 
 from funcga._call import Memory
 from funcga._fold import Tally, largest
-from funcga._fold.outputs import Outputs
+from funcga._fold.accumulator import Accumulation
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -116,36 +116,32 @@ def check_gradients(
             )
 
 
-def merged(
-    outputs: Outputs,
-    accumulators: Sequence[Reduced],
-    tally: Tally,
-    replicas: Replicas,
-    memory: Memory,
-) -> tuple[list[Reduced], Tally]:
+def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
     """What all replicas hold together."""
     reduction = Reduction(memory.keep(Progress, memory.step), replicas)
-    leaves = [*map(largest, accumulators)]
+    total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
+    # What merges has all weighted sums in one unit, which the host knows.
+    if isinstance(unit, torch.Tensor) or any(
+        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
+    ):
+        window, unit = window.in_unit(1.0), 1.0
     # The merge of a window of one call does the rest: these accumulators become its buffers. They
     # are copied, because it works in place.
+    accumulators, outputs = [*window.accumulators], window.outputs
     buffers = Buffers(Layout(outputs))
-    buffers.unit, buffers.reduced = (
-        1.0,
-        [_copied(accumulators[leaf_index]) for leaf_index in outputs.reduced],
-    )
-    limbs, steps = [arrays.scalar(limb) for limb in tally.weight], arrays.scalar(tally.steps)
-    if any(isinstance(part, torch.Tensor) for part in (*limbs, steps)):
-        buffers.counted = Tally(
-            (sum(limb.to(torch.float64) for limb in tally.weight),), tally.steps
-        )
+    held = [accumulators[leaf_index] for leaf_index in outputs.reduced]
+    buffers.reduced = held if window.owned else [*map(_copied, held)]
+    buffers.unit = unit if isinstance(steps, torch.Tensor) or steps else None
+    if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
+        total = sum(limb.to(torch.float64) for limb in window.tally.weight)
+        buffers.counted = Tally((total,), window.tally.steps)
     else:
-        buffers.weight, buffers.steps = sum(limbs), steps
-    reduction.begin(buffers, leaves)
+        buffers.weight, buffers.steps = total, steps
+    reduction.begin(buffers, [*map(largest, accumulators)])
     reduction.finish([])
-    merged_accumulators = [*accumulators]
     for leaf_index, accumulator in zip(outputs.reduced, buffers.reduced, strict=True):
-        merged_accumulators[leaf_index] = accumulator
-    return merged_accumulators, buffers.tally
+        accumulators[leaf_index] = accumulator
+    return window._replace(accumulators=accumulators, tally=buffers.tally, unit=buffers.unit)
 
 
 def _copied(accumulator: Reduced) -> Reduced:

@@ -2,7 +2,7 @@
 where memory is donated.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from funcga._fold import LeafFold, Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
-from torch_backend.dtensor import local
+from torch_backend.dtensor import as_dtensor, local, local_tensors
 from torch_backend.engine import elementwise
 
 donates = True  # a call may write to memory that it is given
@@ -20,39 +20,45 @@ def add(
     folds: Sequence[LeafFold | None],
     accumulators: Sequence[Reduced],
     leaves: Sequence[Array],
-    weight: Scalar,
+    weights: Sequence[Scalar],
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value of this weight, and whether nobody else has their
-    memory.
+    """The accumulators with one more value, which has these weights for the folds, and whether
+    nobody else has their memory.
     """
     pure, added = arrays.in_transform(), [*accumulators]
-    # A weight on a device may be 0, and then not even a NaN may be added: that takes a selection
-    # leaf by leaf.
-    factors: dict[str | None, float] = (
-        {"plain": 1} if isinstance(weight, torch.Tensor) else {"plain": 1, "weighted": weight}
-    )
-    # Sums are added in one kernel for all leaves of a kind; every other fold is combined leaf by
-    # leaf.
-    groups: dict[str | None, list[int]] = {kind: [] for kind in factors}
+    # Sums are added in one kernel for all leaves of a factor; every other fold is combined leaf by
+    # leaf. So is a sum by a weight on a device: that may be 0, and then not even a NaN may be
+    # added, which takes a selection.
+    groups: dict[float, list[int]] = {}
     is_combined = False
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        for leaf_index, (fold, accumulator, leaf) in enumerate(
-            zip(folds, accumulators, leaves, strict=True)
+        for leaf_index, (fold, accumulator, leaf, weight) in enumerate(
+            zip(folds, accumulators, leaves, weights, strict=True)
         ):
             if fold is None:
                 continue
-            if _is_addend(accumulator, leaf) and fold.adds in factors and not pure:
-                groups[fold.adds].append(leaf_index)
-            else:
+            factor = 1 if fold.adds == "plain" else weight
+            if (
+                fold.adds is None
+                or pure
+                or isinstance(factor, torch.Tensor)
+                or not _is_addend(accumulator, leaf)
+            ):
                 is_combined = True
                 added[leaf_index] = _combined(fold, accumulator, leaf, weight, pure, donate)
-        for kind, group in groups.items():
-            _add_group(added, group, leaves, factors[kind], donate)
+            else:
+                groups.setdefault(factor, []).append(leaf_index)
+        for factor, group in groups.items():
+            sums = [accumulators[leaf_index] for leaf_index in group]
+            more = [leaves[leaf_index] for leaf_index in group]
+            for leaf_index, total in zip(
+                group, add_scaled(sums, more, factor, donate), strict=True
+            ):
+                added[leaf_index] = total
     # Without donation two things may still be the caller's memory: what a monoid has returned of
     # its arguments, and a sum that nothing was added to.
-    owned = not is_combined and all(factors[kind] for kind, group in groups.items() if group)
-    return added, donate or owned
+    return added, donate or (not is_combined and 0 not in groups)
 
 
 def _combined(
@@ -72,29 +78,15 @@ def _combined(
     return fold.combine(accumulator, fold.lift(leaf.detach(), weight))
 
 
-def _add_group(
-    accumulators: list[Reduced],
-    group: list[int],
-    leaves: Sequence[Array],
-    factor: float,
-    donate: bool,
-) -> None:
-    """Puts the sums in the place of the accumulators of some leaves."""
-    sums = [accumulators[leaf_index] for leaf_index in group]
-    sums = [*add_scaled(sums, [leaves[leaf_index] for leaf_index in group], factor, donate)]
-    for leaf_index, accumulator in zip(group, sums, strict=True):
-        accumulators[leaf_index] = accumulator
-
-
 def lifted(
-    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar
+    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weights: Sequence[Scalar]
 ) -> list[Reduced]:
-    """What one value of this weight contributes to the accumulator of each leaf."""
+    """What one value contributes to the accumulator of each leaf."""
     pure = arrays.in_transform()
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         return [
             None if fold is None else fold.lift(leaf if pure else leaf.detach(), weight)
-            for fold, leaf in zip(folds, leaves, strict=True)
+            for fold, leaf, weight in zip(folds, leaves, weights, strict=True)
         ]
 
 
@@ -124,67 +116,69 @@ def add_scaled(
 
 
 def finish(
-    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], tally: Tally, donate: bool
+    folds: Sequence[LeafFold | None],
+    accumulators: Sequence[Reduced],
+    tallies: Sequence[Tally],
+    donate: bool,
 ) -> list[Reduced]:
     """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
     pure = arrays.in_transform()
-    total = tally.weight[0]
+    finished: list[Reduced] = [None] * len(folds)
     # Where the host knows the total weight, all means are divided in one kernel. The others are
     # normalised one by one.
-    is_total_on_host = len(tally.weight) == 1 and isinstance(total, int | float) and not pure
-    finished: list[Reduced] = [None] * len(accumulators)
-    quotients = []
+    groups: dict[float, list[int]] = {}
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
+        for leaf_index, (fold, accumulator, tally) in enumerate(
+            zip(folds, accumulators, tallies, strict=True)
+        ):
             if fold is None:
                 continue
-            is_mean = is_total_on_host and fold.fold.normalizer.divides_by == "weight"
+            total = tally.weight[0]
             if (
-                is_mean
+                isinstance(total, float)
+                and not pure
+                and fold.fold.normalizer.divides_by == "weight"
                 and type(accumulator) is torch.Tensor
                 and accumulator.dtype is fold.result_dtype
             ):
-                quotients.append(leaf_index)
+                groups.setdefault(total, []).append(leaf_index)
             else:
                 finished[leaf_index] = fold.result(accumulator, tally)
-        divided = (
-            _divided([accumulators[leaf_index] for leaf_index in quotients], total, donate)
-            if quotients
-            else []
-        )
-    for leaf_index, quotient in zip(quotients, divided, strict=True):
-        finished[leaf_index] = quotient
+        for total, group in groups.items():
+            quotients = [accumulators[leaf_index] for leaf_index in group]
+            if donate:
+                arrays.divide(quotients, total)
+            elif total:
+                quotients = [*torch._foreach_div(quotients, total)]
+            else:
+                quotients = [*map(torch.zeros_like, quotients)]
+            for leaf_index, quotient in zip(group, quotients, strict=True):
+                finished[leaf_index] = quotient
     return finished
 
 
-def _divided(sums: list[torch.Tensor], total: float, donate: bool) -> Sequence[torch.Tensor]:
-    """The sums divided by the total weight; zeros if nothing was folded."""
-    if not total:
-        return [torch.zeros_like(accumulator) for accumulator in sums]
-    if donate:
-        arrays.divide(sums, float(total))
-        return sums
-    quotients: tuple[torch.Tensor, ...] = torch._foreach_div(sums, float(total))
-    return quotients
-
-
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
-    """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
+    """The leaves times a factor; in the same memory if that is donated."""
     pure = arrays.in_transform()
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        wide = [
-            leaf if leaf is None else leaf.to(arrays.accumulator_dtype(leaf.dtype))
-            for leaf in leaves
-        ]
+        donate = donate and not pure
         # In place an element that two leaves share would be multiplied twice.
-        if donate and not pure:
-            wide = without_overlap(wide)
-        multiplicands = [leaf for leaf in wide if leaf is not None]
-        if donate and not pure and multiplicands:
+        separate = without_overlap(leaves) if donate else [*leaves]
+        multiplicands = local_tensors([leaf for leaf in separate if leaf is not None])
+        if not multiplicands:
+            return separate
+        if isinstance(factor, torch.Tensor):  # of the device of each leaf, and under vmap
+            multiply = torch.Tensor.mul_ if donate else torch.mul
+            factors = [arrays.cast(factor, leaf.dtype, leaf) for leaf in multiplicands]
+            products = [*map(multiply, multiplicands, factors)]
+        elif donate:
             torch._foreach_mul_(multiplicands, factor)
-            return wide
-        products = iter(torch._foreach_mul(multiplicands, factor) if multiplicands else ())
-        return [leaf if leaf is None else next(products) for leaf in wide]
+        else:
+            products = [*torch._foreach_mul(multiplicands, factor)]
+        if donate:
+            return separate
+        rest = iter(products)
+        return [leaf if leaf is None else as_dtensor(next(rest), leaf) for leaf in separate]
 
 
 def emptied(
@@ -194,42 +188,41 @@ def emptied(
     taken.
     """
     pure = arrays.in_transform()
-    kept = {*storages(taken)} if donate and not pure else set()
+    in_place = donate and not pure
+    kept = storages(taken) if in_place else set()
     empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for leaf_index, (fold, accumulator) in enumerate(zip(folds, accumulators, strict=True)):
             if fold is None:
                 continue
-            is_sum = (
-                fold.fold.reducer.monoid.collective == "sum" and type(accumulator) is torch.Tensor
-            )
-            if (
-                donate
-                and not pure
-                and is_sum
-                and (not kept or kept.isdisjoint(storages(accumulator)))
-            ):
+            monoid = fold.fold.reducer.monoid
+            is_sum = monoid.collective == "sum" and type(accumulator) is torch.Tensor
+            if in_place and is_sum and kept.isdisjoint(storages(accumulator)):
                 zeroed.append(accumulator)
                 empty[leaf_index] = accumulator
             else:
-                empty[leaf_index] = fold.fold.reducer.monoid.identity(torch, accumulator)
+                empty[leaf_index] = monoid.identity(torch, accumulator)
         if zeroed:
             torch._foreach_zero_(zeroed)
     return empty
 
 
-def storages(tree: Tree) -> Iterator[int]:
+def storages(tree: Tree) -> set[int]:
     """The addresses of the memory of the dense tensors in a tree."""
-    # The usual containers are walked here, which is much faster than flattening them.
-    if isinstance(tree, torch.Tensor):
-        shard: torch.Tensor = tree if type(tree) is torch.Tensor else local(tree)
-        if shard.layout is torch.strided:
-            yield shard.untyped_storage().data_ptr()
-    elif isinstance(tree, dict | tuple | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            if child is not None:
-                yield from storages(child)
-    elif tree is not None and trees.children(tree) is not None:
-        for leaf in trees.flatten(tree)[0]:
-            yield from storages(leaf)
+    addresses = set()
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        # The usual containers are walked here, which is much faster than flattening them.
+        if isinstance(node, dict):
+            nodes += node.values()
+        elif isinstance(node, tuple | list):
+            nodes += node
+        elif isinstance(node, torch.Tensor):
+            shard: torch.Tensor = node if type(node) is torch.Tensor else local(node)
+            if shard.layout is torch.strided:
+                addresses.add(shard.untyped_storage().data_ptr())
+        elif node is not None and trees.children(node) is not None:
+            nodes += trees.flatten(node)[0]
+    return addresses

@@ -15,9 +15,9 @@ from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 # pass through.
 Program = Any
 Coupled = Any
+Accumulation = Any
 GradientFunction = Any
 LeafFold = Any
-Outputs = Any
 Tally = Any
 Window = Any
 Memory = Any
@@ -272,32 +272,35 @@ class Sums(Protocol):
         folds: Sequence[LeafFold | None],
         accumulators: Sequence[Reduced],
         leaves: Sequence[Array],
-        weight: Scalar,
+        weights: Sequence[Scalar],
         donate: bool,
     ) -> tuple[list[Reduced], bool]:
-        """The accumulators with one more value of this weight, and whether nobody else has their
-        memory.
+        """The accumulators with one more value, which has these weights for the folds, and
+        whether nobody else has their memory.
         """
         ...
 
     def lifted(
-        self, folds: Sequence[LeafFold | None], leaves: Sequence[Array], weight: Scalar
+        self,
+        folds: Sequence[LeafFold | None],
+        leaves: Sequence[Array],
+        weights: Sequence[Scalar],
     ) -> list[Reduced]:
-        """What one value of this weight contributes to the accumulator of each leaf."""
+        """What one value contributes to the accumulator of each leaf."""
         ...
 
     def finish(
         self,
         folds: Sequence[LeafFold | None],
         accumulators: Sequence[Reduced],
-        tally: Tally,
+        tallies: Sequence[Tally],
         donate: bool,
     ) -> list[Reduced]:
         """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
         ...
 
     def scaled(self, leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
-        """The leaves times a factor, in at least 32 bits; in the same memory if that is donated."""
+        """The leaves times a factor; in the same memory if that is donated."""
         ...
 
     def emptied(
@@ -380,14 +383,7 @@ class Transforms(Protocol):
         """
         ...
 
-    def merged(
-        self,
-        outputs: Outputs,
-        accumulators: Sequence[Reduced],
-        tally: Tally,
-        replicas: Any,
-        memory: Memory,
-    ) -> tuple[list[Reduced], Tally]:
+    def merged(self, window: Accumulation, replicas: Any, memory: Memory) -> Accumulation:
         """What all replicas hold together."""
         ...
 

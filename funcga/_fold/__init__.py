@@ -235,17 +235,24 @@ class LeafFold:
             self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars))
         )
 
-    def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> None:
+    def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
         """Raises FuncgaError if the host sees that the result is not known, as of a sum that has
         left its range.
+
+        Returns the conditions for that which the host does not see.
         """
+        unseen: list[Array] = []
         if self.fold.normalizer.lost is None:
-            return
+            return unseen
         for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
             # While planning there are no numbers, and what is asked for is true: here, that it is
             # known.
-            if self.arrays.scalar(condition ^ True) is False:
+            known = self.arrays.scalar(condition ^ True)
+            if not isinstance(known, bool):
+                unseen.append(condition)
+            elif not known:
                 raise FuncgaError(f"the result of {where()} is not known: {why}.")
+        return unseen
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result in memory of its own: the caller may write to it, or donate the memory of

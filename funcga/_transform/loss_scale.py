@@ -215,7 +215,9 @@ def _run_unscaled(
     """(result, state) of a step, from gradients that are divided by their scale."""
     leaves, scale, extra = given
     scale, scaled = step.backend.arrays.scalar(scale), step.backend.sums.scaled
-    unscaled = scaled(leaves, 1.0 / scale, step.owned)
+    # In at least 32 bits.
+    wide, _ = step.backend.transforms.widened(leaves)
+    unscaled = scaled(wide, 1.0 / scale, step.owned)
     try:
         return step.run(inner, params, (step.backend.trees.unflatten(structure, unscaled), extra))
     except Exception:

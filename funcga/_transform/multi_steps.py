@@ -1,6 +1,5 @@
 """`multi_steps`: the fold spread over calls, as a transform around an optimizer."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,8 +9,8 @@ from typing import Any, Literal
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest
-from funcga._fold.accumulator import Accumulation, nothing
+from funcga._fold import LeafFold, check_narrow, check_weight, largest
+from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
 from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
@@ -194,8 +193,8 @@ class MultiSteps(Transform):
         # is the same.
         parts = backend.transforms.opened([state.window for state in states], None)
         whole = reduce(Accumulation.merge, [update.read(part, backend) for part in parts])
-        empty = _closed(whole.emptied(), None)
-        windows = [_closed(whole, None), *[empty] * (replicas - 1)]
+        nothing = _closed(whole.emptied(), None)
+        windows = [_closed(whole, None), *[nothing] * (replicas - 1)]
         return first._replace(window=backend.transforms.closed(windows, None, is_empty=False))
 
     @property
@@ -338,12 +337,10 @@ class MultiStepsUpdate(UpdateFunction):
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
         leaves, structure = backend.trees.flatten(self.folding.with_room(wide, backend))
         outputs = self.folding.bound(leaves, structure, backend)
-        # Every count is an array of its own, since one buffer cannot be donated twice.
-        zero = partial(arrays.integer, 0)
-        empty = Accumulation(outputs, outputs.identities(leaves), nothing(outputs), zero())
+        nothing, zero = empty(outputs, outputs.identities(leaves)), partial(arrays.integer, 0)
         replicas = None if self.across is None else self._replicas(backend)
-        window = _closed(empty, replicas, is_empty=True)
-        dropped, observed = Dropped(zero(), zero()), self.folding.unobserved(empty)
+        window = _closed(nothing, replicas, is_empty=True)
+        dropped, observed = Dropped(zero(), zero()), self.folding.unobserved(nothing)
         return MultiStepsState(
             self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed
         )
@@ -497,42 +494,31 @@ class MultiStepsUpdate(UpdateFunction):
         arrays, sums, merged = step.backend.arrays, step.backend.sums, window
         if replicas is not None:
             merged = self.folding.merged(window, replicas)
-        total = _seen(merged)
         keep, dropped = has_any, state.dropped
         if self.dropping.scope is not None:
             keep, dropped = self.dropping.at_the_end(
-                dropped, total.steps, merged.rejected, replicas, arrays
+                dropped, arrays.scalar(merged.tally.steps), merged.rejected, replicas, arrays
             )
         # The sums are divided by what was folded, and the wrapped transform makes an update of
         # them.
         if merged.outputs.may_be_lost:
             merged.check_known("grads")
         folds = _result_folds(merged.outputs, param_leaves)
-        gradients = sums.finish(folds, merged.accumulators, total, owned or replicas is not None)
-        whole, observers = window.outputs.structure_of(gradients), self.folding.observers
-
-        def run(
-            carried: tuple[Tree, Tree], params: Tree, given: tuple[Tree, dict[str, Any]]
-        ) -> tuple[Tree, Tree]:
-            (inner, observed), (grads, extra) = carried, given
-            if observers is not None:
-                observed, grads = self.folding.observed(grads, inner), grads[1]
-            result, inner = step.run(inner, params, (grads, extra))
-            return result, (inner, observed)
-
-        carried, like = (state.inner, state.observed), whole if observers is None else whole[1]
-        given = whole, {**extra, "weight": total.total} if self.inner.takes_weight else extra
+        accumulators, tallies = merged.accumulators, merged.tallies
+        gradients = sums.finish(folds, accumulators, tallies, owned or replicas is not None)
+        whole = window.outputs.structure_of(gradients)
+        like = whole if self.folding.observers is None else whole[1]
+        run, carried = partial(self._run, step), (state.inner, state.observed)
+        given = whole, {**extra, "weight": merged.total} if self.inner.takes_weight else extra
         try:
             result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
         except Exception:
             # What is donated was divided in place; the caller's state is to hold the sums again, to
             # rounding.
             if step.owned and replicas is None:
-                pairs = zip(merged.accumulators, gradients, strict=True)
-                divided = [
-                    total_of for total_of, gradient in pairs if total_of is gradient is not None
-                ]
-                sums.scaled(divided, total.total, donate=True)
+                for total, gradient, tally in zip(accumulators, gradients, tallies, strict=True):
+                    if total is gradient is not None:
+                        sums.scaled([total], tally.total, donate=True)
             raise
         # The next window begins in the same memory, unless the result or the state of the transform
         # lie there.
@@ -550,6 +536,22 @@ class MultiStepsUpdate(UpdateFunction):
             dropped,
             observed,
         )
+
+    def _run(
+        self,
+        step: Step,
+        carried: tuple[Tree, Tree],
+        params: Tree,
+        given: tuple[Tree, dict[str, Any]],
+    ) -> tuple[Tree, tuple[Tree, Tree]]:
+        """(result, (inner, observed)) of the wrapped transform; `given` are what a window comes
+        to, and further arguments.
+        """
+        (inner, observed), (grads, extra) = carried, given
+        if self.folding.observers is not None:
+            observed, grads = self.folding.observed(grads, inner), grads[1]
+        result, inner = step.run(inner, params, (grads, extra))
+        return result, (inner, observed)
 
     def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
         """What this replica has folded of the window of a state, and the replicas."""
@@ -584,13 +586,14 @@ class MultiStepsUpdate(UpdateFunction):
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
         likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
         outputs = self.folding.bound(likes, structure, backend)
-        return Accumulation(outputs, accumulators, window.tally, window.rejected)
+        return Accumulation(outputs, accumulators, window.tally, window.unit, window.rejected)
 
 
 def _closed(window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
     """The window as a state has it; `is_empty` if nothing is folded."""
     leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
-    closed = Window(window.outputs.structure_of(leaves), window.tally, window.rejected)
+    structured = window.outputs.structure_of(leaves)
+    closed = Window(structured, window.tally, window.rejected, unit=window.unit)
     return (
         closed
         if replicas is None
@@ -602,14 +605,12 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that
     cannot be counted.
     """
-    is_one, has_experts = (
-        isinstance(weight, int | float) and weight == 1,
-        replicas is not None and replicas.leaves,
-    )
+    is_one = isinstance(weight, int | float) and weight == 1
     if (
-        has_experts
-        and not is_one
-        and any(fold.weighs for fold in window.outputs.folds if fold is not None)
+        not is_one
+        and replicas is not None
+        and replicas.leaves
+        and any(fold.weighs for fold in window.outputs.reduced_folds)
     ):
         raise FuncgaError(
             f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
@@ -635,25 +636,12 @@ def _is_parts(node: object) -> bool:
     return type(node) is Parts
 
 
-def _seen(window: Accumulation) -> Tally:
-    """What has been folded, as a normalizer takes it: as numbers where the host sees them."""
-    arrays = window.outputs.backend.arrays
-    steps, *addends = (
-        arrays.scalar(amount) for amount in (window.tally.steps, *window.tally.weight)
-    )
-    if any(map(arrays.is_array, addends)):
-        return Tally(window.tally.weight, steps)
-    # The two addends are exact in float32, and so is their sum in Python's float64.
-    return Tally((math.fsum(addends),), steps)
-
-
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     """The weight of the window so far, on all replicas."""
-    total = _seen(window).total
     return (
-        total
+        window.total
         if replicas is None
-        else window.outputs.backend.replicas.summed(total, window.accumulators, replicas)
+        else window.outputs.backend.replicas.summed(window.total, window.accumulators, replicas)
     )
 
 

@@ -31,13 +31,15 @@ class Window(NamedTuple):
     one float64 if a gradient is; `tally.steps`, int32, is the number of micro-batches that were
     folded, and `rejected`, int32, of those that were not. `part` says in torch, with across=, whose
     part of the window it is: int32[2], the replica and how many there are, or zeros for the window
-    of all replicas; elsewhere it is empty.
+    of all replicas; elsewhere it is empty. `unit` is what the weights in the sums of means are
+    measured in, a power of 16: 1 for total weights from 1 to below 16.
     """
 
     accumulated: Tree
     tally: Tally
     rejected: Array
     part: Array | tuple[()] = ()
+    unit: Scalar = 1.0  # as in states that have none, from earlier versions
 
 
 class Parts(NamedTuple):
@@ -161,14 +163,14 @@ class Folding:
         """
         # So one collective carries all, and the count needs none of its own.
         assert self.last is not None
-        (rejected, *accumulators), total = window.outputs.backend.transforms.merged(
-            self.last[2],
-            [window.rejected, *window.accumulators],
-            window.tally,
-            replicas,
-            self.memory,
+        counted = window._replace(
+            outputs=self.last[2], accumulators=[window.rejected, *window.accumulators]
         )
-        return window._replace(accumulators=accumulators, rejected=rejected, tally=total)
+        merged: Accumulation = window.outputs.backend.transforms.merged(
+            counted, replicas, self.memory
+        )
+        rejected, *accumulators = merged.accumulators
+        return merged._replace(outputs=window.outputs, accumulators=accumulators, rejected=rejected)
 
     # --- observers
 
@@ -205,7 +207,7 @@ class Folding:
         if self.observers is None:
             return ()
         outputs, backend = empty.outputs, empty.outputs.backend
-        nothing = backend.sums.finish(outputs.folds, empty.accumulators, empty.tally, donate=False)
+        nothing = backend.sums.finish(outputs.folds, empty.accumulators, empty.tallies, False)
         leaves, structure = backend.trees.flatten(self.observed(outputs.structure_of(nothing)))
         return backend.trees.unflatten(
             structure, [backend.arrays.xp.full_like(leaf, float("nan")) for leaf in leaves]

@@ -4,12 +4,12 @@ on.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from funcga._types import GradFn, Tree
 from jax_backend import arrays, trees
@@ -39,13 +39,9 @@ def take(array: jax.Array, axis: int, rows: Sequence[int]) -> jax.Array:
     return jnp.asarray(np.take(np.asarray(array), rows, axis))  # which compiles nothing
 
 
-def random_state() -> None:
-    """The state of every global random generator of this framework."""
-    return  # keys are arguments
-
-
-def restore(state: None) -> None:
-    """None; puts back what `random_state` returned."""
+def random_kept() -> AbstractContextManager[None]:
+    """A context after which the global random generators are as they were before it."""
+    return nullcontext()  # keys are arguments
 
 
 def watch(function: GradFn, args: Tree, kwargs: Tree) -> tuple[list[jax.Array], str, float, bool]:
@@ -70,41 +66,35 @@ def watch(function: GradFn, args: Tree, kwargs: Tree) -> tuple[list[jax.Array], 
     program = jax.make_jaxpr(run)(
         [leaf for leaf, is_array in zip(leaves, is_traced, strict=True) if is_array]
     )
-    dtypes: set[np.dtype] = set()
-    names: set[str] = set()
-    _collect(program.jaxpr, dtypes, names)
-    eps = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)  # type: ignore[no-untyped-call]
+    equations = [*_equations(program.jaxpr)]
+    avals = [variable.aval for equation in equations for variable in equation.outvars]
+    # The weights of micro-batches, which have no axes, are float32 in any case.
+    dtypes = {aval.dtype for aval in program.out_avals} | {
+        aval.dtype for aval in avals if isinstance(aval, jax.core.ShapedArray) and aval.shape
+    }
+    eps = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]  # type: ignore[no-untyped-call]
+    names = {equation.primitive.name for equation in equations}
     values = [
         const for const in program.consts if not jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
     ]
-    return values, re.sub("0x[0-9a-f]+", "", str(program)), eps, bool(names & _DRAWS)
+    text = re.sub("0x[0-9a-f]+", "", str(program))
+    return values, text, max(eps, default=0.0), bool(names & _DRAWS)
 
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
-def _collect(jaxpr: Jaxpr, dtypes: set[np.dtype], names: set[str]) -> None:
-    """None; adds the float dtypes that a program computes, and the names of its operations."""
+def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program, and of those inside of it."""
     for equation in jaxpr.eqns:
-        names.add(equation.primitive.name)
-        avals = [
-            variable.aval
-            for variable in equation.outvars
-            if isinstance(variable.aval, jax.core.ShapedArray)
-        ]
-        dtypes |= {aval.dtype for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)}
-        is_program = lambda parameter: isinstance(parameter, Jaxpr | ClosedJaxpr)
-        for inner in filter(
-            is_program, jax.tree.leaves([*equation.params.values()], is_leaf=is_program)
-        ):
-            _collect(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner, dtypes, names)
+        yield equation
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=_is_program):
+            if _is_program(inner):
+                yield from _equations(inner)
 
 
-def is_write(error: Exception) -> bool:
-    """Whether an error says that a function writes to what it closes over, which a transform
-    forbids.
-    """
-    return False  # arrays cannot be written to
+def _is_program(parameter: object) -> bool:
+    return isinstance(parameter, Jaxpr | ClosedJaxpr)
 
 
 def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree) -> Tree | None:

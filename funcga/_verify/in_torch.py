@@ -37,21 +37,10 @@ def take(array: torch.Tensor, axis: int, rows: Sequence[int]) -> torch.Tensor:
     return array.index_select(axis, torch.tensor(rows, device=array.device))
 
 
-RandomState = tuple[torch.Tensor, list[torch.Tensor]]
-
-
-def random_state() -> RandomState:
-    """The state of every global random generator of this framework."""
+def random_kept() -> AbstractContextManager[None]:
+    """A context after which the global random generators are as they were before it."""
     used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
-
-
-def restore(state: RandomState) -> None:
-    """None; puts back what `random_state` returned."""
-    on_host, on_devices = state
-    torch.set_rng_state(on_host)
-    if on_devices:
-        torch.cuda.set_rng_state_all(on_devices)
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count() if used else 0))
 
 
 def watch(
@@ -62,15 +51,13 @@ def watch(
     values, program: arrays and a text that two calls of a pure function share. eps: of the coarsest
     float dtype that it computes in. draws: whether it draws random numbers.
     """
-    with _Watch() as seen:
+    with _Watch() as mode:
         output = function(*args, **kwargs)
     values = [leaf.detach() for leaf in trees.flatten(output)[0] if arrays.is_array(leaf)]
-    return (
-        values,
-        "",
-        max((torch.finfo(dtype).eps for dtype in seen.dtypes), default=0.0),
-        seen.draws,
-    )
+    dtypes = {leaf.dtype for leaf in values} | mode.dtypes
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    eps = [torch.finfo(dtype).eps for dtype in floats]
+    return values, "", max(eps, default=0.0), mode.draws
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,18 +70,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: torch._ops.OpOverload, types: object, args: Tree = (), kwargs: Tree = None
     ) -> Tree:
         output = func(*args, **(kwargs or {}))
-        for leaf in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                self.dtypes.add(leaf.dtype)
+        leaves = output if isinstance(output, tuple | list) else [output]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # The weights of micro-batches, which have no axes, are float32 in any case.
+        self.dtypes |= {tensor.dtype for tensor in tensors if tensor.ndim}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return output
-
-
-def is_write(error: Exception) -> bool:
-    """Whether an error says that a function writes to what it closes over, which a transform
-    forbids.
-    """
-    return "mutate a captured Tensor" in str(error)
 
 
 def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree) -> Tree | None:

@@ -1,5 +1,4 @@
-"""The probe: what a gradient function returns for any rows of the batch, and which differences are
-rounding.
+"""The probe: what a gradient function, or a step of `coupled`, returns for any rows of the batch.
 
 Everything that is compared is a NumPy array of float64 or complex128, whatever the framework
 computes in.
@@ -11,6 +10,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,79 +18,134 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Memory, Program
+from funcga._call import Program
 from funcga._call.arguments import CARRY
-from funcga._compare.tolerances import epsilon
+from funcga._coupled import Coupled, coupled
+from funcga._fold import Tally
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
+from funcga._reproducible import plain
 from funcga._trees import to_numpy
-from funcga._types import Array, Namespace, Scalar, Tree, WeightFn
+from funcga._types import Array, Namespace, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, mean, sum
 
 Rows = tuple[int, ...]
 
-# The leaves of an output as NumPy arrays; None for a leaf that is no number.
+# The leaves of an output as NumPy arrays, empty ones for leaves that are not numbers.
 Leaves = list[Array]
+
+
+class Trace(NamedTuple):
+    """What one call has shown: arrays and a text that all calls of a pure function share, the
+    epsilon of the coarsest dtype that it computes in, and whether it draws random numbers.
+    """
+
+    values: Leaves
+    program: str = ""
+    epsilon: float = 2.0**-52
+    draws: bool = False
 
 
 class Probe:
     """A gradient function and its arguments, ready to be called with any rows of them.
 
-    Each choice of rows is computed once. `precise` says that the arguments were cast to float64,
-    and `subject` whether the function returns a "loss" and its gradient, or a "summary".
+    Each choice of rows is computed once.
+
+    Attributes:
+        program: That of `accumulate` for the function, or for summary_fn of a step of `coupled`.
+        job: What the step of `coupled` computes; None for a gradient function.
+        precise: Whether the arguments were cast to float64.
+        subject: What the function returns: a "loss" and its gradient, or a "summary".
     """
 
     def __init__(
         self,
         program: Program,
-        backend: Backend,
+        job: Coupled | None,
         args: tuple[Tree, ...],
         kwargs: dict[str, Tree],
         precise: bool,
         subject: str = "loss",
     ):
-        self.program, self.backend, self.precise, self.subject = program, backend, precise, subject
-        self.framework = importlib.import_module(f"funcga._verify.in_{backend.name}")
-        self.args, self.kwargs = _copied((args, kwargs), backend, precise, self.framework.copy)
-        self.arguments = program.read(self.args, backend)
+        self.program, self.job, self.precise, self.subject = program, job, precise, subject
+        self.grad_fn = grad_fn = program.grad_fn
+        self.backend = program.backend(args, kwargs)
+        self.framework = importlib.import_module(f"funcga._verify.in_{self.backend.name}")
+        gradient = grad_fn if job is None else job.gradient
+        self.gradient = gradient if isinstance(gradient, GradientFunction) else None
+        self.args, self.kwargs = self._copied((args, kwargs))
+        self.arguments = program.read(self.args, self.backend)
         self.rows = self.arguments.rows()
         self.every: Rows = tuple(range(self.rows))
         self.threaded = any(axis is CARRY for _, axis in self.arguments)
-        # Under these folds the step over one micro-batch returns what grad_fn itself returns.
-        self.plain = self._each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
+        # Any rows get the totals of the whole batch, as a micro-batch does.
         if program.totals is not None:
-            # Any rows have the totals of the whole batch, as a micro-batch has.
             self.kwargs = {**self.kwargs, "totals": self.count(self.every)}
-        self.raw = accumulate(program.grad_fn, 1, fold=self.plain, in_axes=program.in_axes)
+        # Under these folds a step over one micro-batch returns what grad_fn itself returns.
+        self.raw_fold = self.each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
+        self.raw = self.step(n=1, fold=self.raw_fold)
         self.output: Tree = None  # of the first call
         self._values: dict[Rows, Leaves] = {}
 
-    def _each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
+    def _copied(self, tree: Tree) -> Tree:
+        """A copy of the tree, detached from all graphs; with `precise`, its floats in 64 bits."""
+        arrays, trees = self.backend.arrays, self.backend.trees
+
+        def copied(leaf: Array) -> Array:
+            if not arrays.is_array(leaf):
+                return leaf
+            wide = {"float": "float64", "complex": "complex128"}.get(arrays.kind(leaf.dtype))
+            own = self.framework.copy(leaf)
+            return arrays.cast(own, arrays.as_dtype(wide)) if self.precise and wide else own
+
+        leaves, structure = trees.flatten(tree)
+        return trees.unflatten(structure, [copied(leaf) for leaf in leaves])
+
+    # --- calls
+
+    def step(self, **options: Tree) -> Callable[..., Tree]:
+        """The step of `accumulate`, or of `coupled`, with these options."""
+        options["in_axes"] = self.program.in_axes
+        job, gradient = self.job, self.gradient
+        if job is None or gradient is None:
+            return accumulate(self.grad_fn, **options)
+        options |= {"fold": self.program.fold, "weight": self.program.weight}
+        options |= {"argnums": gradient.argnums, "has_aux": gradient.has_aux}
+        step = coupled(self.grad_fn, gradient.loss_fn, **options)
+
+        # Auxiliary results of loss_fn are not compared.
+        def without_aux(*args: Tree, **kwargs: Tree) -> Tree:
+            loss, grads = step(*args, **kwargs)
+            return loss[0] if gradient.has_aux else loss, grads
+
+        return without_aux
+
+    def each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
+        """The tree of folds, each changed."""
         folds, structure = self.backend.trees.flatten(self.program.fold)
         changed = [change(fold) if isinstance(fold, Fold) else fold for fold in folds]
         return self.backend.trees.unflatten(structure, changed)
 
-    def gathered(self, rows: Rows) -> tuple[Tree, ...]:
+    def take_rows(self, rows: Rows) -> tuple[Tree, ...]:
         """The arguments with these rows, in this order; rows may repeat."""
         take = lambda array, axis, start, size: self.framework.take(array, axis, start)
         return self.arguments.cut([*rows], len(rows), self.arguments.state, take)
 
+    def values(self, rows: Rows) -> Leaves:
+        """The leaves of the output for these rows, computed once."""
+        if rows not in self._values:
+            self._values[rows] = self.call(rows)
+        return self._values[rows]
+
     def call(self, rows: Rows) -> Leaves:
-        """The leaves of grad_fn's output for these rows, computed anew."""
-        output = self.raw(*self.gathered(rows), **self.kwargs)
+        """The leaves of the output of another call for these rows."""
+        output = self.raw(*self.take_rows(rows), **self.kwargs)
         # The structure of the first output is that of all.
         if self.output is None:
             self.output = output
         return self.numbers(output)
-
-    def values(self, rows: Rows) -> Leaves:
-        """The leaves of grad_fn's output for these rows, computed once."""
-        if rows not in self._values:
-            self._values[rows] = self.call(rows)
-        return self._values[rows]
 
     def try_values(self, rows: Rows) -> Leaves | None:
         """The same; None where grad_fn raises an error, as some losses refuse some batches."""
@@ -99,180 +154,186 @@ class Probe:
         except Exception:
             return None
 
-    def takes_a_row_fewer(self) -> bool:
-        """Whether grad_fn can be evaluated with one row fewer than all."""
-        return self.rows > 1 and self.try_values(self.every[:-1]) is not None
+    def accumulated(self, rows: Rows, **cut: int) -> Leaves:
+        """The leaves of the result of the step itself, with these rows cut so."""
+        kwargs, options = self.kwargs, dict[str, Tree](cut)
+        if self.program.totals is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "totals"}
+            options["totals"] = self.program.totals.function
+        fold = self.each_fold(lambda fold: _leaf_for_leaf(plain(fold)))
+        step = self.step(fold=fold, weight=self.program.weight, **options)
+        return self.numbers(step(*self.take_rows(rows), **kwargs))
 
-    @property
-    def whole(self) -> Leaves:
-        """The leaves of grad_fn's output for the whole batch."""
-        return self.values(self.every)
-
-    def numbers(self, tree: Tree) -> Leaves:
-        """The leaves of a tree as NumPy arrays."""
-        return [as_numbers(leaf, self.backend) for leaf in self.backend.trees.flatten(tree)[0]]
+    def folded(self, parts: Sequence[Rows]) -> Leaves:
+        """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not
+        of the fold.
+        """
+        values, weights = [self.values(part) for part in parts], [*map(self.weigh, parts)]
+        return [
+            leaves[0]
+            if fold.reducer.monoid.ordered or fold.reducer.over_steps
+            else folded(fold, leaves, weights)
+            for fold, *leaves in zip(self.folds, *values, strict=True)
+        ]
 
     def loss(self, rows: Rows) -> float:
-        """The value of the loss, of the function whose gradient grad_fn is, or in its output;
-        NaN where none is.
+        """The value of the loss: in the output, or of the function that is differentiated; NaN
+        where there is none.
         """
-        grad_fn = self.program.grad_fn
         scalars = [i for i in self.additive() if self.whole[i].ndim == 0]
+        is_ours = self.gradient is not None and self.job is None
         # What is called may not be the loss, or may refuse these rows.
         try:
-            if scalars and not isinstance(grad_fn, GradientFunction):
+            if scalars and not is_ours:
                 return float(np.real(self.values(rows)[scalars[0]]))
-            loss_fn = (
-                grad_fn.loss_fn
-                if isinstance(grad_fn, GradientFunction)
-                else inspect.unwrap(grad_fn)
-            )
-            numbers = self.numbers(loss_fn(*self.gathered(rows), **self.kwargs))
+            loss_fn = self.gradient.loss_fn if self.gradient else inspect.unwrap(self.grad_fn)
+            numbers = self.numbers(loss_fn(*self.take_rows(rows), **self.kwargs))
+            return next(float(np.real(x)) for x in numbers if x.ndim == 0)
         except Exception:
             return math.nan
-        return next(
-            (float(np.real(leaf)) for leaf in numbers if leaf is not None and leaf.ndim == 0),
-            math.nan,
-        )
 
     def weigh(self, rows: Rows) -> float:
         """The weight of these rows."""
-        return float(self.program.weigh(self.arguments, self.gathered(rows), len(rows)))
+        return float(self.program.weigh(self.arguments, self.take_rows(rows), len(rows)))
 
     def count(self, rows: Rows) -> Tree:
         """What totals= counts of these rows."""
-        counting = replace(self.program, n=1, memory=Memory()).counting(self.backend)
-        return self.backend.loop.accumulate(counting, self.backend)(self.gathered(rows), {})
+        counting = self.program.counting(self.backend)
+        return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
 
-    def accumulated(self, n: int) -> Leaves:
-        """What `accumulate` itself gives over n micro-batches."""
-        fold, program, kwargs = self._each_fold(_leaf_for_leaf), self.program, {**self.kwargs}
-        totals = None
-        if program.totals is not None:
-            totals = program.totals.function
-            del kwargs["totals"]
-        step = accumulate(
-            program.grad_fn,
-            n,
-            fold=fold,
-            weight=program.weight,
-            in_axes=program.in_axes,
-            totals=totals,
-        )
-        return self.numbers(step(*self.args, **kwargs))
+    def watch(self, args: tuple[Tree, ...]) -> Trace:
+        """What one call with these arguments shows."""
+        values, program, epsilon, draws = self.framework.watch(self.raw, args, self.kwargs)
+        return Trace(self.numbers(values), program, max(epsilon, 2.0**-52), draws)
 
-    def given(self, **kwargs: Tree) -> "Probe":
-        """The same function with other keyword arguments."""
+    def layers(self) -> str:
+        """The first layers of the function that normalise over the batch, by path and type."""
+        return ", ".join(self.framework.batch_normalisers(self.grad_fn)[:3])
+
+    @contextmanager
+    def random_kept(self) -> Iterator[None]:
+        """A context after which all global random generators are as they were before it."""
+        of_numpy, of_python = np.random.get_state(), random.getstate()
+        with self.framework.random_kept():
+            try:
+                yield
+            finally:
+                np.random.set_state(of_numpy)
+                random.setstate(of_python)
+
+    # --- the same function, changed. A copy, not a new Probe: in JAX the step is compiled already.
+
+    def changed(self, **attributes: Tree) -> "Probe":
+        """The same with other attributes."""
         changed = copy.copy(self)
-        changed.kwargs, changed._values = {**self.kwargs, **kwargs}, {}
+        changed.__dict__ |= attributes
         return changed
 
-    def under(self, fold: Tree, weight: WeightFn | None) -> "Probe":
-        """The Probe of the same function with another fold and weight."""
-        program = replace(self.program, fold=fold, weight=weight)
-        changed = Probe(program, self.backend, self.args, self.kwargs, self.precise, self.subject)
-        changed.values(changed.every)
-        return changed
+    def under(self, folds: list[Fold]) -> "Probe":
+        """The same with another Fold for each leaf."""
+        program = replace(self.program, fold=self.like_output(folds))
+        return self.changed(program=program, folds=folds)
 
-    def moved(self, change: Callable[[list[Array]], list[Array]] | None = None) -> "Probe | None":
-        """The same function at other parameters; None where those are split, or cannot be changed.
-
-        `change` makes the new leaves of the old ones. By default it moves every array of floats.
+    def with_totals(self, change: Callable[[int, Array], Array]) -> Leaves | None:
+        """The leaves of the output of all rows with other totals, `change(index, total)` of each;
+        None where the loss refuses them.
         """
-        grad_fn, trees = self.program.grad_fn, self.backend.trees
-        trained = (
-            grad_fn.arg_indices(len(self.args)) if isinstance(grad_fn, GradientFunction) else (0,)
+        leaves, structure = self.backend.trees.flatten(self.kwargs["totals"])
+        totals = self.backend.trees.unflatten(
+            structure, [change(index, total) for index, total in enumerate(leaves)]
         )
+        changed = self.changed(kwargs=self.kwargs | {"totals": totals}, _values={})
+        return changed.try_values(self.every)
+
+    def at_other_parameters(self) -> "Probe | None":
+        """The same function at other parameters, with every array of floats moved; None where
+        those are split, or cannot be changed.
+        """
+        arrays, trees = self.backend.arrays, self.backend.trees
+        trained = self.gradient.arg_indices(len(self.args)) if self.gradient else (0,)
         if any(self.arguments.parts[i].axes for i in trained):
             return None
-        leaves, structure = trees.flatten(tuple(self.args[i] for i in trained))
-        changed = dict(
-            zip(trained, trees.unflatten(structure, (change or self._shifted)(leaves)), strict=True)
-        )
-        # A copy, not a new Probe: in JAX the step is compiled already.
-        moved = copy.copy(self)
-        moved.args = tuple(changed.get(i, arg) for i, arg in enumerate(self.args))
+        args = [*self.args]
+        for i in trained:
+            leaves, structure = trees.flatten(args[i])
+            moved = [
+                leaf * 1.25 + 0.1
+                if arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex")
+                else leaf
+                for leaf in leaves
+            ]
+            args[i] = trees.unflatten(structure, moved)
         try:
-            moved.arguments = self.program.read(moved.args, self.backend)
+            arguments = self.program.read(tuple(args), self.backend)
         except FuncgaError:
             return None
-        moved._values = {}
-        return moved
+        return self.changed(args=tuple(args), arguments=arguments, _values={})
 
-    def _shifted(self, leaves: list[Array]) -> list[Array]:
+    # --- leaves
+
+    def numbers(self, tree: Tree) -> Leaves:
+        """The leaves of a tree as NumPy arrays."""
+        return [self._number(leaf) for leaf in self.backend.trees.flatten(tree)[0]]
+
+    def _number(self, leaf: Array) -> Array:
         arrays = self.backend.arrays
-        is_float = [arrays.is_array(leaf) and arrays.kind(leaf.dtype) == "float" for leaf in leaves]
-        return [
-            leaf * 1.25 + 0.1 if moves else leaf
-            for leaf, moves in zip(leaves, is_float, strict=True)
-        ]
+        kind = "other"
+        if arrays.is_array(leaf) or isinstance(leaf, int | float | complex):
+            leaf = arrays.as_array(leaf)
+            kind = arrays.kind(leaf.dtype)
+        if kind == "other":
+            return np.zeros(0)
+        # NumPy has no bfloat16.
+        if kind == "float":
+            leaf = arrays.cast(leaf, arrays.accumulator_dtype(leaf.dtype))
+        return to_numpy(leaf, copy=None).astype("complex128" if kind == "complex" else "float64")
+
+    @property
+    def whole(self) -> Leaves:
+        """The leaves of the output for the whole batch."""
+        return self.values(self.every)
+
+    def like_output(self, leaves: list[Array]) -> Tree:
+        """A tree of the structure of the output, with these leaves."""
+        trees = self.backend.trees
+        return trees.unflatten(trees.flatten(self.output)[1], leaves)
 
     @cached_property
     def folds(self) -> list[Fold]:
-        """The Fold of every leaf."""
-        leaves = self.backend.trees.flatten(self.output)[0]
-        return [
-            at_leaf.value
-            for at_leaf in broadcast_folds(
-                self.program.fold, self.output, len(leaves), self.backend
-            )
-        ]
+        """The Fold of every leaf, without exact sums: these change nothing but the rounding."""
+        fold = self.program.fold if self.job is None else sum()
+        of_leaves = broadcast_folds(fold, self.output, len(self.whole), self.backend)
+        return [plain(at_leaf.value) for at_leaf in of_leaves]
 
     @cached_property
     def paths(self) -> list[str]:
         """The path of every leaf."""
-        return leaf_paths(
-            self.output, self.backend.trees, "output" if self.subject == "loss" else self.subject
-        )
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the arguments, in words."""
-        return "float64" if self.precise else "the arguments' own dtypes"
-
-    @cached_property
-    def epsilon(self) -> float:
-        """The machine epsilon of the coarsest dtype of the leaves, that of float64 at least."""
-        leaves = filter(self.backend.arrays.is_array, self.backend.trees.flatten(self.output)[0])
-        return max(
-            [2.0**-52, *(epsilon(str(leaf.dtype).removeprefix("torch.")) for leaf in leaves)]
-        )
+        root = "output" if self.subject == "loss" else self.subject
+        return leaf_paths(self.output, self.backend.trees, root)
 
     def additive(self, leaves: Sequence[int] | None = None) -> list[int]:
         """Those of these leaves, or of all, whose fold adds up values, as it must for a loss and
         its gradients.
         """
         indices = range(len(self.folds)) if leaves is None else leaves
-        return [i for i in indices if self.whole[i] is not None and self.folds[i].reducer.additive]
+        return [i for i in indices if self.whole[i].size and self.folds[i].reducer.additive]
 
     def gradient_leaves(self) -> list[int]:
-        """The leaves that have the shape of a parameter, as gradients have; if some have its
-        name as well, these.
-        """
-        parameters = [*self._parameters()]
-        shapes = {shape for _, shape in parameters}
+        """The leaves that are gradients, or have the shape of a parameter as gradients have."""
+        if self.gradient is not None and self.job is None:
+            numbered = self.like_output([*range(len(self.whole))])
+            gradient = self.gradient.gradient_in(numbered)
+            return self.additive(self.backend.trees.flatten(gradient)[0])
+        shapes = {
+            leaf.shape
+            for part in self.arguments.parts
+            if not part.axes
+            for leaf in self.numbers(part.value)
+        }
         # A scalar is the value of a loss, unless all parameters are scalars; then the first one is.
-        if shapes != {()}:
-            shapes -= {()}
-        shaped = [i for i in self.additive() if self.whole[i].shape in shapes]
-        shaped = [i for i in shaped if self.whole[i].ndim or self.paths[i] != "output[0]"]
-        named = [
-            i
-            for i in shaped
-            if any(
-                self.paths[i].endswith(name) and self.whole[i].shape == shape
-                for name, shape in parameters
-            )
-        ]
-        return named or shaped
-
-    def _parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of the arrays of numbers that are passed whole."""
-        trees, arrays = self.backend.trees, self.backend.arrays
-        for value in (part.value for part in self.arguments.parts if not part.axes):
-            for name, leaf in zip(leaf_paths(value, trees), trees.flatten(value)[0], strict=True):
-                if arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex"):
-                    yield name, tuple(leaf.shape)
+        arrays = {shape for shape in shapes if shape}
+        alike = [i for i in self.additive() if self.whole[i].shape in (arrays or shapes)]
+        return alike if arrays else [i for i in alike if self.paths[i] != "output[0]"]
 
 
 def _leaf_for_leaf(fold: Fold) -> Fold:
@@ -289,119 +350,12 @@ def _leaf_for_leaf(fold: Fold) -> Fold:
     return replace(fold, normalizer=replace(fold.normalizer, apply=stacked))
 
 
-def _copied(tree: Tree, backend: Backend, precise: bool, copy: Callable[[Array], Array]) -> Tree:
-    """A copy of the tree, detached from all graphs; with `precise`, its floats in 64 bits."""
-    arrays = backend.arrays
-
-    def copied(leaf: Array) -> Array:
-        if not arrays.is_array(leaf):
-            return leaf
-        wide = {"float": "float64", "complex": "complex128"}.get(arrays.kind(leaf.dtype))
-        own = copy(leaf)
-        return arrays.cast(own, arrays.as_dtype(wide)) if precise and wide is not None else own
-
-    leaves, structure = backend.trees.flatten(tree)
-    return backend.trees.unflatten(structure, [copied(leaf) for leaf in leaves])
-
-
-def as_numbers(leaf: object, backend: Backend) -> Array:
-    """The leaf as a NumPy array of float64 or complex128; None for anything that is not a
-    number.
-    """
-    arrays = backend.arrays
-    if leaf is None or not (arrays.is_array(leaf) or isinstance(leaf, int | float | complex)):
-        return None
-    array = arrays.as_array(leaf)
-    kind = arrays.kind(array.dtype)
-    if kind == "other":
-        return None
-    # NumPy has no bfloat16.
-    if kind == "float":
-        array = arrays.cast(array, arrays.accumulator_dtype(array.dtype))
-    return to_numpy(array, copy=None).astype(np.complex128 if kind == "complex" else np.float64)
-
-
-RandomStates = tuple[object, ...]
-
-
-def random_states(probe: Probe) -> RandomStates:
-    """The states of all global random generators."""
-    return probe.framework.random_state(), np.random.get_state(), random.getstate()
-
-
-def restore(probe: Probe, states: RandomStates) -> None:
-    """None; puts the global random generators back to these states."""
-    of_framework, of_numpy, of_python = states
-    probe.framework.restore(of_framework)
-    np.random.set_state(of_numpy)  # type: ignore[arg-type]
-    random.setstate(of_python)  # type: ignore[arg-type]
-
-
-class Limit(NamedTuple):
-    """How far two results may be apart: rounding, and no more.
-
-    A leaf is compared `relative` to the largest of what was added up to it, so that gradients which
-    cancel are not accused. The bias of an attention key has a gradient that is nothing but rounding
-    of much larger numbers, so a `share` of the largest of all leaves counts as well. A `floor` is
-    for where every gradient is zero but for rounding.
-    """
-
-    relative: float
-    share: float
-    floor: float
-
-    def scales(self, parts: Sequence[Leaves]) -> list[float]:
-        """What a difference in each leaf is relative to, from its values in several parts of the
-        batch.
-        """
-        sizes = [
-            max((_largest(part[i]) for part in parts), default=0.0) for i in range(len(parts[0]))
-        ]
-        arrays = [
-            size
-            for size, leaf in zip(sizes, parts[0], strict=True)
-            if leaf is not None and leaf.ndim
-        ]
-        top = max(arrays or sizes, default=0.0)
-        return [size + self.share * top + self.floor / self.relative for size in sizes]
-
-    def differences(self, left: Leaves, right: Leaves) -> list[float]:
-        """The relative difference of every leaf of two results; 0 for one that is no number."""
-        pairs = zip(left, right, self.scales([left, right]), strict=True)
-        return [0.0 if x is None else relative(x, y, scale) for x, y, scale in pairs]
-
-
-def limit_of(eps: float) -> Limit:
-    """The Limit for what is computed with this machine epsilon.
-
-    float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums
-    of some thousand terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by
-    one or two epsilons.
-    """
-    # float64, float32, then 16 bits.
-    if eps < 1e-12:
-        return Limit(1e-9, 1e-3, 8 * eps)
-    if eps < 1e-5:
-        return Limit(1e-4, 0.1, 8 * eps)
-    return Limit(8 * eps, 0.5, 8 * eps)
-
-
-def relative(left: Array, right: Array, scale: float) -> float:
-    """The largest difference over the scale; infinite if the shapes differ, NaN if an element of
-    one alone is.
-    """
-    if left.shape != right.shape:
-        return float("inf")
+def folded(fold: Fold, values: Sequence[Array], weights: Sequence[float]) -> Array:
+    """The fold of these NumPy arrays."""
     with np.errstate(invalid="ignore"):
-        same = (left == right) | (np.isnan(left) & np.isnan(right))
-        return float(np.where(same, 0.0, np.abs(left - right)).max(initial=0.0)) / scale
-
-
-def _largest(leaf: Array | None) -> float:
-    return 0.0 if leaf is None else float(np.abs(leaf[np.isfinite(leaf)]).max(initial=0.0))
-
-
-def largest(leaves: Leaves) -> float:
-    """The largest element of all arrays, or of all scalars where there are none."""
-    numbers = [leaf for leaf in leaves if leaf is not None]
-    return max(map(_largest, [leaf for leaf in numbers if leaf.ndim] or numbers), default=0.0)
+        lifted = [fold.reducer.lift(np, *pair) for pair in zip(values, weights, strict=True)]
+        reduced = lifted[0]
+        for more in lifted[1:]:
+            reduced = fold.reducer.monoid.combine(np, reduced, more)
+        tally = Tally(math.fsum(weights), len(values))
+        return np.asarray(fold.normalizer.apply(np, reduced, tally))

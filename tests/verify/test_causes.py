@@ -3,7 +3,6 @@
 import inspect
 import re
 import string
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ import funcga
 from funcga._verify import causes
 
 FOLDER = Path(causes.__file__).parent
-ENTRIES = tomllib.loads((FOLDER / "causes.toml").read_text(encoding="utf-8"))
-NOTES = ENTRIES.pop("notes")
-SOURCE = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py"))
+NOTES = causes.texts()["notes"]
+ENTRIES = {key: entry for key, entry in causes.texts().items() if key != "notes"}
+SOURCE = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.rglob("*.py"))
 # Entries that have only what the others of their name share.
 SHARED = {"params unused"}
 
@@ -48,8 +47,21 @@ def test_a_text_is_given_by_the_code(key):
 
 @pytest.mark.parametrize("key", NOTES)
 def test_a_note_is_given_by_the_code(key):
-    assert f'note("{key}"' in SOURCE
+    assert f'note("{key}"' in SOURCE or f'stop("{key}"' in SOURCE
     assert string.Formatter().vformat(NOTES[key], (), Anything())
+
+
+def test_each_text_stands_beside_the_code_that_gives_it():
+    for path in FOLDER.glob("*.toml"):
+        source = path.with_suffix(".py").read_text(encoding="utf-8")
+        for name in re.findall(r'(?m)^\["([^":]+)', path.read_text(encoding="utf-8")):
+            assert (
+                f'"{name.replace("mean under per_weight", "mean under ").replace("mean under sum", "mean under ")}'
+                in source
+            ), (
+                path.name,
+                name,
+            )
 
 
 def test_a_cause_is_filled_in():

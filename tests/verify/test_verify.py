@@ -190,7 +190,7 @@ def test_the_precision_is_told():
     grad_fn, args = regress(loss=mistakes.bfloat16_inside)
     verdict = funcga.verify(grad_fn, *args)
     assert (verdict.dtype, verdict.rows[0].limit) == ("float64", 8 * 2**-7)
-    assert "differences below 6e-02 are taken for rounding" in verdict.notes[0]
+    assert "differences below 6e-02 count as rounding" in verdict.notes[0]
 
 
 def test_batch_norm_is_found_by_its_path():
@@ -201,8 +201,11 @@ def test_batch_norm_is_found_by_its_path():
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("gradients that are rounding", "which may be rounding and nothing else: whether the fold is right"),
-        ("a value that cancels", "though every gradient agrees: that is rounding"),
+        (
+            "gradients that are rounding",
+            "which may be nothing but rounding: these arguments cannot show whether the fold is right",
+        ),
+        ("a value that cancels", "though every gradient agrees. A difference this small often comes from rounding"),
     ],
 )
 def test_what_cannot_be_told_is_a_note(name, note):
@@ -232,6 +235,36 @@ def test_what_a_fix_says_is_exact(cure):
     found = after(funcga.accumulate(gradient, 3, **options)(*wide))
     for x, y in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def weights_of_classes(params, x, y):
+    """Two means, one of them by weights that no expression of the batch counts."""
+    each, weights = mistakes.terms(params, x, y), torch.exp(torch.sin(7 * y))
+    return (each * weights).sum() / weights.sum() + ((x @ params["w"]) ** 2).mean()
+
+
+def pairs_of_labels(params, x, y):
+    """A mean over pairs of rows of two kinds, of which expressions of the batch count both."""
+    scores, up = (x @ params["w"]).sum(1), y > 0
+    return (((1 - scores[:, None] + scores) ** 2) * up[:, None] * ~up).sum() / (up.sum() * (~up).sum())
+
+
+def test_counts_have_to_explain_several_means():
+    grad_fn, (params, x, y) = regress(loss=weights_of_classes, rows=24)
+    (cause,) = funcga.verify(grad_fn, params, x, y).causes
+    assert cause.name == "batch statistics"
+    assert "s: loss, n=8, fold=funcga.mean())" in cause.fix
+    labels = 2 * (torch.arange(24) % 5 < 2).long() - 1
+    (cause,) = funcga.verify(funcga.value_and_grad(pairs_of_labels), params, x, labels).causes
+    assert cause.name == "batch statistics"
+
+
+def test_a_batch_of_complex_numbers_alone():
+    """Of which no expression counts anything but the rows."""
+    x = torch.randn(12, 3, dtype=torch.complex128)
+    gradient = funcga.grad(lambda w, x: ((x @ w.to(x.dtype)).abs() ** 2).mean())
+    (cause,) = funcga.verify(gradient, torch.ones(3, dtype=torch.float64), x, fold=funcga.sum()).causes
+    assert (cause.name, cause.fix) == ("mean under sum", "fold=funcga.mean()")
 
 
 def test_the_weight_that_is_offered_cures():
@@ -314,7 +347,7 @@ def test_a_note_leaves_out_where_torch_asserts():
 def test_carried_state_is_a_note():
     verdict = verified(TORCH, mistakes.RIGHT["state"][1])
     assert verdict.notes[0].startswith(
-        "carried state, output[1]['mean'], is another after n micro-batches than after one"
+        "carried state, output[1]['mean'], is different after n micro-batches than after one"
     )
 
 
@@ -376,7 +409,7 @@ REFUSED = {
     "no array was found in": lambda g, a: funcga.verify(g, 1, 2),
     "loss_fn returned float32[12], and": lambda g, a: funcga.verify(funcga.grad(lambda p, x, y: y * p["v"].sum()), *a),
     "the split arguments have different numbers of rows": lambda g, a: funcga.verify(g, a[0], a[1], a[2][:5]),
-    "this one brings its own": lambda g, a: funcga.verify(torch_backend.module_value_and_grad(torch.nn.Linear(3, 1), lambda m, x: m(x).mean()), a[1]),
+    "and this one brings its own": lambda g, a: funcga.verify(torch_backend.module_value_and_grad(torch.nn.Linear(3, 1), lambda m, x: m(x).mean()), a[1]),
 }  # fmt: skip
 
 

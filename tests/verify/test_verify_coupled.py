@@ -180,10 +180,10 @@ rows_of = lambda kit, p, x, y: {"h": x @ p["w"]}
 MISTAKES = {
     "a mean under sum()": (mean_of, None, {"fold": funcga.sum()}, "mean under sum", "The summary is a mean, and sum()", "fold=funcga.mean()"),
     "a sum under mean()": (sum_of, None, {"fold": funcga.mean()}, "sum under mean", "The summary is a sum over rows", "fold=funcga.sum()"),
-    "a mean under concat()": (mean_of, None, {}, "wrong fold", "comes to that of the whole batch under another one", "fold=funcga.mean()"),
+    "a mean under concat()": (mean_of, None, {}, "wrong fold", "under another fold micro-batches give that of the whole batch", "fold=funcga.mean()"),
     "tokens under concat()": (masked, None, {}, "wrong fold", None, "fold=funcga.mean(), weight=lambda x, y: y.sum()"),
     "a maximum under mean()": (lambda kit, p, x, y: {"h": (x @ p["w"]).max(0).values}, None, {"fold": funcga.mean()}, "wrong fold", None, "fold=funcga.max()"),
-    "tokens without weight=": (masked, None, {"fold": funcga.mean()}, "uneven tokens", "The summary is a mean over something", "weight=lambda x, y: y.sum()"),
+    "tokens without weight=": (masked, None, {"fold": funcga.mean()}, "uneven tokens", "The summary is a mean over items", "weight=lambda x, y: y.sum()"),
     "a variance": (variance_of, None, {"fold": funcga.mean()}, "batch statistics", "summary['h'] depends on statistics", "(h ** 2).mean(0)"),
     "a normalisation": (normalised, contrastive, {}, "batch statistics", "summary['a'] depends on statistics", "loss_fn"),
     "moments()": (rows_of, lambda kit, p, s: (s["h"][1] ** 2).sum(), {"fold": funcga.moments()}, "by steps", "The fold of summary['h'] is moments()", "square - mean ** 2"),

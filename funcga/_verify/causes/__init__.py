@@ -1,0 +1,80 @@
+"""Why not: one file for each family of causes, with its texts in the file of the same name.
+
+A question is a function of a Case. It looks for the evidence of its causes, and yields each that
+it finds, with the line that fixes it; or a Note, of what may be wrong. `funcga._verify` has the
+table of all questions, in the order in which they are asked.
+"""
+
+import importlib.resources
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from funcga._verify.exact import Case
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that is wrong.
+
+    Attributes:
+        name: A short identifier that stays, such as "uneven tokens".
+        what: What is wrong, in a sentence or two.
+        fix: The line to write instead.
+        evidence: The figures by which it was recognised.
+    """
+
+    name: str
+    what: str
+    fix: str
+    evidence: str
+
+
+class Note(str):
+    """What else there is to know."""
+
+
+class Stop(Note):
+    """A note after which no other question has an answer."""
+
+
+Answer = Cause | Note
+Question = Callable[[Case], Iterable[Answer]]
+
+
+@cache
+def texts() -> dict[str, dict[str, str]]:
+    """What is said of each cause, and the notes, by name."""
+    merged: dict[str, dict[str, str]] = {}
+    for file in importlib.resources.files(__name__).iterdir():
+        if file.name.endswith(".toml"):
+            for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
+                merged.setdefault(name, {}).update(entry)
+    return merged
+
+
+def cause(key: str, **words: object) -> Cause:
+    """The Cause with the texts of this key, and these words filled in."""
+    name = key.partition(":")[0]
+    entry = texts().get(name, {}) | texts()[key]
+    words = {"subject": "loss"} | words
+    what, fix, evidence = (
+        " ".join(entry[part].split()).format(**words) for part in ("what", "fix", "evidence")
+    )
+    return Cause(name, what, fix, evidence)
+
+
+def note(key: str, **words: object) -> Note:
+    """The note of this name, with these words filled in."""
+    return Note(" ".join(texts()["notes"][key].split()).format(**words))
+
+
+def stop(key: str) -> Stop:
+    """The note of this name, after which nothing else is asked."""
+    return Stop(note(key))
+
+
+def causes_in(answers: Iterable[Answer]) -> list[Cause]:
+    """The causes among the answers."""
+    return [answer for answer in answers if isinstance(answer, Cause)]

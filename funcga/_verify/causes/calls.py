@@ -1,0 +1,148 @@
+"""Calls that do not give the same result again.
+
+A call that writes, draws or remembers makes every comparison meaningless, so these questions come
+first. Bits are asked about the arguments as they are given, in their own dtypes, with the sizes of
+micro-batches kept: the gradient of a micro-batch depends on its size.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._fold.outputs import broadcast_folds
+from funcga._verify.causes import Answer, Cause, cause, note, stop
+from funcga._verify.exact import Case, Limit, limit_of
+from funcga._verify.probe import Leaves, Trace
+from funcga.errors import FuncgaError
+
+
+def evaluated(case: Case) -> Iterator[Answer]:
+    """State that a loss writes to where its framework raises: not even one gradient can be
+    computed.
+    """
+    probe = case.probe
+    try:
+        whole = probe.whole
+    except Exception as error:
+        # A transform of torch forbids it.
+        if "mutate a captured Tensor" not in str(error):
+            raise
+        layers = probe.layers()
+        layers = f"; in the loss are {layers}" if layers else ""
+        yield cause("state: buffers", error=type(error).__name__, layers=layers)
+        yield stop("no gradient")
+        return
+    bad = [i for i in probe.additive() if not np.isfinite(whole[i]).all()]
+    if bad:
+        raise FuncgaError(
+            f"{probe.paths[bad[0]]} of grad_fn is not finite for the whole batch ({len(bad)} "
+            "leaves are not): nothing can be compared with it. Give verify parameters and rows for "
+            "which the loss and its gradients are finite."
+        )
+
+
+def repeatable(case: Case) -> Iterator[Answer]:
+    """What makes the next call different: written arguments, randomness, state.
+
+    It keeps what the first call has shown, and the limit that follows from it.
+    """
+    probe = case.probe
+    args = probe.take_rows(probe.every)
+    call = (args, probe.kwargs)
+    before = probe.numbers(call)
+    with probe.random_kept():
+        case.trace = probe.watch(args)
+        case.limit = limit_of(case.trace.epsilon)
+        # Writing to arguments comes first, as it explains a second call that differs.
+        paths = leaf_paths(call, probe.backend.trees)
+        for path, x, y in zip(paths, before, probe.numbers(call), strict=True):
+            if not np.array_equal(x, y, equal_nan=True):
+                yield cause("state: arguments", path=path.removeprefix("[0]"))
+                yield stop("no comparison")
+                return
+        distance = _distance(case.trace, probe.watch(args), case.limit)
+    if distance > case.limit.relative:
+        # A third call, with the random generators as they were for the first one.
+        with probe.random_kept():
+            again = _distance(case.trace, probe.watch(args), case.limit)
+        yield _changed("randomness" if again <= case.limit.relative else "state", distance)
+        yield stop("no comparison")
+    elif case.limit.relative > 1e-9:
+        yield note("rounding", limit=case.limit.relative)
+
+
+def _distance(first: Trace, other: Trace, limit: Limit) -> float:
+    """The largest relative difference of two calls, each leaf relative to itself; infinite for
+    other programs.
+    """
+    if first.program != other.program or len(first.values) != len(other.values):
+        return float("inf")
+    return max(limit._replace(share=0.0).differences(first.values, other.values), default=0.0)
+
+
+def _changed(key: str, distance: float) -> Cause:
+    # Infinite: another program was traced, or one result is NaN.
+    by = f"by {distance:.1e} of the largest element" if distance < float("inf") else "altogether"
+    return cause(key, difference=f"two calls with the same arguments differ {by}")
+
+
+def repeatable_at_the_end(case: Case) -> Iterator[Answer]:
+    """State that shows only after calls with other rows."""
+    if case.splits.agree:
+        probe = case.probe
+        first, last = Trace(probe.whole), Trace(probe.call(probe.every))
+        distance = _distance(first, last, case.limit)
+        if distance > case.limit.relative:
+            yield _changed("state", distance)
+
+
+def by_position(case: Case) -> Iterator[Answer]:
+    """Results that change with the order of the rows alone, in one micro-batch."""
+    probe, splits = case.probe, case.splits
+    if probe.additive(splits.reordered):
+        yield of_position(case, splits.rows[-1].relative, splits.rows[-1].leaf)
+
+
+def of_position(case: Case, difference: float, where: str) -> Cause:
+    """The Cause of what depends on a row's position in its micro-batch."""
+    key = "row order"
+    if case.trace.draws:
+        key = f"randomness: by position, {case.probe.backend.name}"
+    return cause(key, subject=case.probe.subject, difference=difference, where=where)
+
+
+# How many orders of the micro-batches have to have the same bits.
+_ORDERS = 8
+
+
+def same_bits(case: Case) -> Iterator[Answer]:
+    """Whether a step has the same bits for the same micro-batches, in any order they come."""
+    probe, program = case.probe, case.probe.program
+    if probe.threaded:
+        yield note("bits of state")
+        return
+    n = case.counts[0] if case.counts else min(3, probe.rows)
+    size = probe.rows // n
+    step = probe.step(microbatch_size=size, fold=program.fold, weight=program.weight)
+
+    def result(order: Iterable[int]) -> Leaves:
+        rows = tuple(size * k + row for k in order for row in range(size))
+        return probe.numbers(step(*probe.take_rows(rows), **probe.kwargs))
+
+    first, random = result(range(n)), np.random.default_rng(case.seed)
+    folds = broadcast_folds(program.fold, probe.output, len(first), probe.backend)
+    line = "torch.use_deterministic_algorithms(True)"
+    if probe.backend.name == "jax":
+        line = "deterministic kernels"
+    for order in (range(n), *(random.permutation(n).tolist() for _ in range(_ORDERS))):
+        for path, (fold, _), x, y in zip(probe.paths, folds, first, result(order), strict=True):
+            # What keeps the order, such as concat(), is to have another result in another one.
+            is_repeated = isinstance(order, range)
+            is_kept = fold.reducer.monoid.ordered and not is_repeated
+            if is_kept or np.array_equal(x, y, equal_nan=True):
+                continue
+            key = "order of kernels" if fold.reducer.of_bits else "order of sums"
+            words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
+            yield cause("bits not repeatable" if is_repeated else key, **words)
+            return

@@ -1,0 +1,238 @@
+"""Counts: what a loss divides by, as expressions of the batch that people write; and totals=.
+
+Each expression is tried on groups of rows elsewhere: a term of a loss that is a mean weighs two
+groups by what it counts.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import argument_names
+from funcga._types import Array
+from funcga._verify.causes import Answer, Cause, cause
+from funcga._verify.exact import Case
+from funcga._verify.probe import Leaves, Probe, Rows
+
+# --- the counts in a batch
+
+
+class Count(NamedTuple):
+    """What some rows count, and the body of a lambda with these parameters that says so."""
+
+    parameters: str
+    expression: str
+    of: Callable[[Rows], float]
+
+    @property
+    def line(self) -> str:
+        """What to write for a loss that divides by it."""
+        if self.is_of_rows:
+            return "drop weight=: by default a micro-batch weighs as many as it has rows"
+        return f"weight=lambda {self.parameters}: {self.expression}"
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it is the number of rows, which is the default weight."""
+        return self.of is len
+
+
+def counts(probe: Probe) -> Iterator[Count]:
+    """The counts that people write, of every leaf that is split: the rows, then those of labels
+    before all others, simplest first.
+
+    Labels say what a loss is over. A mask of what is attended to may well count the same in this
+    batch, and not in the next one.
+    """
+    leaves = [*_split_leaves(probe)]
+    # Of a batch of complex numbers alone there is no name.
+    parameters, rows = "", ""
+    for leaf in leaves[:1]:
+        rows = f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})"
+        parameters = leaf.parameters
+    yield Count(parameters, rows, len)
+    is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
+    for leaf in sorted(leaves, key=is_other):
+        for expression, counted in _expressions(leaf):
+            yield Count(leaf.parameters, expression, partial(_total, counted))
+
+
+def _total(counted: Array, rows: Rows) -> float:
+    return float(counted[[*rows]].sum())
+
+
+def form(probe: Probe) -> Count:
+    """The form of a count where none fits: that of labels, if anything in the batch looks like
+    labels.
+    """
+    leaves = [*_split_leaves(probe)]
+    whole = [leaf for leaf in leaves if _is_whole(leaf.values)]
+    for leaf in (whole or leaves[-1:])[:1]:
+        return Count(leaf.parameters, f"({leaf.name} != -100).sum()", lambda rows: 0)
+    return Count("batch", '(batch["labels"] != -100).sum()', lambda rows: 0)
+
+
+class _Leaf(NamedTuple):
+    """A leaf that is split: its numbers, rows first, and how the body of a lambda with these
+    parameters calls it.
+    """
+
+    values: Array
+    name: str
+    axis: int
+    parameters: str
+
+
+def with_names(names: Sequence[str]) -> list[str]:
+    """The names of arguments, with invented ones for those of *args, which have none."""
+    others = ["batch", "y", "z", *(f"x{i}" for i in range(len(names)))]
+    invented = iter([name for name in others if name not in names])
+    return [name if name.isidentifier() else next(invented) for name in names]
+
+
+def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
+    # weight= is called with every argument that is split, so these are the parameters of the
+    # lambda.
+    arguments = zip(
+        argument_names(probe.grad_fn, len(probe.args)), probe.arguments.parts, strict=True
+    )
+    split = {
+        name: part for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)
+    }
+    names = with_names([*split])
+    for name, part in zip(names, split.values(), strict=True):
+        paths = leaf_paths(part.value, probe.backend.trees, name)
+        for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):
+            if isinstance(axis, int) and values.ndim and not np.iscomplexobj(values):
+                rows_first = np.moveaxis(values, axis, 0)
+                yield _Leaf(rows_first, path, axis % values.ndim, ", ".join(names))
+
+
+def _is_whole(values: Array) -> bool:
+    return bool(np.equal(values, np.round(values)).all())
+
+
+def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
+    """(expression, what each element counts)."""
+    values, name = leaf.values, leaf.name
+    # Numbers that are not whole are weights themselves, or masks of some kind.
+    if values.size == 0 or not _is_whole(values):
+        if (values >= 0).all():
+            yield f"{name}.sum()", values
+            yield f"({name} != 0).sum()", values != 0
+        yield f"({name} ** 2).sum()", values**2
+        return
+    shifted = [(name, values)]
+    # A language model counts from the second token on, or up to the last but one.
+    if leaf.axis == 0 and values.ndim > 1 and values.shape[1] > 1:
+        shifted += [(f"{name}[:, 1:]", values[:, 1:]), (f"{name}[:, :-1]", values[:, :-1])]
+    for spelled, part in shifted:
+        unique, frequency = np.unique(part, return_counts=True)
+        if (part >= 0).all():
+            yield f"{spelled}.sum()", part
+        # The sum of a mask is what it counts already.
+        if {*unique} <= {0, 1}:
+            continue
+        # The usual values of what is ignored, then the most frequent one and the largest, which
+        # padding may be.
+        for ignored in dict.fromkeys(
+            (-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))
+        ):
+            if ignored in unique:
+                yield f"({spelled} != {ignored}).sum()", part != ignored
+        if (part < 0).any():
+            yield f"({spelled} >= 0).sum()", part >= 0
+        yield f"({spelled} > 0).sum()", part > 0
+
+
+# --- the counts of several terms, as totals=
+
+
+def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[str, str]:
+    """The words of the line to write: totals= for terms that these counts divide, and what the
+    loss is then; `has_sum`: one is a sum.
+    """
+    entries: dict[str, str] = {}
+    terms = ["the_sum"] if has_sum else []
+    for count in chosen:
+        name = "rows" if count.is_of_rows else _name_of(count)
+        if name in entries:
+            name += f"_{len(entries) + 1}"
+        entries[name] = count.expression
+        total = f'totals["{name}"]'
+        # There is a row in every window, and there may be nothing else.
+        terms.append(f"{name}_sum / {total if name == 'rows' else at_least_one(probe, total)}")
+    parameters = argument_names(probe.grad_fn, len(probe.args))
+    body = ", ".join(f'"{name}": {expression}' for name, expression in entries.items())
+    return {
+        "line": f"totals=lambda {chosen[0].parameters}: {{{body}}}",
+        "signature": f"({', '.join(filter(str.isidentifier, parameters))}, *, totals)",
+        "terms": " + ".join(terms),
+    }
+
+
+def _name_of(count: Count) -> str:
+    """Tokens for what labels say, else the last word of what is counted."""
+    # Of `(batch["labels"][:, 1:] != -100).sum()` the word labels.
+    *_, word = re.findall(r"[A-Za-z_]\w*", re.sub(r"\.sum.*|\[:.*", "", count.expression))
+    return "tokens" if re.search("label|target|mask", word, re.IGNORECASE) else word
+
+
+def at_least_one(probe: Probe, total: str) -> str:
+    """What is written where a total may be 0."""
+    form = {"torch": "{}.clamp(min=1)", "jax": "jnp.maximum({}, 1)"}[probe.backend.name]
+    return form.format(total)
+
+
+# --- totals that a step has already
+
+
+def of_totals(case: Case) -> Iterator[Answer]:
+    """Totals that do not add up, that divide beside the fold, or that make the loss NaN at 0."""
+    probe = case.probe
+    if probe.program.totals is not None:
+        paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
+        parts = (*case.parts, case.order)
+        counted = [probe.numbers(probe.count(rows)) for rows in parts]
+        yield from _not_additive(paths, counted)
+        yield from _divided_twice(probe)
+        yield from _not_finite_at_zero(probe, paths, counted, [len(rows) for rows in parts])
+
+
+def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[Cause]:
+    for path, x, y, both in zip(paths, *counted, strict=True):
+        if abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both)):
+            yield cause("totals not additive", path=path, parts=float(x + y), whole=float(both))
+            return
+
+
+def _divided_twice(probe: Probe) -> Iterator[Cause]:
+    # Twice the totals halve what is divided by them.
+    halved = probe.with_totals(lambda _, total: total * 2) or probe.whole
+    for i in probe.additive():
+        is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
+        if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
+            yield cause("divided twice", where=probe.paths[i])
+            return
+
+
+def _not_finite_at_zero(
+    probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
+) -> Iterator[Cause]:
+    for index, (path, *of_parts) in enumerate(zip(paths, *counted, strict=True)):
+        shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
+        # What every row has as much of, such as a count of rows, is never 0.
+        if np.allclose(shares, shares[0], rtol=1e-6, atol=0):
+            continue
+        zeroed = probe.with_totals(partial(_with_zero, index)) or probe.whole
+        if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
+            yield cause("total of zero", path=path, line=at_least_one(probe, path))
+            return
+
+
+def _with_zero(index: int, i: int, total: Array) -> Array:
+    return total * int(i != index)

@@ -1,0 +1,332 @@
+"""Division by the number of micro-batches in the code of the loss itself.
+
+Such a loss is as wrong for one micro-batch as for n, so no comparison of the two shows it. Its code
+is looked at instead: the numbers that it reads under a name that speaks of accumulation, or that
+are the n which is asked for. Each is doubled in a copy of the function, and nothing of the user's
+is changed.
+"""
+
+import copy
+import dis
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funcga._fold import has_no_axes
+from funcga._verify.causes import Answer, cause, note
+from funcga._verify.exact import Case, largest, relative
+
+
+def divided(case: Case) -> Iterator[Answer]:
+    """The Cause of a loss that is divided by the number of micro-batches; a note where n may be
+    chance.
+
+    With such a number doubled, the whole output is halved, or twice as large. Only then is it
+    reported, and only if its name says what it stands for: that a temperature or a number of
+    channels equals n is no mistake.
+    """
+    probe = case.probe
+    # Metrics beside the gradients need not have the factor. A leaf of zeros has any.
+    gradients = probe.gradient_leaves()
+    nonzero = [i for i in probe.additive() if np.any(probe.whole[i])]
+    leaves = [i for i in nonzero if i in gradients] or nonzero
+    n = case.counts[0] if len(case.counts) == 1 else None
+    found = variants(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
+    for variant in sorted(found, key=lambda variant: variant.doubt):
+        try:
+            step = probe.changed(grad_fn=variant.function).step(n=1, fold=probe.raw_fold)
+            changed = probe.numbers(step(*probe.take_rows(probe.every)))
+        # The number was the length of something, and the function fails with another.
+        except Exception:
+            continue
+        factor = 0.5 if variant.value > 1 else 2.0
+        size = largest([probe.whole[i] for i in leaves])
+        apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
+        if max(apart) <= case.limit.relative:
+            yield _answer(case, leaves, variant)
+            return
+
+
+def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
+    """The cause, or a note where the number may stand for something else, such as an axis of the
+    batch.
+    """
+    probe, name, value = case.probe, variant.name, variant.value
+    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
+    operation = f"{'/' if value > 1 else '*'} {name}"
+    is_a_size = value in {size for leaf in split for size in leaf.shape}
+    if variant.doubt == 2 or (variant.doubt == 1 and is_a_size):
+        return note("factor", operation=operation)
+    is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
+    return cause(
+        "divided by n: summed" if is_summed else "divided by n",
+        operation=operation,
+        doubt=", if it stands for the number of micro-batches" if name == repr(value) else "",
+        name=name,
+        value=value,
+        twice=2 * value,
+        size="half" if value > 1 else "twice",
+    )
+
+
+# --- the numbers that a function reads, each doubled in a copy
+
+
+class Variant(NamedTuple):
+    """A function in which one number, which it calls by this name, is doubled.
+
+    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it
+    stands, is usual for it; 2 if it merely equals n.
+    """
+
+    name: str
+    value: float
+    function: Any
+    doubt: int
+
+
+# A count of micro-batches whatever its value; what is one if its value is the n that is asked for,
+# unless the batch has this size as well; and what may be one then.
+_SURE = re.compile(
+    r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
+    r"iter_?size|virtual_?batch",
+    re.IGNORECASE,
+)
+_USUAL = re.compile(r"^(n|acc|ACC|gas?|GAS?)$")
+_LIKELY = re.compile(r"^(n|k|steps?|n_?steps|num_?steps)$|chunk|split|batches", re.IGNORECASE)
+
+_LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "funcga", "torch_backend", "jax_backend"}
+_DEPTH = 8
+"""How deep functions that call functions, and settings in settings, are followed."""
+
+
+def variants(
+    value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
+) -> Iterator[Variant]:
+    """The value, a function or what one reads, with each number doubled that may be the number of
+    micro-batches.
+
+    name: what the value is called. code: that of the function which reads it, by the names in which
+    settings are read.
+    """
+    number = _number(value)
+    if number is not None:
+        doubt = _doubt(name, number, n)
+        if doubt is not None:
+            yield Variant(name, number, 2 * value, doubt)
+        return
+    if depth > _DEPTH or isinstance(value, types.ModuleType | type):
+        return
+    is_function = isinstance(value, types.FunctionType)
+    # In a library only functions are followed, such as the loss in the closure of
+    # torch.func.grad(loss).
+    is_library = is_function and _is_library(value.__globals__.get("__name__"))
+    is_own = is_function and not is_library
+    for parts in _parts(value, name, code):
+        for key, part in parts.values.items():
+            if is_library and not callable(part):
+                continue
+            for variant in variants(part, n, parts.label(key), parts.code, depth + 1):
+                # A function that is called may return a part of the loss: there a literal tells
+                # nothing.
+                is_in_call = is_own and variant.name == repr(variant.value)
+                doubt = 2 if is_in_call else variant.doubt
+                yield variant._replace(function=parts.put(key, variant.function), doubt=doubt)
+    if is_own:
+        yield from _literals(value, n)
+
+
+def _is_library(module: object) -> bool:
+    return str(module).split(".")[0] in _LIBRARIES
+
+
+def _number(value: Any) -> float | None:
+    """The value of a number, or of an array without axes."""
+    if isinstance(value, bool) or not (isinstance(value, Real) or has_no_axes(value)):
+        return None
+    # A random key and a complex number have no such value, and one that is being compiled has none
+    # yet.
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _doubt(name: str, number: float, n: int | None) -> int | None:
+    """The doubt of a Variant; None if this is no number of micro-batches, nor one divided by it."""
+    # Losses are multiplied by 1 / n as well.
+    count = number if number > 1 else 1 / number if number > 0 else 0
+    if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
+        return None
+    # Of `config["train"].steps` the last word counts.
+    word = "".join(re.findall(r"\w+", name)[-1:])
+    if _SURE.search(word):
+        return 0
+    if round(count) != n:
+        return None
+    if _USUAL.search(word):
+        return 1 if number == n else 2
+    return 2 if _LIKELY.search(word) else None
+
+
+class _Parts(NamedTuple):
+    """What a function reads, or settings hold, by name; and `put(key, part)`: the whole with
+    another part there.
+
+    code: what names the entries and attributes of the parts that are read. label: what a part is
+    called.
+    """
+
+    values: Mapping[str, Any]
+    put: Callable[[str, Any], Any]
+    code: types.CodeType | None = None
+    label: Callable[[str], str] = str
+
+
+def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Parts]:
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, partial):
+        put = lambda _, changed: partial(changed, *value.args, **value.keywords)
+        yield _Parts({"": value.func}, put)
+        yield _Parts(value.keywords, partial(_with_keyword, value), _code(value.func))
+    elif isinstance(value, types.MethodType):
+        method, owner = value.__func__, value.__self__
+        yield _Parts({"": method}, lambda _, changed: types.MethodType(changed, owner))
+        for parts in _of_settings(owner, "self", _code(method)):
+            yield parts._replace(
+                put=lambda *change, parts=parts: types.MethodType(method, parts.put(*change))
+            )
+    # A gradient function of funcga's, or a pure_loss.
+    elif is_dataclass(type(value)) and any(field.name == "loss_fn" for field in fields(value)):
+        yield _Parts({"": value.loss_fn}, lambda _, changed: replace(value, loss_fn=changed))
+    # What is jitted: the function as it was.
+    elif callable(getattr(value, "__wrapped__", None)):
+        yield _Parts({"": value.__wrapped__}, lambda _, changed: changed)
+    # An object with a __call__ of its own.
+    elif isinstance(inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+        method = types.MethodType(type(value).__call__, value)
+        yield _Parts({"": method}, lambda _, changed: changed)
+    elif not callable(value):
+        yield from _of_settings(value, name, code)
+
+
+def _code(function: object) -> types.CodeType | None:
+    return function.__code__ if isinstance(function, types.FunctionType) else None
+
+
+def _with_keyword(function: Any, name: str, value: object) -> Any:
+    return partial(function, **{name: value})
+
+
+def _of_function(function: types.FunctionType) -> Iterator[_Parts]:
+    """What a function closes over; unless it is a library's, its globals and defaults as well."""
+    code, variables = function.__code__, function.__globals__
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    unset = types.CellType()
+    yield _Parts(
+        {name: cell.cell_contents for name, cell in cells.items() if cell != unset},
+        lambda name, changed: _rebuilt(
+            function, closure=tuple((cells | {name: types.CellType(changed)}).values())
+        ),
+        code,
+    )
+    if _is_library(variables.get("__name__")):
+        return
+    read = {name: variables[name] for name in sorted(_names(code) & variables.keys())}
+    yield _Parts(
+        {
+            name: value
+            for name, value in read.items()
+            if _number(value) is not None or not _is_library(type(value).__module__)
+        },
+        lambda name, changed: _rebuilt(function, globals={**variables, name: changed}),
+        code,
+    )
+    # A default is overridden as a keyword argument.
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    yield _Parts(defaults, partial(_with_keyword, function))
+
+
+def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
+    """A copy of the function in which some of the parts that it is made of are others."""
+    parts: dict[str, Any] = {
+        "code": function.__code__,
+        "globals": function.__globals__,
+        "closure": function.__closure__,
+    }
+    rebuilt = types.FunctionType(
+        name=function.__name__, argdefs=function.__defaults__, **(parts | changes)
+    )
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    return rebuilt
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals, attributes and texts, such as keys, that the code and functions inside of it
+    have.
+    """
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(
+        *inner
+    )
+
+
+def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Parts]:
+    """The entries of a dict, and the attributes of an object, which the code names; no
+    functions.
+    """
+    names = sorted(_names(code)) if code else []
+    if isinstance(value, dict):
+        held = {key: value[key] for key in names if key in value}
+        put = lambda key, changed: {**value, key: changed}
+        label = lambda key: f'{name}["{key}"]'
+    elif inspect.getattr_static(value, "__dict__", None) is not None:
+        # A property is not evaluated: it might do anything.
+        held = {key: inspect.getattr_static(value, key, None) for key in names}
+        put, label = partial(_with_attribute, value), lambda key: f"{name}.{key}"
+    else:
+        return
+    yield _Parts({key: part for key, part in held.items() if not callable(part)}, put, code, label)
+
+
+def _with_attribute(value: Any, name: str, part: object) -> Any:
+    """A copy with another attribute; one of the class becomes one of the copy."""
+    changed = copy.copy(value)
+    object.__setattr__(changed, name, part)
+    return changed
+
+
+def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
+    """Where n is 3 or more: `/ 2` and `0.5 *` are in too many losses."""
+    code = function.__code__
+    for index, value in enumerate(code.co_consts):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (
+            is_number
+            and n is not None
+            and n >= 3
+            and (value == n or (value and abs(1 / value - n) < 1e-6))
+        ):
+            consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
+            changed = _rebuilt(function, code=code.replace(co_consts=consts))
+            yield Variant(repr(value), value, changed, 1 if _divides_all(code, value) else 2)
+
+
+def _divides_all(code: types.CodeType, value: float) -> bool:
+    """Whether what is returned is something divided by this literal, at once."""
+    steps = [*dis.get_instructions(code)]
+    return any(
+        load.opname.startswith("LOAD_")
+        and load.argval == value
+        and (divide.argrepr, end.opname) == ("/", "RETURN_VALUE")
+        for load, divide, end in zip(steps, steps[1:], steps[2:], strict=False)
+    )

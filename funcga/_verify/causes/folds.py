@@ -1,0 +1,265 @@
+"""Folds that are for another kind of loss, and weights that are not what the loss divides by.
+
+What two groups of rows show of the loss, its Kind, is compared with what its fold takes it for. A
+mean needs a weight that is what the loss divides by; a sum needs none; what is neither of them has
+no fold.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from funcga._verify.causes import Answer, Cause, Question, cause, causes_in, note
+from funcga._verify.causes.calls import by_position
+from funcga._verify.causes.counts import counts, form, totals_line
+from funcga._verify.causes.groups import Evidence, respond
+from funcga._verify.causes.rows import of_means, of_statistics, of_sums
+from funcga._verify.exact import Case
+from funcga._verify.probe import Probe
+from funcga.folds import Fold
+
+
+def explain(case: Case) -> list[Answer]:
+    """The causes of what the splits have shown; at least one if they do not agree.
+
+    Of these questions the first one that has an answer decides.
+    """
+    questions: tuple[Question, ...] = (by_position, by_kind, unexplained)
+    answers = next(filter(None, ([*question(case)] for question in questions)), [])
+    return [*remainder(case, causes_in(answers))] or answers
+
+
+def by_kind(case: Case) -> Iterator[Cause]:
+    """The causes that groups of rows show, each name once."""
+    probe, names = case.probe, set[str]()
+    for leaves in _alike(probe, probe.additive(case.splits.failed)):
+        # Of the pairs of groups the first one that shows something decides.
+        found = next(
+            filter(None, (causes_of(respond(case, leaves, *pair)) for pair in case.pairs)), []
+        )
+        yield from (each for each in found if each.name not in names)
+        names |= {each.name for each in found}
+        # The value of a loss fails for the same reasons as its gradients.
+        if names and probe.whole[leaves[0]].ndim:
+            return
+
+
+def _alike(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
+    """The leaves that are looked at together: arrays under one fold in one part of the output,
+    or one scalar.
+    """
+
+    def key(i: int) -> tuple[Fold, str]:
+        return probe.folds[i], (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0]
+
+    arrays = [i for i in probe.additive() if probe.whole[i].ndim]
+    for group in dict.fromkeys(key(i) for i in reversed(failed) if probe.whole[i].ndim):
+        yield [i for i in arrays if key(i) == group]
+    yield from ([i] for i in failed if not probe.whole[i].ndim)
+
+
+def causes_of(evidence: Evidence) -> list[Cause]:
+    """What is wrong with these leaves; nothing if the fold is exact for what they have evidence."""
+    kind, of_kind = evidence.kind.name, _OF_KIND.get(evidence.kind.name)
+    is_by_steps = evidence.divides_by == "steps"
+    if is_by_steps and kind in ("sum", "sum and constant", "mean"):
+        return [evidence.cause("by steps")]
+    return [*of_kind(evidence)] if of_kind else []
+
+
+# --- the causes of each kind
+
+
+def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
+    """Terms with different denominators, if counts fit, which name the totals to write."""
+    # In less than float64 too many counts fit.
+    is_precise = evidence.case.limit.relative < 1e-8
+    for terms, number in {"two means": 2, "sum and mean": 1}.items() if is_precise else ():
+        chosen = evidence.fitting(number, has_sum=number == 1)
+        if chosen:
+            ratio, *_, other = (count.of(evidence.a) / count.of(evidence.b) for count in chosen * 2)
+            words = totals_line(evidence.probe, chosen, has_sum=number == 1)
+            yield evidence.cause(f"other normaliser: {terms}", ratio=ratio, other=other, **words)
+            return
+    yield of_statistics(evidence)
+
+
+def _of_power(evidence: Evidence) -> Iterator[Cause]:
+    growth = evidence.kind.power
+    if evidence.reweighs():
+        words = f": of all rows twice it is 2 ** {growth:.4g} times as large"
+        yield of_sums(evidence, words)
+    else:
+        yield evidence.cause("other normaliser: power", power=1 - growth, growth=growth)
+
+
+def _of_sum(evidence: Evidence) -> Iterator[Cause]:
+    if evidence.fold.reducer.linear:
+        weight = " (and weight=..., if it is to be divided by tokens and not by rows)"
+        yield evidence.cause("sum under mean", weight="" if evidence.has_weight else weight)
+    else:
+        yield from _not_additive(evidence)
+    if evidence.kind.name == "sum and constant":
+        yield evidence.cause("regulariser")
+
+
+def _of_mean(evidence: Evidence) -> Iterator[Cause]:
+    """What is wrong with the fold for a mean: its weights, or that it takes sums."""
+    # Only where no count explains the weights is it worth asking whether they are counts at all.
+    a, b, _ = evidence.weights
+    apart = abs(a - evidence.ratio * b)
+    agrees = apart <= 100 * evidence.case.limit.relative * max(a, evidence.ratio * b)
+    is_right = agrees and evidence.fold.reducer.linear
+    is_counted = is_right or evidence.divisor is not None
+    found = ([] if is_counted else _without_count(evidence)) or [*_not_additive(evidence)]
+    if not found and not is_right:
+        found = [_reweighted(evidence) if evidence.fold.reducer.linear else _summed(evidence)]
+    yield from found
+
+
+def _reweighted(evidence: Evidence) -> Cause:
+    """A mean under a fold that takes means, with weights that are not those of the loss."""
+    divisor, (weight_a, weight_b, _) = evidence.divisor, evidence.weights
+    if not evidence.has_weight:
+        line = (divisor or form(evidence.probe)).line
+        return evidence.cause(f"uneven tokens{'' if divisor else ': unknown'}", line=line)
+    line = divisor.line if divisor else "weight= a count of what the mean is over"
+    return evidence.cause("wrong weight", line=line, weight_a=weight_a, weight_b=weight_b)
+
+
+def _summed(evidence: Evidence) -> Cause:
+    """A mean under a fold that takes sums."""
+    weight = f", {evidence.divisor.line if evidence.divisor else 'weight=...'}"
+    if evidence.divisor and evidence.divisor.is_of_rows and not evidence.has_weight:
+        weight = ""
+    is_divided = evidence.divides_by == "weight"
+    return evidence.cause(f"mean under {'per_weight' if is_divided else 'sum'}", weight=weight)
+
+
+def _without_count(evidence: Evidence) -> list[Cause]:
+    """Why what weighs A and B in a mean is not a count, which adds up over rows and stays the same
+    with other parameters.
+    """
+    case, a, b = evidence.case, evidence.a, evidence.b
+    if evidence.reweighs():
+        return [of_means(evidence)]
+    # Against a third group, A and B together must weigh as much as A and as B do.
+    c = tuple(row for row in case.probe.every if row not in {*a, *b})
+    alone, together = (respond(case, evidence.leaves, rows, c) for rows in (a, a + b))
+    for other in (alone, together):
+        # A and B have hidden a second mean, in which they count as much as each other.
+        if other.kind.name != "mean":
+            return causes_of(other)
+    expected = alone.ratio * (1 + 1 / evidence.ratio)
+    apart = abs(together.ratio - expected)
+    return [of_means(evidence)] if apart > evidence.tolerance * expected else []
+
+
+def _not_additive(evidence: Evidence) -> Iterator[Cause]:
+    """A weight that does not add up, where it counts."""
+    a, b, both = evidence.weights
+    is_used = evidence.has_weight and evidence.divides_by == "weight"
+    if not is_used or abs(a + b - both) <= 1e-6 * max(a + b, both):
+        return
+    divisor = evidence.divisor if evidence.kind.name == "mean" else None
+    line = divisor.line if divisor else f"count, do not average: {form(evidence.probe).line}"
+    yield evidence.cause("weight not additive", line=line, weight_a=a, weight_b=b, both=both)
+
+
+_OF_KIND = {
+    "sum": _of_sum,
+    "sum and constant": _of_sum,
+    "mean": _of_mean,
+    "power": _of_power,
+    "statistics": _of_statistics,
+    "coupled": _of_statistics,
+}
+
+
+# --- a weight that is 0 everywhere
+
+
+def all_weightless(case: Case) -> Iterator[Answer]:
+    """A weight of 0 for all rows, where a fold weighs a value that is not 0.
+
+    What the weight should be is what there is to say without it, and so are all other answers.
+    """
+    probe = case.probe
+    if probe.program.weight is None or probe.weigh(probe.every) != 0:
+        return
+    leaves = zip(probe.folds, probe.whole, strict=True)
+    if any(fold.normalizer.divides_by == "weight" and np.any(leaf) for fold, leaf in leaves):
+        case.probe = probe.changed(program=replace(probe.program, weight=None))
+        found = causes_in(by_kind(case))
+        lines = [each.fix for each in found if each.name == "uneven tokens"]
+        line = (lines or [next(counts(probe)).line])[0]
+        yield cause("wrong weight: zero", line=line, rows=probe.rows)
+        yield note("without weight")
+
+
+# --- what no kind explains
+
+
+def unexplained(case: Case) -> Iterator[Cause]:
+    """A difference that no kind of loss explains, by what stands out, the most telling first."""
+    probe, splits = case.probe, case.splits
+    if splits.agree:
+        return
+    row = max(splits.rows, key=lambda row: -1 if math.isnan(row.relative) else row.relative)
+    if not splits.failed:
+        row = next(row for row in splits.rows if row.error)
+    words = {"split": row.split, "difference": str(row), "rows": probe.rows, "other": ""}
+    key = "not decomposable"
+    keywords = [name for name, value in probe.kwargs.items() if _has_rows(probe, value)]
+    others = [probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive]
+    if keywords:
+        key, words["keyword"] = "not decomposable: keyword", keywords[0]
+    # Nothing is wrong but that it raises an error.
+    elif not splits.failed and probe.try_values(probe.every[:-1]) is None:
+        key = "fixed rows: loss"
+    elif others:
+        key, words["other"] = "not decomposable: fold", others[0]
+    elif case.limit.relative > 1e-3:
+        key = "not decomposable: 16 bits"
+    yield cause(key, **words)
+
+
+def _has_rows(probe: Probe, value: object) -> bool:
+    return any(leaf.shape[:1] == (probe.rows,) for leaf in probe.numbers(value))
+
+
+# A difference of less than this may be a small term of the loss, or rounding where large numbers
+# cancel. Some causes are too vague to be kept beside that.
+_SMALL = 1e-5
+_VAGUE = {
+    "batch statistics",
+    "coupled rows",
+    "in-batch negatives",
+    "other normaliser",
+    "not decomposable",
+}
+
+
+def remainder(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
+    """What explains a very small difference, in the place of these causes."""
+    probe, splits = case.probe, case.splits
+    worst = max((math.inf if row.error else row.relative for row in splits.rows), default=0.0)
+    failed = probe.additive(splits.failed)
+    is_small = case.limit.relative < worst <= _SMALL and failed == splits.failed
+    if not is_small or not {each.name for each in causes} <= _VAGUE:
+        return
+    # Within a limit above the difference the fold must be exact for all that failed.
+    loose = replace(case, limit=case.limit._replace(relative=10 * worst))
+    for leaves in _alike(probe, failed):
+        evidence = respond(loose, leaves, *case.parts)
+        if evidence.kind.name == "unknown" or causes_of(evidence):
+            return
+    arrays = {i for i, leaf in enumerate(probe.whole) if leaf.ndim}
+    words = {"where": probe.paths[failed[0]], "difference": worst}
+    if arrays and arrays.isdisjoint(failed):
+        yield note("small difference", **words)
+    else:
+        yield cause("small remainder", **words)

@@ -1,0 +1,131 @@
+"""Outputs for the whole batch that are not the gradient of the loss that was meant.
+
+What is wrong here is wrong in a micro-batch as in the whole batch, so no comparison shows it.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from funcga._types import Tree
+from funcga._verify.causes import Answer, Cause, cause, note, stop
+from funcga._verify.exact import Case, largest
+from funcga._verify.probe import Probe
+from funcga.folds import concat
+
+
+def small_gradients(case: Case) -> Iterator[Answer]:
+    """Gradients that may be nothing but rounding. If all are below the floor of the limit, it
+    shrinks.
+
+    A gradient is of about the size of its loss, and what rounding leaves of one that is zero of
+    that size times eps.
+    """
+    probe, limit = case.probe, case.limit
+    evaluated = [rows for rows in (probe.every, *case.parts) if probe.try_values(rows) is not None]
+    top = max(largest(probe.values(rows)) for rows in evaluated)
+    # The usual case: gradients stand out from the floor.
+    if not 0 < top < limit.floor / limit.relative:
+        return
+    if top > 8 * case.trace.epsilon**0.75 * max(abs(probe.loss(rows)) for rows in evaluated):
+        case.limit = limit._replace(floor=limit.floor * top)
+    else:
+        yield note("small gradients", top=top)
+
+
+def per_example(case: Case) -> Iterator[Answer]:
+    """Outputs that have a row for each example, added up or joined along another axis.
+
+    The questions after it are asked with concat() in its place.
+    """
+    probe, part = case.probe, case.parts[0]
+    some = probe.try_values(part)
+    # The splits tell of a loss that refuses some batches.
+    if some is None:
+        return
+    folds, found = [*probe.folds], list[Cause]()
+    for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
+        if x.shape == y.shape:
+            continue
+        # The axis whose length follows the number of rows.
+        differs = [of_x != of_y for of_x, of_y in zip(x.shape, y.shape, strict=False)]
+        axis, monoid = (differs.index(True) if any(differs) else 0), folds[i].reducer.monoid
+        if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
+            continue
+        folds[i] = concat(axis)
+        key = "per-example output" if probe.subject == "loss" else "per-example output: summary"
+        found.append(
+            cause(
+                key if monoid.axis is None else "per-example output: axis",
+                where=probe.paths[i],
+                axis=axis or "",
+                whole=[*x.shape],
+                part=[*y.shape],
+                rows=probe.rows,
+                some=len(part),
+            )
+        )
+    if found:
+        yield found[0]
+        if probe.threaded:
+            yield stop("nothing else")
+        case.probe = probe.under(folds)
+
+
+def unused_parameters(case: Case) -> Iterator[Answer]:
+    """Parameters that the loss does not use: every gradient is zero, and nothing changes with
+    them.
+    """
+    probe = case.probe
+    gradients, moved = probe.gradient_leaves(), probe.at_other_parameters()
+    if not gradients or moved is None or any(np.any(probe.whole[i]) for i in gradients):
+        return
+    pairs = zip(probe.whole, moved.whole, strict=True)
+    if all(np.array_equal(x, y, equal_nan=True) for x, y in pairs):
+        yield cause(f"params unused: {probe.backend.name}", count=len(gradients))
+
+
+def wrong_gradient(case: Case) -> Iterator[Answer]:
+    """A gradient that misses a part of the loss; nothing where there is no second way to compute
+    one.
+
+    What is cut off from its graph inside of a loss is missing from every micro-batch alike. So the
+    gradient of the whole batch is computed once more, by the framework's own transform or with
+    steps in the loss that have graphs.
+    """
+    probe, gradient, limit = case.probe, case.probe.gradient, case.limit
+    args = probe.take_rows(probe.every)
+    if gradient is not None and gradient.scaled:
+        return
+    transform = None if gradient is None else gradient.bound(probe.backend)
+    output = probe.framework.other_way(probe.grad_fn, transform, args, probe.kwargs)
+    if output is None:
+        return
+    in_gradient: Tree = gradient.gradient_in if gradient else lambda output: output
+    own, other = (probe.numbers(in_gradient(tree)) for tree in (probe.output, output))
+    differences = limit.differences(own, other)
+    worst = max(differences, default=0.0)
+    # Of two ways to compute the same number rounding may differ by more than in one.
+    if not 10 * limit.relative < worst < float("inf"):
+        return
+    where = probe.paths[differences.index(worst)] if gradient is None else ""
+    key = "wrong gradient" if gradient else "first-order step"
+    yield cause(key, where=where, difference=worst)
+
+
+def remarks(case: Case) -> Iterator[Answer]:
+    """What was not compared, or cannot be told."""
+    probe, carried = case.probe, case.splits.carried
+    if not has_gradients(probe):
+        yield note("loss")
+    if any(fold.reducer.over_steps for fold in probe.folds):
+        yield note("moments")
+    if carried:
+        yield note("carried", where=probe.paths[carried[0]])
+    if probe.threaded:
+        yield note("threaded")
+
+
+def has_gradients(probe: Probe) -> bool:
+    """Whether there are gradients among the outputs."""
+    return probe.gradient is not None or bool(probe.gradient_leaves())

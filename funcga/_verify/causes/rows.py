@@ -1,0 +1,183 @@
+"""Rows whose loss depends on the rows beside them, on their number or their order.
+
+No fold makes up for that. The remedy is a line of `coupled`, with the user's own names. How a loss
+is taken apart cannot be told from outside: the user writes its two parts in the place of two words.
+
+A number of rows that is written down, such as torch.arange(8) for labels, is right for batches of
+that size alone. With another number of rows the loss raises an error, or it treats the first rows
+apart from the others: then their order makes a difference.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from funcga._call.arguments import argument_names
+from funcga._verify.causes import Answer, Cause, cause, note, stop
+from funcga._verify.causes.counts import with_names
+from funcga._verify.causes.groups import Evidence
+from funcga._verify.exact import Case, first_line
+from funcga._verify.probe import Probe, Rows
+from funcga.errors import FuncgaError
+
+# --- a loss of all rows together
+
+
+def of_statistics(evidence: Evidence) -> Cause:
+    """The Cause of a loss that depends on statistics of its rows, or couples them."""
+    layers = evidence.probe.layers()
+    if _grows_as_a_logarithm(evidence.probe, evidence.a):
+        return evidence.cause("in-batch negatives", line=coupled_line(evidence.case, "embeddings"))
+    if evidence.kind.name == "coupled":
+        return of_sums(evidence)
+    if layers:
+        return evidence.cause("batch statistics: layers", layers=layers)
+    return of_means(evidence)
+
+
+def of_means(evidence: Evidence) -> Cause:
+    """The Cause of a loss that is made of means over rows, as a variance is."""
+    line = coupled_line(evidence.case, "means", "funcga.mean()")
+    return evidence.cause("batch statistics", line=line)
+
+
+def of_sums(evidence: Evidence, growth: str = "") -> Cause:
+    """The Cause of a loss that is made of sums over rows, as the square of a sum is."""
+    line = coupled_line(evidence.case, "sums", "funcga.sum()")
+    return evidence.cause("coupled rows", line=line, growth=growth)
+
+
+def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
+    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are
+    repeated.
+
+    Each time that their number is doubled a logarithm grows by the same; where a row is no
+    candidate of its own, by less and less more than that. What grows as a power of it, as a norm
+    does, grows by the same factor each time.
+    """
+    times = (2, 4, 8, 16)
+    values = np.array([probe.loss(rows * k) for k in times])
+    for each in (values, values / times):
+        steps = np.diff(each)
+        # It stays as it is, or is unknown.
+        if not np.abs(steps).min() > 1e-6 * max(abs(each[0]), 1e-9):
+            continue
+        first, second = np.abs(steps[1:] / steps[:-1] - 1)
+        if first < 0.4 and second < max(0.7 * first, 1e-3):
+            return True
+    return False
+
+
+def coupled_line(case: Case, summary: str, fold: str = "") -> str:
+    """The call of `coupled` for this loss; `summary` says in a word what is folded, `fold` by what
+    if not concat().
+    """
+    probe, gradient = case.probe, case.probe.gradient
+    of_module = probe.framework.module_loss(probe.grad_fn)
+    names = argument_names(of_module or probe.grad_fn, len(probe.args))
+    if not names[0].isidentifier():
+        names[0] = "params"
+    names = with_names(names)
+    summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
+    if of_module is not None:
+        names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
+    # The second function gets what is differentiated, by default the first argument.
+    arg_indices = gradient.arg_indices(len(names)) if gradient else (0,)
+    differentiated = ", ".join([names[arg_index] for arg_index in arg_indices])
+    has_aux = gradient is not None and gradient.has_aux
+    loss_fn = f"lambda {differentiated}, s: {'(loss, aux)' if has_aux else 'loss'}"
+    return f"funcga.coupled({summary_fn}, {loss_fn}, {_options(case, fold)})"
+
+
+def _options(case: Case, fold: str) -> str:
+    probe, gradient = case.probe, case.probe.gradient
+    options = {
+        "n": str(case.counts[0] if case.counts else 8),
+        "fold": fold,
+        "weight": "weight" if probe.program.weight and fold == "funcga.mean()" else "",
+        "in_axes": probe.program.in_axes and repr(probe.program.in_axes),
+    }
+    if gradient is not None:
+        options["argnums"] = repr(gradient.argnums) if gradient.argnums else ""
+        options["has_aux"] = "True" if gradient.has_aux else ""
+    return ", ".join([f"{name}={value}" for name, value in options.items() if value])
+
+
+# --- a step of `coupled` that knows a number of rows
+
+
+def whole_is_refused(case: Case) -> Iterator[Answer]:
+    """A loss that raises an error for all rows, and not for as many as a micro-batch has."""
+    probe, job = case.probe, case.probe.job
+    assert job is not None
+    try:
+        probe.values(probe.every)
+    except FuncgaError:
+        return
+    except Exception as error:
+        n = min(job.program.n or 1, probe.rows)
+        size = job.program.microbatch_size or -(-probe.rows // n)
+        for works in (size, probe.rows // n, probe.rows // 2):
+            if probe.try_values(probe.every[:works]) is not None:
+                yield _of_size(probe, works, probe.every, error)
+                yield stop("no gradient")
+                return
+
+
+def of_order(case: Case) -> Iterator[Answer]:
+    """A loss that knows a number of rows, or that depends on their order."""
+    probe, every = case.probe, case.probe.every
+    if probe.threaded or not case.splits.agree:
+        return
+    # The parts have been evaluated already.
+    is_refused = all(probe.try_values(rows) is None for rows in case.parts)
+    if is_refused and probe.try_values(every[:-1]) is None:
+        fewer = every[: probe.rows // 2]
+        try:
+            probe.values(fewer)
+        except Exception as error:
+            yield _of_size(probe, probe.rows, fewer, error)
+            return
+    folds, twice = probe.backend.trees.flatten(probe.program.fold)[0], every + every
+    # Nothing has an order, or it makes no difference.
+    has_order = any(fold.reducer.monoid.axis is not None for fold in folds)
+    if not has_order or not _differ(case, twice, tuple(sorted(twice))):
+        return
+    # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
+    # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
+    changing = _changing(case, twice)
+    within = [row for row in changing if row < probe.rows]
+    if len(changing) == 1 and _changing(case, every) == within:
+        yield cause("fixed rows: first", size=changing[0], next=changing[0] + 1)
+    else:
+        yield note("row order")
+
+
+def _changing(case: Case, rows: Rows) -> list[int]:
+    """The rows of which the exchange with the next one changes the loss."""
+    changing = []
+    for row in range(1, len(rows)):
+        exchanged = (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
+        if _differ(case, rows, exchanged):
+            changing.append(row)
+    return changing
+
+
+def _differ(case: Case, left: Rows, right: Rows) -> bool:
+    """Whether the loss of the same rows in two orders differs; False where it cannot be
+    evaluated.
+    """
+    one, other = case.probe.try_values(left), case.probe.try_values(right)
+    if one is None or other is None:
+        return False
+    return max(case.limit.differences(one, other), default=0.0) > case.limit.relative
+
+
+def _of_size(probe: Probe, works: int, fails: Rows, error: Exception) -> Cause:
+    """The Cause of a loss that works with so many rows, and raises this error for these."""
+    words = {"works": works, "fails": len(fails), "function": "loss_fn"}
+    try:
+        probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
+    except Exception:
+        words["function"] = "summary_fn"
+    return cause("fixed rows", error=first_line(error), **words)

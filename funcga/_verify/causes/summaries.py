@@ -1,0 +1,133 @@
+"""Summaries of `coupled` that do not fold to that of all rows.
+
+A step of `coupled` can differ from the gradient of the whole batch only if it does not. So
+summary_fn is looked at like any other function whose outputs are folded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from funcga import folds
+from funcga._verify.causes import Answer, Cause, cause, causes_in, stop
+from funcga._verify.causes.calls import of_position
+from funcga._verify.causes.folds import by_kind, explain
+from funcga._verify.causes.outputs import per_example
+from funcga._verify.exact import Case
+from funcga._verify.probe import Probe, folded
+from funcga.errors import FuncgaError
+
+# These causes are named for a summary as for a loss. Any other means that it is no sum or mean over
+# single rows.
+_AS_OF_A_LOSS = {
+    "sum under mean",
+    "mean under sum",
+    "mean under per_weight",
+    "by steps",
+    "uneven tokens",
+    "wrong weight",
+    "weight not additive",
+    "row order",
+    "randomness",
+}
+
+
+def refused(case: Case) -> Iterator[Answer]:
+    """What is wrong with summaries that have too few rows to be added up."""
+    try:
+        _ = case.splits
+    except FuncgaError:
+        found = _unfolded(_of_summary(case))
+        if not found:
+            raise
+        yield from found
+        yield stop("nothing else")
+
+
+def explain_step(case: Case) -> Iterator[Answer]:
+    """Why the summaries of micro-batches do not fold to that of the whole batch."""
+    if case.splits.agree:
+        return
+    of_summary = _of_summary(case)
+    found = _unfolded(of_summary) or _found(of_summary)
+    row = next(row for row in case.splits.rows if not row.ok)
+    difference = f"{row.split}: {row}"
+    words = {"where": "the summary", "difference": difference}
+    yield from found or [cause("not decomposable: summary", **words)]
+
+
+def _of_summary(case: Case) -> Case:
+    """The Case of summary_fn, with the totals of the whole batch."""
+    probe = case.probe
+    args, kwargs = probe.args, probe.kwargs
+    program = replace(probe.program, totals=None)
+    return replace(case, probe=Probe(program, None, args, kwargs, probe.precise, "summary"))
+
+
+def _unfolded(case: Case) -> list[Cause]:
+    """What needs no comparison: folds over micro-batches, and a row for each example that is not
+    collected.
+    """
+    summary = case.probe
+    summary.values(summary.every)
+    for fold, path in zip(summary.folds, summary.paths, strict=True):
+        if fold.reducer.over_steps:
+            return [cause("by steps: moments", where=path)]
+    return causes_in(per_example(case))
+
+
+def _found(case: Case) -> list[Cause]:
+    failed = case.splits.failed
+    added = case.probe.additive(failed)
+    explained = causes_in(explain(case)) if added else []
+    # A summary that couples its rows has texts of its own.
+    found = [each for each in explained if each.name in _AS_OF_A_LOSS]
+    return found or [_of_leaf(case, leaf_index) for leaf_index in (added or failed)[:1]]
+
+
+def _of_leaf(case: Case, leaf_index: int) -> Cause:
+    """Why a leaf of the summary is not that of the whole batch."""
+    summary, order = case.probe, case.order
+    fold, path = summary.folds[leaf_index], summary.paths[leaf_index]
+    whole, axis = summary.whole[leaf_index], fold.reducer.monoid.axis
+    if axis is not None and whole.shape[axis] == summary.rows:
+        # Rows in another order are to have the same summaries, in that order.
+        permuted = summary.values(order)[leaf_index]
+        (difference,) = case.limit.differences([permuted], [np.take(whole, order, axis)])
+        if difference > case.limit.relative:
+            return of_position(case, difference, path)
+    elif better := _better_fold(case, leaf_index):
+        place = "" if path == "summary" else f", at {path}"
+        return cause("wrong fold", where=path, better=better, place=place)
+    if axis is None and not fold.reducer.additive:
+        row = next(row for row in case.splits.rows if not row.ok)
+        return cause("not decomposable: summary", where=path, difference=f"{row.split}: {row}")
+    layers = summary.layers() or "BatchNorm in training mode or a variance"
+    return cause("batch statistics: summary", where=path, layers=f", as {layers} does")
+
+
+def _better_fold(case: Case, leaf_index: int) -> str | None:
+    """A stock fold under which two parts of the batch have the leaf of all rows, as it is
+    written.
+    """
+    summary = case.probe
+    whole = summary.whole[leaf_index]
+    values = [summary.values(part)[leaf_index] for part in case.parts]
+    if not values[0].shape == values[1].shape == whole.shape:
+        return None
+    weights = [summary.weigh(part) for part in case.parts]
+    for fold in (folds.mean, folds.sum, folds.max, folds.min, folds.logsumexp):
+        (difference,) = case.limit.differences([folded(fold(), values, weights)], [whole])
+        if difference <= case.limit.relative:
+            return f"funcga.{fold.__name__}()"
+    # As a mean it may have another weight.
+    of_leaves = [*summary.folds]
+    if of_leaves[leaf_index].reducer.additive:
+        return None
+    of_leaves[leaf_index] = folds.mean()
+    as_mean = replace(case, probe=summary.under(of_leaves))
+    for each in by_kind(as_mean):
+        if each.name in ("uneven tokens", "wrong weight"):
+            return f"funcga.mean(), {each.fix}"
+    return None

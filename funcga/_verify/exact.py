@@ -1,0 +1,259 @@
+"""Is it exact: the results of several splits against that of the whole batch, in one table.
+
+The fold over n micro-batches, in order, and over two uneven ones in another order are compared with
+the whole batch. What differs by more than rounding has a cause, and the causes are asked next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from funcga._types import Array
+from funcga._verify.probe import Leaves, Probe, Rows, Trace
+from funcga.errors import FuncgaError, TooFewRowsError
+
+# --- which differences are rounding
+
+
+class Limit(NamedTuple):
+    """How far two results may be apart: rounding, and no more.
+
+    A leaf is compared `relative` to the largest of what was added up to it, so that gradients which
+    cancel are not reported. The bias of an attention key has a gradient that is nothing but
+    rounding of much larger numbers, so a `share` of the largest of all leaves counts as well. A
+    `floor` is for where every gradient is zero but for rounding.
+    """
+
+    relative: float
+    share: float
+    floor: float
+
+    def scales(self, parts: Sequence[Leaves]) -> list[float]:
+        """What a difference in each leaf is relative to, from its values in several parts of the
+        batch.
+        """
+        sizes = [max(map(_largest, leaves)) for leaves in zip(*parts, strict=True)]
+        arrays = [size for size, leaf in zip(sizes, parts[0], strict=True) if leaf.ndim]
+        top = max(arrays or sizes, default=0.0)
+        return [size + self.share * top + self.floor / self.relative for size in sizes]
+
+    def differences(self, left: Leaves, right: Leaves) -> list[float]:
+        """The relative difference of every leaf of two results."""
+        return [*map(relative, left, right, self.scales([left, right]))]
+
+
+def limit_of(eps: float) -> Limit:
+    """The Limit for what is computed with this machine epsilon.
+
+    float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums
+    of some thousand terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by
+    one or two epsilons.
+    """
+    # float64, float32, then 16 bits.
+    if eps < 1e-12:
+        return Limit(1e-9, 1e-3, 8 * eps)
+    if eps < 1e-5:
+        return Limit(1e-4, 0.1, 8 * eps)
+    return Limit(8 * eps, 0.5, 8 * eps)
+
+
+def relative(left: Array, right: Array, scale: float) -> float:
+    """The largest difference over the scale; infinite if the shapes differ, or an element of one
+    alone is NaN.
+    """
+    if left.shape != right.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        same = (left == right) | (np.isnan(left) & np.isnan(right))
+        apart = np.where(same, 0.0, np.abs(left - right)).max(initial=0.0)
+    return float("inf") if np.isnan(apart) else float(apart) / scale
+
+
+def _largest(leaf: Array) -> float:
+    return float(np.abs(leaf[np.isfinite(leaf)]).max(initial=0.0))
+
+
+def largest(leaves: Leaves) -> float:
+    """The largest element of all arrays, or of all scalars where there are none."""
+    return max(map(_largest, [leaf for leaf in leaves if leaf.ndim] or leaves), default=0.0)
+
+
+# --- the table
+
+
+class Measured(NamedTuple):
+    """The result of a split against that of the whole batch.
+
+    Attributes:
+        split: Which split it is, in words.
+        sizes: The rows of each micro-batch.
+        relative: The largest relative difference.
+        limit: How large it may be.
+        leaf: The path of the leaf that has it.
+        error: What the split raised instead of a result, or None.
+    """
+
+    split: str
+    sizes: tuple[int, ...]
+    relative: float
+    limit: float
+    leaf: str
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the limit; NaN is not."""
+        return self.error is None and self.relative <= self.limit
+
+    def __str__(self) -> str:
+        return self.error or f"{self.leaf} differs by {self.relative:.1e}, limit {self.limit:.0e}"
+
+
+class Splits(NamedTuple):
+    """What the splits have shown, as indices of leaves.
+
+    failed: those that differ, without carried state; carried: those of carried state that differ;
+    reordered: those that change when the rows of the whole batch come in another order.
+    """
+
+    rows: list[Measured]
+    failed: list[int]
+    carried: list[int]
+    reordered: list[int]
+
+    @property
+    def agree(self) -> bool:
+        """Whether every split has the result of the whole batch."""
+        return not self.failed and not any(row.error for row in self.rows)
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and its first line."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+# The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has
+# as many.
+GROUP = 4
+
+# Until the first call has been seen.
+_NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
+
+
+@dataclass(eq=False)
+class Case:
+    """A function, and how it is compared with the whole batch: what every cause is asked about.
+
+    Attributes:
+        probe: The function. A question may correct its folds for the questions after it.
+        counts: The numbers of micro-batches that were asked for, none by default.
+        seed: Of the order of rows, and of the groups that are looked at.
+        trace: What one call has shown.
+        limit: How far results may be apart.
+    """
+
+    probe: Probe
+    counts: Sequence[int]
+    seed: int
+    trace: Trace = _NOTHING
+    limit: Limit = _DOUBLE
+
+    def orders(self, times: int) -> list[Rows]:
+        """The rows in so many other orders."""
+        random = np.random.default_rng([self.seed, times])
+        return [tuple(random.permutation(self.probe.rows).tolist()) for _ in range(times)]
+
+    @cached_property
+    def parts(self) -> tuple[Rows, Rows]:
+        """Two uneven parts of the rows, in another order."""
+        (order,), rows = self.orders(1), self.probe.rows
+        cut = rows - max(1, min(GROUP, rows // 3))
+        return order[:cut], order[cut:]
+
+    @property
+    def order(self) -> Rows:
+        """All rows in another order."""
+        return self.parts[0] + self.parts[1]
+
+    @cached_property
+    def pairs(self) -> list[tuple[Rows, Rows]]:
+        """Two groups of rows each: few at first, then all."""
+        size = min(GROUP, self.probe.rows // 2)
+        return [*((order[:size], order[size : 2 * size]) for order in self.orders(3)), self.parts]
+
+    @cached_property
+    def splits(self) -> Splits:
+        """The splits: over n micro-batches, for each n, and over the two parts.
+
+        An error that grad_fn raises for a part of the batch is noted; errors of funcga's own are
+        raised.
+        """
+        probe, rows = self.probe, self.probe.rows
+        table: list[Measured] = []
+        # Carried state and collected rows depend on the order, and moments on the number of
+        # micro-batches.
+        compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
+        unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
+        scales, whole = self._scales(), probe.folded([probe.every])
+
+        def measure(
+            split: str,
+            sizes: Rows,
+            leaves: list[int],
+            run: Callable[[], Leaves],
+            expected: Leaves = whole,
+        ) -> set[int]:
+            """The leaves that differ by more than the limit; adds the row of the split."""
+            limit = self.limit.relative
+            try:
+                result = run()
+            except Exception as error:
+                if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
+                    raise
+                text = f"it raised {first_line(error)}"
+                table.append(Measured(split, sizes, float("nan"), limit, "", text))
+                return set()
+            apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
+            worst = max(apart, key=lambda i: apart[i], default=-1)
+            path = probe.paths[worst] if leaves else ""
+            table.append(Measured(split, sizes, apart.get(worst, 0.0), limit, path))
+            return {i for i in leaves if apart[i] > limit}
+
+        failed, reordered = set[int](), set[int]()
+        for n in self.counts or [min(3, rows)]:
+            sizes = tuple(rows // n + (k < rows % n) for k in range(n))
+            run = partial(probe.accumulated, probe.every, n=n)
+            failed |= measure(f"n = {n}", sizes, compared, run)
+        # State goes through the rows in their order only.
+        sizes, order = (len(self.parts[0]), len(self.parts[1])), self.order
+        name = "uneven, permuted"
+        if probe.threaded:
+            name, order = "uneven", probe.every
+        if probe.job is not None:
+            run = partial(probe.accumulated, order, microbatch_size=sizes[0])
+            failed |= measure(name, sizes, compared, run, probe.values(order))
+        elif not probe.threaded:
+            failed |= measure(name, sizes, unordered, partial(probe.folded, self.parts))
+            # Does the order of the rows matter by itself, in one micro-batch?
+            if failed:
+                name, run = "one micro-batch, permuted", partial(probe.folded, [order])
+                reordered = measure(name, (rows,), unordered, run)
+        carried = {i for i in failed if probe.folds[i].reducer.carries}
+        return Splits(table, sorted(failed - carried), sorted(carried), sorted(reordered))
+
+    def _scales(self) -> list[float]:
+        """What a difference in each leaf is relative to, after the fold."""
+        probe = self.probe
+        some = [values for part in self.parts if (values := probe.try_values(part)) is not None]
+        # per_weight() divides a sum, so that its result is smaller than what was added up.
+        total = max(probe.weigh(probe.every), 1e-300)
+        scales = []
+        for fold, scale in zip(probe.folds, self.limit.scales([probe.whole, *some]), strict=True):
+            is_sum = fold.reducer.additive and not fold.reducer.linear
+            is_divided = is_sum and fold.normalizer.divides_by == "weight"
+            scales.append(scale / total if is_divided else scale)
+        return scales

@@ -1,0 +1,200 @@
+"""Values and weights whose products no float32 holds: the mean is right wherever it is itself a float32.
+
+`Accumulator` and `multi_steps` hold w / unit * v of a weight w and a value v, where `unit` follows the total weight.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcga
+from funcga._fold.accumulator import LEAST_UNIT, unit_of
+from tests.kits import JAX, TORCH
+from tests.processes import processes
+
+KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=["torch", "jax"])
+IDENTITY = funcga.Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
+
+
+def cases():
+    """(values, weights) of windows: one size of values, and weights of one size or of any."""
+    r = np.random.default_rng(0)
+    for size in (1e-36, 1e-3, 1e37):
+        for low, high in ((0, 0), (-100, -98), (-100, 30), (4, 18), (28, 30)):
+            n = int(r.integers(1, 9))
+            values = size * r.uniform(0.5, 1, size=(n, 3)).astype("float32")
+            weights = [float(np.float32(2.0 ** r.uniform(low, high))) for _ in range(n)]
+            if n > 2:
+                weights[int(r.integers(n))] = 0.0
+            yield values.astype("float32"), weights
+    yield np.full((5, 3), 1e37, "float32"), [64.0] * 5
+    yield np.full((3, 3), 1e33, "float32"), [262144.0] * 3
+    yield np.full((3, 3), 1e-3, "float32"), [1e-36] * 3
+
+
+CASES = pytest.mark.parametrize(("values", "weights"), [*cases()])
+
+
+def mean(values, weights):
+    return np.average(values.astype("float64"), axis=0, weights=weights)
+
+
+def check(found, values, weights, rtol=2e-6):
+    # What contributes less than the least normal float32 may be lost.
+    least = float(np.finfo("float32").tiny)
+    np.testing.assert_allclose(np.asarray(found, "float64"), mean(values, weights), rtol=rtol, atol=least)
+
+
+def trees(kit, values):
+    return [{"w": kit.arrays(value)} for value in values]
+
+
+@KITS
+@CASES
+def test_an_accumulator(kit, values, weights):
+    accumulator = funcga.Accumulator()
+    grads = trees(kit, values)
+    state, parts = accumulator.init(grads[0]), []
+    for value, weight in zip(grads, weights, strict=True):
+        state = accumulator.update(state, value, weight=weight)
+        parts.append(accumulator.update(accumulator.init(value), value, weight=weight))
+    check(kit.numpy(accumulator.finalize(state))["w"], values, weights)
+    merged = accumulator.init(grads[0])
+    for part in parts:
+        merged = accumulator.merge(merged, part)
+    check(kit.numpy(accumulator.finalize(merged))["w"], values, weights)
+
+
+@KITS
+@CASES
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"drop": "microbatch"}], ids=str)
+def test_windows_of_multi_steps(kit, options, values, weights):
+    """One window after another, the second of which begins in the state that the first has left."""
+    if kit is JAX and "donate" in options:
+        pytest.skip("donation is jit's in JAX")
+    tx = funcga.multi_steps(IDENTITY, len(weights), **options)
+    state = tx.init(trees(kit, values)[0])
+    for order in (1, -1):
+        for value, weight in zip(trees(kit, values[::order]), weights[::order], strict=True):
+            updates, state = tx.update(value, state, weight=weight)
+        check(kit.numpy(updates)["w"], values, weights)
+        for value, weight in zip(trees(kit, values), weights, strict=True):
+            state = tx.accumulate(value, state, weight=weight)
+        updates, state = tx.flush(state)
+        check(kit.numpy(updates)["w"], values, weights)
+    assert float(state.window.tally.weight[0]) == 0
+
+
+@CASES
+@pytest.mark.parametrize("weigh", [float, jnp.float32], ids=["number", "array"])
+def test_windows_in_jit(weigh, values, weights):
+    tx = funcga.multi_steps(IDENTITY, len(weights))
+
+    @jax.jit
+    def window(values):
+        state = tx.init({"w": values[0]})
+        for value, weight in zip(values, weights, strict=True):
+            updates, state = tx.update({"w": value}, state, weight=weigh(weight))
+        return updates["w"]
+
+    check(window(values), values, weights)
+
+
+def on_replicas(group, case):
+    values, weights = [*cases()][case]
+    tx = funcga.multi_steps(IDENTITY, len(weights), across=group)
+    rank = dist.get_rank(group)
+    state = tx.init({"w": torch.zeros(3)})
+    for index, value in enumerate(values):
+        weight = weights[index] if index % 2 == rank else 0
+        updates, state = tx.update({"w": torch.from_numpy(value)}, state, weight=weight)
+    return updates["w"].numpy()
+
+
+@pytest.mark.parametrize("case", range(len([*cases()])))
+def test_windows_of_two_processes(case):
+    for found in processes().run(on_replicas, case, size=2):
+        check(found, *[*cases()][case])
+
+
+def by_steps_beside(group):
+    by_steps = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+    tx = funcga.multi_steps(IDENTITY, 2, across=group, fold={"s": by_steps, "w": funcga.mean()})
+    state, rank = tx.init({"s": torch.zeros(2), "w": torch.zeros(2)}), dist.get_rank(group)
+    for weight in ((100, 1), (3, 5000))[rank]:
+        value = torch.full((2,), float(weight))
+        updates, state = tx.update({"s": value, "w": value}, state, weight=weight)
+    return updates["s"].tolist(), updates["w"].tolist()
+
+
+def test_a_weighted_sum_that_is_no_mean_has_no_unit():
+    weights = np.array([100, 1, 3, 5000])
+    for s, w in processes().run(by_steps_beside, size=2):
+        np.testing.assert_allclose(s, (weights**2).sum() / 4, rtol=1e-6)
+        np.testing.assert_allclose(w, (weights**2).sum() / weights.sum(), rtol=1e-6)
+
+
+def test_under_vmap_and_grad_of_torch():
+    accumulator = funcga.Accumulator()
+
+    def folded(values, weights):
+        state = accumulator.init(torch.zeros(2))
+        for value, weight in zip(values, weights, strict=True):
+            state = accumulator.update(state, value, weight=weight)
+        return accumulator.finalize(state)
+
+    generator = torch.Generator().manual_seed(0)
+    values, weights = torch.randn(4, 3, 2, generator=generator), 1e5 * torch.rand(4, 3, generator=generator)
+    expected = (values * weights[..., None]).sum(1) / weights.sum(1)[:, None]
+    torch.testing.assert_close(torch.func.vmap(folded)(values, weights), expected)
+    slope = torch.func.grad(lambda w: folded(values[0], w).sum())(weights[0])
+    torch.testing.assert_close(slope, (values[0] - expected[0]).sum(1) / weights[0].sum())
+
+
+def test_a_state_goes_on_in_the_other_framework():
+    """Both ways, in the middle of a window."""
+    values, weights = np.full((4, 3), 1e37, "float32"), [3.0, 400.0, 5.0, 70000.0]
+    for kit, other in ((TORCH, JAX), (JAX, TORCH)):
+        tx = funcga.multi_steps(IDENTITY, 4)
+        state, convert = tx.init(trees(kit, values)[0]), {"torch": funcga.to_torch, "jax": funcga.to_jax}[other.name]
+        for value, weight in zip(trees(kit, values[:2]), weights[:2], strict=True):
+            state = tx.accumulate(value, state, weight=weight)
+        state = convert(funcga.to_numpy(state))
+        for value, weight in zip(trees(other, values[2:]), weights[2:], strict=True):
+            updates, state = tx.update(value, state, weight=weight)
+        check(other.numpy(updates)["w"], values, weights)
+
+
+@KITS
+def test_a_state_without_a_unit_goes_on(kit):
+    """As earlier versions have saved them: sums of w * v."""
+    accumulator, one = funcga.Accumulator(), kit.arrays(np.ones(2, "float32"))
+    state = accumulator.init(one)
+    state = state._replace(leaves=(one * 300,), tally=accumulator.update(state, one, weight=100).tally)
+    old = type(state)(*state[:3])
+    assert old.unit == 1
+    found = accumulator.finalize(accumulator.update(old, one, weight=50))
+    np.testing.assert_allclose(kit.numpy(found), 350 / 150, rtol=1e-7)
+    tx = funcga.multi_steps(IDENTITY, 2)
+    state = tx.accumulate({"w": one}, tx.init({"w": one}), weight=100)
+    window = type(state.window)({"w": one * 300}, *state.window[1:4])
+    updates, state = tx.update({"w": one}, state._replace(window=window), weight=50)
+    np.testing.assert_allclose(kit.numpy(updates)["w"], 350 / 150, rtol=1e-7)
+
+
+@KITS
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_unit_is_the_same_on_the_host_and_on_a_device(kit, dtype):
+    if kit is JAX and dtype == "float64":
+        pytest.skip("JAX has 64 bits in a test of their own")
+    totals = [2.0**e * f for e in range(-126, 127) for f in (1.0, 1.2, 2 - 2.0**-20)]
+    found = unit_of(kit.cast(kit.arrays(np.asarray(totals, dtype)), dtype), kit.backend.arrays)
+    expected = [unit_of(total, kit.backend.arrays) for total in totals]
+    np.testing.assert_array_equal(kit.numpy(found), expected)
+    for total, unit in zip(totals, expected, strict=True):
+        assert unit == LEAST_UNIT or (unit <= total < 16 * unit and math.log2(unit) % 4 == 0)
