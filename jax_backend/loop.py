@@ -504,10 +504,7 @@ class Accumulate:
         if is_symbolic_dim(rows):
             _check_divides(rows, program)
         sizes = groups(rows, program.n, program.microbatch_size)
-        # Rows that lie on several devices stay there: each micro-batch takes as many of each block.
-        narrow = None
-        if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
-            narrow = partial(sharding.rows_of_blocks, spread.blocks)
+        narrow = _narrow(spread, sizes)
         # Rows are known before the loop, but where some may be dropped they are counted.
         is_known = (program.weight, program.dropping) == (None, None)
         carry: Carry | None = None
@@ -554,6 +551,15 @@ class Accumulate:
             *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
         )
         return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
+
+
+def _narrow(spread: Spread, sizes: Sequence[tuple[int, int]]) -> Callable[..., jax.Array] | None:
+    """What takes the rows of a micro-batch that lie on several devices, where they stay: as many of
+    each block. None for all others.
+    """
+    if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
+        return partial(sharding.rows_of_blocks, spread.blocks)
+    return None
 
 
 def _check_divides(rows: Scalar, program: Program) -> None:

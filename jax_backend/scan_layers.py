@@ -186,11 +186,8 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
             stacks |= {variable: _Stack(variable, ()) for variable in _stacked(equation)}
-        elif equation.primitive.name == "convert_element_type" and not _reshards(equation):
-            (operand,), (result,) = equation.invars, equation.outvars
-            if reads[operand] == 1 and operand in stacks:
-                stack = stacks[operand]
-                stacks[result] = stack._replace(casts=(*stack.casts, equation.params["new_dtype"]))
+        elif equation.primitive.name == "convert_element_type":
+            _note_cast(equation, reads, stacks)
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
@@ -198,6 +195,14 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
         and reads[variable] == 1
         and variable in stacks
     }
+
+
+def _note_cast(equation: "JaxprEqn", reads: Mapping[Any, int], stacks: "dict[Any, _Stack]") -> None:
+    """Notes that what a scan stacks is cast, if nothing else reads it."""
+    (operand,), (result,) = equation.invars, equation.outvars
+    if reads[operand] == 1 and operand in stacks and not _reshards(equation):
+        stack = stacks[operand]
+        stacks[result] = stack._replace(casts=(*stack.casts, equation.params["new_dtype"]))
 
 
 def _stacked(equation: "JaxprEqn") -> "list[Var]":

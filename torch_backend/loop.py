@@ -25,7 +25,7 @@ from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import micro_step_of, of_compiled_loss
+from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.compiled_window import CompiledWindow
 from torch_backend.engine.dropping import (
     DroppingBuffers,
@@ -52,38 +52,58 @@ def window_of(program: Program, backend: Backend) -> Window:
     by calls of grad_fn.
     """
     grad_fn = program.grad_fn
-    if program.across is not None and arrays.in_transform():
-        raise _differentiated_across()
     if dist.is_available() and dist.is_initialized():
-        check_unwrapped(grad_fn, program.memory)
+        _check_replicas(program)
     if isinstance(grad_fn, ModuleGradient):
         return _window_of_module(program, grad_fn, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
     # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
     runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
-    gradient: GradientFunction | None = grad_fn if isinstance(grad_fn, GradientFunction) else None
-    if gradient is None and runs_autograd:
-        gradient = of_compiled_loss(grad_fn)
-    if gradient is None:
-        return Calls(program, grad_fn, reductions)
-    if not runs_autograd:
-        return Calls(program, gradient.bound(backend), reductions, gradient)
-    if program.dropping is not None:
-        # Autograd cannot take back what it has added, so each gradient is computed alone, and
-        # looked at first.
-        alone = partial(value_alone, gradient, backend)
-        return Calls(program, alone, reductions, gradient, records=True)
-    reduction = next(iter(reductions), None)
-    # A compiled micro-step adds gradients that nobody sees. Without torch._dynamo nothing is
-    # compiled.
-    if reduction is None and program.observers is None and "torch._dynamo" in sys.modules:
-        step = micro_step_of(gradient)
-        if step is not None:
-            return CompiledWindow(program, gradient, backend, step)
+    if isinstance(grad_fn, GradientFunction):
+        gradient: GradientFunction | None = grad_fn
+    else:
+        gradient = of_compiled_loss(grad_fn) if runs_autograd else None
+    if gradient is None or not runs_autograd or program.dropping is not None:
+        return _calls_of(program, gradient, backend, reductions, runs_autograd)
+    # Without torch._dynamo nothing is compiled.
+    step = _micro_step_of(program, gradient) if "torch._dynamo" in sys.modules else None
+    if step is not None:
+        return CompiledWindow(program, gradient, backend, step)
     kept = program.memory.keep(Kept)
     inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
     is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
-    return Engine(program, Pass(inputs, is_uninterrupted), kept, reduction)
+    return Engine(program, Pass(inputs, is_uninterrupted), kept, next(iter(reductions), None))
+
+
+def _micro_step_of(program: Program, gradient: GradientFunction) -> MicroStep | None:
+    """The compiled micro-step of a loss, which adds gradients that nobody else sees."""
+    is_seen = program.across is not None or program.observers is not None
+    return None if is_seen else micro_step_of(gradient)
+
+
+def _check_replicas(program: Program) -> None:
+    """Raises FuncgaError for what cannot be merged over replicas."""
+    if program.across is not None and arrays.in_transform():
+        raise _differentiated_across()
+    check_unwrapped(program.grad_fn, program.memory)
+
+
+def _calls_of(
+    program: Program,
+    gradient: GradientFunction | None,
+    backend: Backend,
+    reductions: list[Reduction],
+    runs_autograd: bool,
+) -> Window:
+    """The window that calls grad_fn for each micro-batch; `gradient`, if funcga made it."""
+    if gradient is None:
+        return Calls(program, program.grad_fn, reductions)
+    if not runs_autograd:
+        return Calls(program, gradient.bound(backend), reductions, gradient)
+    # Autograd cannot take back what it has added, so each gradient is computed alone, and looked at
+    # first.
+    alone = partial(value_alone, gradient, backend)
+    return Calls(program, alone, reductions, gradient, records=True)
 
 
 def _window_of_module(program: Program, gradient: ModuleGradient, backend: Backend) -> Window:

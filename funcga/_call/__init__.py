@@ -359,6 +359,8 @@ def read_program(
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     if totals is not None:
         check_totals(totals, grad_fn)
+    # Of Replicas; a process group of torch has a method of this name.
+    scatter = getattr(across, "scatter", None)
     features = {
         "across=": across is not None,
         'n="auto"': searches,
@@ -368,7 +370,7 @@ def read_program(
         f'drop="{drop}"': drop is not None,
         "drop_if=": drop_if is not None,
         "scaled=True": getattr(grad_fn, "scaled", False),
-        "scatter=": getattr(across, "scatter", None) is not None,
+        "scatter=": not (scatter is None or callable(scatter)),
     }
     used = [feature for feature, is_used in features.items() if is_used]
     if used:

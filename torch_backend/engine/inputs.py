@@ -193,12 +193,19 @@ class DifferentiatedArguments(Inputs):
             window.callback(self.watch.changed)  # after an error, too, `.grad`s are as before
         self.versions = sum(map(_private.version, self.tensors))
         loss = self.gradient.loss_fn
-        self.visit = nullcontext(loss)
         if isinstance(loss, PureLoss) and not arguments.parts[0].axes:
-            params = self.leaves[0].tree if 0 in self.leaves else args[0]
-            self.visit, self.first = loss.entered(params, recorded=True), 1
-            if stays and not (loss.buffers or loss.statistics):
-                self.visit = nullcontext(window.enter_context(self.visit))
+            self._begin_visit(loss, args[0], window if stays else None)
+        else:
+            self.visit = nullcontext(loss)
+
+    def _begin_visit(self, loss: PureLoss, params: Tree, window: ExitStack | None) -> None:
+        """Lets a pure_loss be called in its module, which has the parameters meanwhile: it is
+        given none. If there is a `window`, one visit lasts for it.
+        """
+        params = self.leaves[0].tree if 0 in self.leaves else params
+        self.visit, self.first = loss.entered(params, recorded=True), 1
+        if window is not None and not (loss.buffers or loss.statistics):
+            self.visit = nullcontext(window.enter_context(self.visit))
 
     def with_those_of(self, args: tuple[Tree, ...]) -> tuple[dict[int, Leaves], list[torch.Tensor]]:
         """(all leaves in a micro-batch of these arguments, those that only it has)."""

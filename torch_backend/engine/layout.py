@@ -7,6 +7,7 @@ reduced.
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,16 +62,7 @@ class InBackward:
         present = {leaf_index: leaf for leaf_index, leaf in leaves.items() if leaf is not None}
         self.present = [*present]
         for position, (leaf_index, leaf) in enumerate(present.items()):
-            index = layout.index_of.get(leaf_index)
-            kind = None if index is None else layout.kinds[index]
-            if index is None or kind is None:
-                self.others.append(leaf_index)
-            elif is_dtensor(leaf):
-                self.dtensors.append(leaf_index)
-            else:
-                dtype = layout.folds[index].accumulator_dtype
-                wide = None if dtype == leaf.dtype else dtype
-                self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
+            self._sort(layout, position, leaf_index, leaf)
         self.added_sums = [added.sum_index for added in self.added]
         self.widens = any(added.wide is not None for added in self.added)
         self.sums = {*self.dtensors, *(added.leaf_index for added in self.added)}
@@ -79,10 +71,27 @@ class InBackward:
         # it does if it has a scale already.
         kinds = {layout.kinds[layout.index_of[leaf_index]] for leaf_index in self.sums}
         self.only_weighted = "plain" not in kinds and not self.others
-        is_narrow = any(
-            leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in present.values()
-        )
-        self.takes_weights = self.only_weighted and not (self.dtensors or scaled or is_narrow)
+        is_kept_apart = self.dtensors or scaled or any(map(_is_narrow, present.values()))
+        self.takes_weights = self.only_weighted and not is_kept_apart
+
+    def _sort(self, layout: "Layout", position: int, leaf_index: int, leaf: torch.Tensor) -> None:
+        """Notes who adds the gradient of a leaf, which stands at this position among those that
+        are there.
+        """
+        index = layout.index_of.get(leaf_index)
+        kind = None if index is None else layout.kinds[index]
+        if index is None or kind is None:
+            self.others.append(leaf_index)
+        elif is_dtensor(leaf):
+            self.dtensors.append(leaf_index)
+        else:
+            dtype = layout.folds[index].accumulator_dtype
+            wide = None if dtype == leaf.dtype else dtype
+            self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
+
+
+def _is_narrow(leaf: torch.Tensor) -> bool:
+    return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
 class Rest:
@@ -143,24 +152,31 @@ class Layout:
         self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
         self.backward = InBackward(self, {} if leaves is None else leaves, scaled)
         self.rest = Rest(self, structure)
-        # The sums by what divides them, as one kernel divides a whole group.
-        self.quotients: list[Quotients] = []
-        for summed, weighted in ((self.weighted, True), (self.plain, False)):
-            for by in ("weight", "steps"):
-                indices = [
-                    index for index in summed if self.folds[index].fold.normalizer.divides_by == by
-                ]
-                if indices:
-                    self.quotients.append(Quotients(indices, by, weighted))
-        divided = {index for group in self.quotients for index in group.indices}
+        self.quotients = [
+            *_quotients(self.folds, self.weighted, weighted=True),
+            *_quotients(self.folds, self.plain, weighted=False),
+        ]
+        divided = {*chain.from_iterable(group.indices for group in self.quotients)}
         # Sums that nothing divides, of which the weighted ones are taken out of their unit.
-        self.undivided = [index for index in range(len(self.folds)) if index not in divided]
-        self.undivided_weighted = [index for index in self.weighted if index not in divided]
+        self.undivided = sorted({*range(len(self.folds))} - divided)
+        self.undivided_weighted = sorted({*self.weighted} - divided)
         self.cast = [
             index
             for index, fold in enumerate(self.folds)
             if fold.accumulator_dtype != fold.result_dtype
         ]
+
+
+def _quotients(
+    folds: Sequence[LeafFold], indices: Sequence[int], weighted: bool
+) -> list[Quotients]:
+    """These sums by what divides them, as one kernel divides a whole group."""
+    groups: dict[str, list[int]] = {"weight": [], "steps": []}
+    for index in indices:
+        by = folds[index].fold.normalizer.divides_by
+        if by is not None:
+            groups[by].append(index)
+    return [Quotients(group, by, weighted) for by, group in groups.items() if group]
 
 
 def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:

@@ -177,13 +177,12 @@ class LentSums:
         """The cotangent for a share that is not 1, and whether autograd is to add what comes of
         it to weighted sums.
         """
-        may_seed = self.layout.backward.takes_weights and not (moves or self.passes.inputs.hooked)
-        may_seed = may_seed and (communicates or not self.passes.autocast)
+        may_seed = not moves and self._takes_weights(communicates)
         if share is None:
             # What other processes add to a gradient has to have its weight before it travels.
             # Otherwise a mask is better, which keeps the NaN of a weight of 0 out.
-            can_weigh = may_seed and loss.dtype.itemsize >= 4
-            is_seed = communicates and self.mixed is not None and can_weigh
+            travels = communicates and self.mixed is not None
+            is_seed = travels and may_seed and loss.dtype.itemsize >= 4
             return (weight, True) if is_seed else (1.0, False)
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate
         # in its backward pass, and other processes wait for that. The gradients that they send here
@@ -194,6 +193,12 @@ class LentSums:
         if may_seed and holds(loss.dtype, share):
             return share, True
         return 1.0, False
+
+    def _takes_weights(self, communicates: bool) -> bool:
+        """Whether the cotangent of a pass may be a weight."""
+        if not self.layout.backward.takes_weights or self.passes.inputs.hooked:
+            return False
+        return communicates or not self.passes.autocast
 
     def _attach(self, has_weight: bool) -> None:
         """Lets autograd add to the accumulators, to those of weighted sums only if gradients
