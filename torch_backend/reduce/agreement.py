@@ -38,7 +38,9 @@ class Agreement:
     """What every replica folds, and how it travels.
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
-    it is one of `description`, which has a text for each path. `specs` are those of the reduced
+    it is one of `description`, which has a text for each path. `kinds` are the shapes and dtypes of
+    the leaves of the outputs as this process holds them; None for what is no array, or is reduced
+    elsewhere. `specs` are those of the reduced
     leaves that are DTensors. `groups` are the replicas of the window, and then those that some
     leaves are merged over instead. `steps` are digests of the Steps that the replicas take, in
     their order; empty until all of them have agreed.
@@ -46,6 +48,7 @@ class Agreement:
 
     key: tuple[object, ...]
     outputs: Outputs
+    kinds: list[Kind | None]
     plan: Plan
     specs: dict[int, Spec]
     groups: list[Replicas]
@@ -164,6 +167,7 @@ def _proposal(
     return Agreement(
         key=key,
         outputs=outputs,
+        kinds=[None if like is None else (tuple(like.shape), like.dtype) for like in likes],
         plan=planned(
             layout.folds,
             shards,
@@ -363,14 +367,10 @@ def _pickled(mine: Agreement) -> bytes | str:
     """
     if mine.specs:
         return "it lies on the devices of a mesh"
-    outputs = mine.outputs
-    kinds = [
-        None if fold is None else (tuple(shape or ()), dtype)
-        for fold, shape, dtype in zip(outputs.folds, outputs.shapes, outputs.dtypes, strict=True)
-    ]
     try:
         # Torch's own description of a structure does not pickle well.
-        data = pickle.dumps((outputs.structure_of(range(len(kinds))), kinds))
+        numbers = mine.outputs.structure_of(range(len(mine.kinds)))
+        data = pickle.dumps((numbers, mine.kinds))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises
         return f"{type(error).__name__}: {error}"
