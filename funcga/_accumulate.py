@@ -130,8 +130,8 @@ def accumulate(
             replicas, as those of an expert; the weights are those of the whole window. Every
             replica gets the same result. What carry() threads is that of the last replica that
             folded anything. In torch the replicas may have different numbers of rows, fewer than n,
-            or none. In JAX parameters have to be arguments, and the loss is that of a replica's own
-            rows, without psum or pmean.
+            or, after the first window, none. In JAX parameters have to be arguments, and the loss
+            is that of a replica's own rows, without psum or pmean.
         totals: `totals(*split_args)` gives a tree of numbers or 0-d arrays for a micro-batch, such
             as its counts. They are added up over all micro-batches and replicas before the first of
             these is evaluated, and grad_fn gets the sums, 0-d arrays, as the keyword argument

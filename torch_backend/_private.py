@@ -114,18 +114,6 @@ def is_for_lack_of_numbers(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
 
 
-def sends_no_fakes() -> bool:
-    """Whether a collective of such tensors returns at once and sends nothing.
-
-    Where it does not, no module that is wrapped can be planned.
-    """
-    has_kernel: Callable[..., bool] = _attribute(
-        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False
-    )
-    names = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "broadcast_"
-    return all(has_kernel(f"c10d::{name}", "Meta") for name in names)
-
-
 def stand_in(weight: Any) -> Any:
     """A number for a tensor on the host that has none: True, or one that weighs differently each
     time.
@@ -398,23 +386,6 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
     _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
-# The attribute of a DDP, and of the state of a replicate(), that says whether backward passes
-# synchronise, as no_sync() and set_requires_gradient_sync() set it, and its value where they do.
-SYNCHRONISES_DDP, SYNCHRONISES_REPLICATE = ("require_backward_grad_sync", True), ("_no_sync", False)
-
-
-def replicate_state(module: nn.Module) -> Any:
-    """The state of a module of `torch.distributed._composable.replicate`, begun: its DDP is there,
-    as `_ddp`.
-
-    Torch makes the DDP at the first forward pass. Without the state there is no replicate either.
-    """
-    state: Any = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
-    if state._init_args or state._init_kwargs:
-        state.lazy_init()
-    return state
-
-
 # --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 
@@ -445,17 +416,6 @@ def has_unsharded_sum(module: Any) -> bool:
     if flat is None or flat.grad is None or not module._handle.uses_sharded_strategy:
         return False
     return bool(flat.grad.shape != flat._local_shard.shape)
-
-
-def holders_of_fsdp1(module: Any) -> list[object]:
-    """All objects beside the module whose attributes change in a pass, or hold tensors."""
-    return [holder for holder in (module._handle, module._exec_order_data) if holder is not None]
-
-
-def whole_of_fsdp1(module: Any) -> list[torch.Tensor]:
-    """The memory of the whole flat parameter, from the first pass on."""
-    whole = _attribute(flat_param_of(module), "_full_param_padded", None)
-    return [] if whole is None else [whole]
 
 
 def says_that_a_shard_is_missing(error: AssertionError) -> bool:
@@ -521,12 +481,6 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
     return [process_group for process_group in groups if process_group is not None]
 
 
-def divide_factor(group: ParamGroup) -> float | None:
-    """What set_gradient_divide_factor was given."""
-    factor: float | None = group.gradient_divide_factor
-    return factor
-
-
 def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
     """What gradients are summed in before they are reduced; None for that of the parameter."""
     dtype: torch.dtype | None = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
@@ -536,42 +490,14 @@ def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """What attributes a group and its parameters have in a window, as (object, name, value).
 
-    What one replica alone has used is reduced too. Those that hold what passes without
-    synchronisation have summed have None.
+    What one replica alone has used is reduced too, and averaged whatever
+    set_gradient_divide_factor was given. Those that hold what passes without synchronisation have
+    summed have None.
     """
     reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
-    values = [*[(group, name, True) for name in reduced], (group, "_partial_reduce_output", None)]
+    others = "gradient_divide_factor", "_partial_reduce_output"
+    values = [*[(group, name, True) for name in reduced], *[(group, name, None) for name in others]]
     return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
-
-
-def holders_of_fsdp2(module: Any) -> list[object]:
-    """All objects whose attributes change in a pass, or hold tensors."""
-    state, groups = module._get_fsdp_state(), param_groups(module)
-    params = [param for group in groups for param in group.fsdp_params]
-    return [
-        state,
-        state._state_ctx,
-        state._comm_ctx,
-        *groups,
-        *[group.comm_ctx for group in groups],
-        *params,
-    ]
-
-
-def forget_unsharded(group: ParamGroup) -> None:
-    """Drops the unsharded parameters of a group, as if there had been no pass."""
-    group._reset_sharded_params = True  # else it compares addresses of the shards
-    for param in group.fsdp_params:
-        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-        vars(param).pop("_unsharded_param", None)
-
-
-def unsharded_sums(group: ParamGroup) -> list[torch.Tensor]:
-    """What passes without synchronisation have summed."""
-    sums = [param.unsharded_accumulated_grad for param in group.fsdp_params]
-    return [
-        total for total in [*sums, *[p.grad for p in unsharded_params(group)]] if total is not None
-    ]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:

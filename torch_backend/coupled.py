@@ -254,9 +254,7 @@ class _FirstPass(Calls):
         self.source, self.starts, self.weights = parameters, list[list[int]](), list[Scalar]()
         # How often all replicas have to run a module that communicates in each forward pass; and
         # how often it ran.
-        is_in_step = isinstance(own, WrappedGradient) and (
-            own.wrapper.in_step or own.sync != "last"
-        )
+        is_in_step = isinstance(own, WrappedGradient) and own.wrapper.meets_in_every_pass
         self.runs, self.ran = (program.n or 0) if is_in_step else 0, 0
         tensors = [*trees.flatten(args)[0], *([] if own is None else own.parameters())]
         self.devices = devices_of(tensors)

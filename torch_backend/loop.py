@@ -514,8 +514,6 @@ class Calls:
         # Where gradients are to lie that are DTensors.
         self.parameters_by_leaf: dict[int, torch.Tensor] = {}
         self.buffers: Buffers | None = None
-        for reduction in reductions:
-            reduction.buffers_of = buffers_of(program)
         # What hears collectives of the loss: of any group, and of those that gradients travel over.
         self.listener = Listener() if reductions else None
         self.own_groups = [Listener(reduction.replicas.group) for reduction in reductions]
@@ -663,7 +661,9 @@ class Calls:
         first, *others = self.reductions
         if not others:
             bind = lambda value: self.program.bind(value, arguments)[0]
-            return self._merged(first.take_part(bind, arguments, self.parameters), state)
+            known = trees.flatten([part.value for part in arguments.parts])[0]
+            buffers = first.take_part(buffers_of(self.program), bind, [*known, *self.parameters])
+            return self._merged(buffers, state)
         # All replicas of the first group may be without rows. What the others count is like the
         # totals of a row of zeros, which are not added.
         outputs, leaves = self.program.bind(

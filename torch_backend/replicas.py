@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -83,9 +84,7 @@ class Replicas:
 
     @property
     def channel(self) -> "Channel":
-        """What the replicas exchange messages over. Making it is a collective, so all must first
-        ask together.
-        """
+        """What the replicas exchange messages over."""
         return channel_of(self.group)
 
     @property
@@ -158,8 +157,10 @@ def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
     none.
     """
-    if isinstance(across, Replicas) or not names_leaves(across):
-        return across if isinstance(across, Replicas) else Replicas(across)
+    if isinstance(across, Replicas):
+        return across
+    if not names_leaves(across):
+        return Replicas(across)
     if callable(across):
         return Replicas(dist.group.WORLD, leaves=across)
     # The group that has all others counts the weights.
@@ -212,22 +213,23 @@ def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) 
 # -------------------------------------------------------------------------------------- the channel
 
 
-class Owed(Protocol):
-    """A window that an error has ended here, while other replicas may still wait for what it
-    sends.
-    """
-
-    def settle(self) -> None:
-        """Sends it, without waiting for anybody."""
-        ...
-
-
 class Channel:
     """A process group of funcga's own, on the processes of a user's group."""
 
-    def __init__(self, group: dist.ProcessGroup, owed: list[Owed]):
-        self.group, self.rank, self.count = group, group.rank(), group.size()
-        self.owed = owed
+    def __init__(self, group: dist.ProcessGroup):
+        # Without a reference: a channel ends with the user's group.
+        self.of, self.rank, self.count = ref(group), group.rank(), group.size()
+        # What windows that an error has ended here still have to send, in order. An error may end a
+        # first window before the group is made.
+        self.owed: list[Callable[[], None]] = []
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The group. Making it is a collective, so all processes must first ask together."""
+        group = self.of()
+        assert group is not None
+        with explained():
+            return _private.group_of_our_own(group)
 
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group that arrays on this device travel over: funcga's own on the CPU, the user's
@@ -239,19 +241,27 @@ class Channel:
     def settle(self) -> None:
         """Sends what is owed to the others, before anything new."""
         while self.owed:
-            self.owed.pop(0).settle()
+            self.owed.pop(0)()
 
     def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
         """Begins to tell all processes these numbers, as many as they tell; returns what waits
         for those of each.
         """
-        rows = torch.zeros(self.count, len(mine), dtype=torch.float64)
-        work = self.group.allgather([[*rows]], [torch.tensor(mine, dtype=torch.float64)])
+        received = self._all_gather(torch.tensor(mine, dtype=torch.float64))
+        return lambda: received().tolist()
 
-        def received() -> list[list[float]]:
+    def _all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to tell all processes a tensor, which has one shape everywhere; returns what waits
+        for those of all, in their order.
+        """
+        rows = mine.new_zeros(self.count, *mine.shape)
+        with explained():
+            work = self.group.allgather([[*rows]], [mine])
+
+        def received() -> torch.Tensor:
             with explained():
                 work.wait()
-            return rows.tolist()
+            return rows
 
         return received
 
@@ -263,43 +273,39 @@ class Channel:
 
     def gathered(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
+        # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
+        # padded to the longest.
+        data = _pickled(mine)
+        lengths = self._all_gather(torch.tensor(data.numel()))().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self._all_gather(padded)()
+        return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+    def told_by(self, source: int, mine: object) -> Any:
+        """What one replica says: any object that can be pickled."""
         with explained():
-            # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
-            # padded to the longest.
-            data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            lengths = [
-                int(length) for length in all_gathered(self.group, torch.tensor([data.numel()]))
-            ]
-            padded = torch.zeros(max(lengths), dtype=torch.uint8)
-            padded[: data.numel()] = data
-            rows = all_gathered(self.group, padded)
-        return [
-            pickle.loads(bytes(row[:length].tolist()))
-            for row, length in zip(rows, lengths, strict=True)
-        ]
+            data = _pickled(mine)
+            length = torch.tensor([data.numel()])
+            self.group.broadcast(length, source).wait()
+            if self.rank != source:
+                data = torch.zeros(int(length), dtype=torch.uint8)
+            self.group.broadcast(data, source).wait()
+        return _unpickled(data)
 
 
-def all_gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor of each process, all of one shape, in their order."""
-    tensors = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([tensors], [mine]).wait()
-    return tensors
+def _pickled(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 # A channel lives as long as its group: the keys are weak.
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
-# What each group is owed, in order. An error may end a first window before there is a channel.
-_OWED: WeakKeyDictionary[dist.ProcessGroup, list[Owed]] = WeakKeyDictionary()
 # Threads of gloo that outlive the interpreter may end the process with an abort.
 atexit.register(_CHANNELS.clear)
-
-
-def owed_to(group: dist.ProcessGroup) -> list[Owed]:
-    """The windows that an error has ended here, which a process group still waits for; more may
-    be added.
-    """
-    # Nobody waits for one that is planned.
-    return _OWED.setdefault(group, []) if PLANNED.get() is None else []
 
 
 # Makes the channel of a group while a step is planned, when nothing is sent.
@@ -309,17 +315,13 @@ PLANNED: ContextVar[Callable[[dist.ProcessGroup], Channel] | None] = ContextVar(
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
-    """The channel of a process group. When it is first asked for, every process of the group has
-    to ask.
-    """
+    """The channel of a process group."""
     planned = PLANNED.get()
     if planned is not None:
         return planned(group)
-    channel = _CHANNELS.get(group)
-    if channel is None:
-        with explained():
-            channel = _CHANNELS[group] = Channel(_private.group_of_our_own(group), owed_to(group))
-    return channel
+    if group not in _CHANNELS:
+        _CHANNELS[group] = Channel(group)
+    return _CHANNELS[group]
 
 
 COULD_NOT_MERGE = (

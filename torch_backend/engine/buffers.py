@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from funcga._call.arguments import Arguments
 from funcga._fold import Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -36,7 +35,12 @@ class Merge(Protocol):
         """Takes the buffers of a window whose first micro-batch has these leaves."""
         ...
 
-    def take_part(self, bind: Callable[[Tree], Outputs], arguments: Arguments) -> "Buffers":
+    def take_part(
+        self,
+        buffers_of: Callable[[Layout], "Buffers"],
+        bind: Callable[[Tree], Outputs],
+        known: Sequence[Any],
+    ) -> "Buffers":
         """The buffers of a replica without any micro-batch."""
         ...
 

@@ -26,7 +26,6 @@ from torch_backend.engine.inputs import (
     Leaves,
     OwnParameters,
     detached,
-    unsplit,
 )
 from torch_backend.engine.layout import Kept, Layout
 from torch_backend.engine.lent_sums import LentSums
@@ -217,7 +216,7 @@ class Engine:
         return self.inputs if self.inputs.are_sharded else None
 
     def _begin_merge(self, reduction: Merge, value: Tree) -> None:
-        """Lets the sums of outputs like this value begin in the memory that will be sent."""
+        """Says what outputs like this value are like."""
         if self._mixes or (self.listener is not None and self.listener.heard):
             # Collectives of the loss add cotangents of several replicas, so these must be in one
             # unit.
@@ -267,7 +266,8 @@ class Engine:
     ) -> Tree:
         """The result on a replica that has nothing to fold."""
         assert self.reduction is not None
-        bind, with_arrays = lambda value: self.program.bind(value, arguments)[0], arguments
+        bind = lambda value: self.program.bind(value, arguments)[0]
+        known: Tree = [part.value for part in arguments.parts]
         if isinstance(self.inputs, OwnParameters):
             self.passes.begin(arguments, (), stays=False)
             # The others say what their shards are like, and here the parameters are.
@@ -275,8 +275,8 @@ class Engine:
             bind = lambda value: self.program.bind(
                 self._with_gradients(value, lambda _: own), arguments
             )[0]
-            with_arrays = unsplit((own,), self.inputs.gradient, self.inputs.backend)
-        buffers = self.reduction.take_part(bind, with_arrays)
+            known = own
+        buffers = self.reduction.take_part(Buffers, bind, trees.flatten(known)[0])
         return self._merged(self.reduction, buffers, state)
 
 

@@ -107,7 +107,7 @@ def pipeline_value_and_grad(
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")
     module = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in pipeline.stages})
-    wrapper = wrapper_of(module)
+    wrapper = wrapper_of(module, "every")
     if wrapper is not None:
         _check_wrapper(wrapper, module)
     return PipelineGradient(module, loss_fn, has_aux, False, pipeline, n_microbatches, wrapper)
@@ -124,5 +124,5 @@ def _check_wrapper(wrapper: Wrapper, module: nn.ModuleDict) -> None:
             "fully_shard. Wrap the module of every stage in one of the two; or in nothing, and let "
             "funcga reduce: accumulate(gradient, n, across=group)."
         )
-    wrapper.check("every")
+    wrapper.check()
     check_covered(module, wrapper)

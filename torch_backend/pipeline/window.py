@@ -231,9 +231,9 @@ class PipelineWindow:
         """
         with ExitStack() as stack:
             if self.wrapper is not None:
-                stack.enter_context(self.wrapper.synchronising("every", self.params))
+                stack.enter_context(self.wrapper.synchronising(self.params))
             if isinstance(self.wrapper, DDP):
-                stack.enter_context(self.wrapper.waiting("last"))
+                stack.enter_context(self.wrapper.waiting())
             yield
 
     def _loss(
@@ -321,13 +321,9 @@ class PipelineWindow:
                 for p in self.params.values()
             ]
             sums = local_tensors(gradients)  # of a DTensor only the local shard is divided
-            # A wrapper has divided the sums, usually by the number of replicas.
-            scales = (
-                [1.0 for _ in sums]
-                if self.wrapper is None
-                else self.wrapper.scales(self.params.values())
-            )
-            put(buffers, sums, scales)
+            # A wrapper has divided the sums by the number of replicas.
+            scale = 1.0 if self.wrapper is None else self.wrapper.scale
+            put(buffers, sums, scale)
             for reduction in self.reductions:
                 beside = [None] * len(sums) if self.wrapper is not None else gradients
                 reduction.begin(buffers, [*self._leaves(*values[0])[: -len(sums) or None], *beside])
@@ -380,10 +376,7 @@ class PipelineWindow:
 
     def _check(self, outputs: Outputs) -> None:
         wrapper = self.wrapper
-        dtypes = [
-            p.dtype if wrapper is None else wrapper.sums_in(p, "every")
-            for p in self.params.values()
-        ]
+        dtypes = [p.dtype if wrapper is None else wrapper.sums_in(p) for p in self.params.values()]
         name, remedy = (
             "a pipeline",
             "Keep parameters in float32, and let stages compute under torch.autocast.",

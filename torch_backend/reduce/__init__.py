@@ -10,6 +10,7 @@ everything is sent, in one order on all replicas, before anything is waited for.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,9 @@ import torch
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
-from funcga._types import Array, Scalar, Structure, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
@@ -28,15 +28,16 @@ from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import (
     Agreement,
+    Kind,
     Progress,
     Rebuild,
     agreed,
     check_weighed,
     proposed,
 )
-from torch_backend.reduce.header import ROOM, Report, check_in_step, digest_of, exchanged
-from torch_backend.reduce.wire import Receive, Sums, Wire, add_converted, carried, gather
-from torch_backend.replicas import InTurn, Replicas, explained, owed_to
+from torch_backend.reduce.header import Report, check_in_step, digest_of, exchanged
+from torch_backend.reduce.wire import Receive, Wire, add, gather
+from torch_backend.replicas import InTurn, Replicas, explained
 
 
 class Reduction:
@@ -48,9 +49,8 @@ class Reduction:
     window.
     """
 
-    agreement: Agreement
+    agreement: Agreement  # of all replicas, as soon as they have announced what they fold
     buffers: Buffers
-    sums: Sums
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
@@ -58,89 +58,62 @@ class Reduction:
         # counts.
         self.history.begun += 1
         self.window = self.history.begun
+        # What is folded here, and how it is to travel; None without any micro-batch.
+        self.proposal: Agreement | None = None
+        self.rebuild: Rebuild | None = None  # of what the others fold, without any micro-batch
         # What waits for the reports of all replicas, while they are under way; and these.
         self.exchange: Callable[[], list[Report]] | None = None
         self.reports: list[Report] = []
-        self.unit = (
-            0.0  # of the weighted sums when they travel; 0 until all replicas have said theirs
-        )
-        self.numbers: tuple[int, ...] = ()  # the leaves that travel in the header
-        self.unsent: deque[Callable[[], Receive]] | None = (
-            None  # what begins each message; None before the first
-        )
-        self.unreceived = deque[Receive]()  # what waits for each message that is sent
-        self.problem: FuncgaError | None = None  # which all replicas raise
-        self.rebuild: Rebuild | None = None
+        # Of the weighted sums when they travel; 0 until all replicas have said theirs.
+        self.unit = 0.0
+        # What begins each message, None before the first; and what waits for each that is sent.
+        self.unsent: deque[Callable[[], Receive]] | None = None
+        self.unreceived = deque[Receive]()
+        # It travels in the last message of sums: not 0 if any replica has raised an error.
+        self.mark = torch.zeros(1)
         # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the
         # weights of the micro-batches, if their unit does not tell whether they differ.
         self.unweighed, self.weights = False, set[Scalar]()
+        # Whether it is merged, or all replicas raise the same error, or it was given up here.
         self.is_over = False
-        self.buffers_of: Callable[[Layout], Buffers] = (
-            Buffers  # for a replica without any micro-batch
-        )
 
     # ------------------------------------------------------------------------------ a window begins
 
     def begin(self, buffers: Buffers, leaves: Sequence[Array]) -> None:
-        """Takes the buffers of a window whose first micro-batch has these leaves; they may be
-        folded already.
+        """Takes the buffers of a window whose first micro-batch has these leaves.
 
         A leaf that is None is reduced elsewhere.
         """
-        self._take_buffers(
-            proposed(self.history, buffers.outputs, leaves, buffers.layout, self.replicas), buffers
+        self.buffers = buffers
+        self.proposal = proposed(
+            self.history, buffers.outputs, leaves, buffers.layout, self.replicas
         )
-
-    def _take_buffers(self, agreement: Agreement, buffers: Buffers) -> None:
-        """Takes the buffers, and lets sums that have not begun accumulate in the memory of the
-        buckets.
-        """
-        self.agreement, self.buffers, plan = agreement, buffers, agreement.plan
-        # Without a bucket there is no mark of an error, which has to be read before the exchanges
-        # that these take.
-        outputs = buffers.outputs
-        if not (agreement.specs or outputs.collected or outputs.threads):
-            self.numbers = plan.numbers(ROOM)
-        self.sums = Sums(plan._replace(buckets=()) if self.numbers else plan)
-        # An accumulator that is a view of its bucket need not be copied when the bucket is sent.
-        for leaf, view in self.sums.views.items():
-            is_added_in_place = (
-                buffers.layout.kinds[leaf] is not None and leaf not in agreement.specs
-            )
-            if is_added_in_place and buffers.reduced[leaf] is None:
-                buffers.reduced[leaf] = view
 
     def take_part(
         self,
+        buffers_of: Callable[[Layout], Buffers],
         bind: Callable[[Tree], Outputs],
-        arguments: Arguments,
-        parameters: Sequence[Array] = (),
+        known: Sequence[Any],
     ) -> Buffers:
-        """Learns what the others fold, on a replica without any micro-batch, and begins with empty
-        buffers for it.
+        """Begins with empty buffers for what the others fold, on a replica without any
+        micro-batch.
 
-        `bind(value)` is the Outputs of a value like those of the others; `arguments` are all that
-        it was called with, or `parameters`.
+        In a first window they say what that is: `bind(value)` is the Outputs of a value like
+        theirs, of numbers that mean nothing, on the device of what is `known` here.
         """
-        leaves = [
-            leaf
-            for part in arguments.parts
-            for leaf in trees.flatten(part.value)[0]
-            if arrays.is_array(leaf)
-        ]
-        leaves += parameters
-        device = leaves[0].device if leaves else torch.device("cpu")
+        tensors = [leaf for leaf in known if isinstance(leaf, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
 
-        def rebuild(structure: Structure) -> tuple[Outputs, list[Array]]:
-            # A value like those of the others, of numbers that mean nothing.
-            skeleton, likes = structure
+        def rebuild(tree: Tree, kinds: list[Kind | None]) -> tuple[Outputs, list[Any]]:
             leaves = [
-                None if like is None else torch.empty_like(like, device=device) for like in likes
+                None if kind is None else torch.empty(kind[0], dtype=kind[1], device=device)
+                for kind in kinds
             ]
-            return bind(trees.unflatten(trees.flatten(skeleton)[1], leaves)), leaves
+            return bind(trees.unflatten(trees.flatten(tree)[1], leaves)), leaves
 
         self.rebuild = rebuild
         self.announce()
+        self.buffers = buffers_of(Layout(self.agreement.outputs))
         return self.buffers
 
     # ---------------------------------------------------------------------------- the replicas meet
@@ -154,11 +127,8 @@ class Reduction:
         """
         self.replicas.channel.settle()
         reports = exchanged(self.replicas.channel, Report(*self._counts, digest=1, steps=is_last))()
-        try:
+        with self._over_if_refused():
             check_in_step(reports)
-        except FuncgaError as problem:
-            self.problem = problem
-            raise
         return all(report.steps for report in reports)
 
     def announce(self) -> None:
@@ -168,29 +138,34 @@ class Reduction:
         What is still owed to them from earlier windows is sent first. Raises FuncgaError, on all
         replicas, if they do not do the same.
         """
-        if self.problem is not None:
-            raise self.problem
         if self.unit:
             return
         if self.exchange is None:
             self.replicas.channel.settle()
             self.exchange = exchanged(self.replicas.channel, self._report())
         self.reports = self.exchange()
-        try:
+        with self._over_if_refused():
             check_in_step(self.reports)
-            mine = None if self.rebuild is not None else self.agreement
-            agreement = agreed(self.history, mine, self.rebuild, self.reports, self.replicas)
-            check_weighed(agreement, self.reports)
-        except FuncgaError as problem:
-            self.problem = problem
-            raise
-        if self.rebuild is not None:
-            self._take_buffers(agreement, self.buffers_of(Layout(agreement.outputs)))
+            self.agreement = agreed(
+                self.history, self.proposal, self.rebuild, self.reports, self.replicas
+            )
+            check_weighed(self.agreement, self.reports)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in self.reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
         self.exchange = None
+
+    @contextmanager
+    def _over_if_refused(self) -> Iterator[None]:
+        """A context in which a FuncgaError is raised on all replicas: no other waits for this
+        one.
+        """
+        try:
+            yield
+        except FuncgaError:
+            self.is_over = True
+            raise
 
     @property
     def _counts(self) -> tuple[int, int, int]:
@@ -202,15 +177,15 @@ class Reduction:
 
     def _report(self) -> Report:
         """What this replica has folded."""
-        if self.rebuild is not None:
+        if self.proposal is None:
             return Report(*self._counts, agreed=self.history.recalled() is not None)
         buffers = self.buffers
         unit, weight, rejected = buffers.unit or 0.0, float(buffers.weight), buffers.rejected
-        numbers = [buffers.reduced[leaf] for leaf in self.numbers]
+        numbers = [buffers.reduced[leaf] for leaf in self.proposal.plan.numbers]
         return Report(
             *self._counts,
-            digest=self.agreement.digest,
-            agreed=bool(self.agreement.steps),
+            digest=self.proposal.digest,
+            agreed=bool(self.proposal.steps),
             on_device=buffers.counted is not None or isinstance(rejected, torch.Tensor),
             steps=buffers.steps,
             weight=weight,
@@ -222,11 +197,6 @@ class Reduction:
                 [0.0 if number is None else float(arrays.scalar(number)) for number in numbers]
             ),
         )
-
-    @property
-    def folded(self) -> int:
-        """How many replicas have something to fold, once it is known what all of them have."""
-        return sum(bool(report.steps) for report in self.reports)
 
     # -------------------------------------------------------------------------------- a window ends
 
@@ -241,12 +211,10 @@ class Reduction:
                 leaf: _like(self.buffers.reduced[leaf], spec)
                 for leaf, spec in self.agreement.specs.items()
             }
-            with explained():
+            with explained(), self._over_if_refused():
                 self._send()
                 state = self._take_in(state)
-        except BaseException as error:
-            if isinstance(error, FuncgaError):  # then the others raise it too
-                self.problem = error
+        except BaseException:
             self.give_up()
             raise
         for leaf, like in likes.items():
@@ -258,15 +226,15 @@ class Reduction:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
         """
-        if self.is_over or self.problem is not None:
+        if self.is_over:
             return
         self.is_over = True
         if self.unit:
             self.settle()
         else:
-            # In a first window there may be no channel yet. Making it is a collective, and no other
-            # replica would take part in it now.
-            owed_to(self.replicas.group).append(self)
+            # In a first window the channel may have no group yet. Making it is a collective, and no
+            # other replica would take part in it now.
+            self.replicas.channel.owed.append(self.settle)
 
     def settle(self) -> None:
         """Sends the rest of a window that was given up; if it was never announced, a header that
@@ -277,10 +245,9 @@ class Reduction:
             return
         try:
             self.announce()
-            # The mark travels in the last bucket. If that is sent already, the others have all of
-            # this window, and the next header shows that it was not finished here.
-            if self.sums.sent < len(self.sums.buckets):
-                self.sums.mark.fill_(1)
+            # If the message with the mark is sent already, the others have all of this window, and
+            # the next header shows that it was not finished here.
+            self.mark.fill_(1)
             self._send()
         except (FuncgaError, RuntimeError):
             # The others have raised the same, and wait for nothing.
@@ -291,6 +258,8 @@ class Reduction:
         exchange shapes.
         """
         if self.unsent is None:
+            # From the unit of this replica to that of all.
+            self.buffers.hold_in(self.unit)
             self.unsent = deque(self._messages())
         while self.unsent:
             self.unreceived.append(self.unsent[0]())
@@ -299,40 +268,33 @@ class Reduction:
     def _messages(self) -> Iterator[Callable[[], Receive]]:
         """What begins each of them, in their order."""
         buffers, plan = self.buffers, self.agreement.plan
-        # From the unit of this replica to that of all.
-        weighted, factor = {*buffers.layout.weighted}, (buffers.unit or self.unit) / self.unit
-        for index, bucket in enumerate(self.sums.buckets):
-            # Not the device of the plan: a count on the host may be beside gradients, or totals, on
-            # a device.
-            carrier = self._wire(bucket.kind.among, bucket.kind.device).carrier
-            yield partial(self.sums.send, index, carrier, buffers.reduced, weighted, factor)
+        for message in plan.sums:
+            wire, mark = self._wire(message.kind.among, message.kind.device), None
+            if message is plan.sums[-1]:
+                mark = self.mark = torch.full(
+                    (1,), self.is_over, dtype=message.kind.dtype, device=wire.device
+                )
+            yield partial(add, buffers, plan, message, wire, mark)
         if any(report.on_device for report in self.reports):
             yield self._count_on_device
-        for shapes in plan.converted:
-            yield partial(
-                add_converted, buffers, shapes, self._wire(plan.among.get(next(iter(shapes)), 0))
-            )
         if plan.gathered and not buffers.outputs.collected:
             yield self._gather
 
-    def _wire(self, group: int = 0, device: torch.device | None = None) -> Wire:
-        """What travels over the group of replicas of this number; if not from a device, from
-        that of the plan.
-        """
-        replicas, device = self.agreement.groups[group], device or self.agreement.plan.device
+    def _wire(self, group: int, device: torch.device) -> Wire:
+        """What travels from a device over the group of replicas of this number."""
+        replicas = self.agreement.groups[group]
         return Wire(replicas.channel.carrier(device, replicas.group), device, replicas.channel)
 
     def _gather(self) -> Receive:
-        members = [
-            [*map(self.replicas.ranks.index, group.ranks)] for group in self.agreement.groups
-        ]
-        return gather(self.buffers, self.agreement.plan, self._wire(), members)
+        plan, ranks = self.agreement.plan, self.replicas.ranks
+        members = [[*map(ranks.index, group.ranks)] for group in self.agreement.groups]
+        return gather(self.buffers, plan, self._wire(0, plan.device), members)
 
     def _count_on_device(self) -> Receive:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the
         host cannot see.
         """
-        buffers, wire = self.buffers, self._wire()
+        buffers, wire = self.buffers, self._wire(0, self.agreement.plan.device)
         rejected = buffers.rejected if isinstance(buffers.rejected, torch.Tensor) else 0
         counts = (
             (0, 0)
@@ -353,10 +315,11 @@ class Reduction:
 
     def _take_in(self, state: list[Array]) -> list[Array]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
-        buffers, mark = self.buffers, self.sums.mark
+        buffers = self.buffers
         self._count()
         while self.unreceived:
             self.unreceived.popleft()()
+        mark = self.mark
         # Reading the mark from a device would make the host wait. Instead the weight becomes NaN
         # there, and so does every mean of the window. But before another exchange between hosts the
         # mark has to be read: a replica that has given up would not answer.
@@ -368,17 +331,22 @@ class Reduction:
                 "says, and let the error end all of them; or leave this window out on every rank."
             )
         if not mark.is_cpu:
-            spoilt = torch.where(mark != 0, float("nan"), 0.0).to(torch.float64)
-            nothing = Tally((spoilt,), torch.zeros((), dtype=torch.int64, device=mark.device))
+            weight = torch.where(mark[0] != 0, float("nan"), 0.0).to(torch.float64)
+            nothing = Tally((weight,), torch.zeros((), dtype=torch.int64, device=mark.device))
             buffers.counted = nothing if buffers.counted is None else buffers.counted.merge(nothing)
-        # A view would keep its whole bucket alive as long as the caller keeps a loss.
-        for leaf in self.sums.views.keys() & {*buffers.layout.rest.indices}:
-            view = self.sums.views[leaf]
-            buffers.reduced[leaf] = view.clone() if view.nbytes <= _SMALL else view
         if buffers.outputs.collected:
             self._gather()()
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
-        return carried(state, folded[-1], self._wire()) if state and folded else state
+        return self._state_of(folded[-1], state) if state and folded else state
+
+    def _state_of(self, source: int, state: list[Array]) -> list[Array]:
+        """The state of a replica: its arrays, numbers and texts. Any other object stays each
+        replica's own.
+        """
+        device = self.agreement.plan.device
+        told = self.replicas.channel.told_by(source, [*map(_portable, state)])
+        told = [each.to(device) if isinstance(each, torch.Tensor) else each for each in told]
+        return [mine if each is None else each for mine, each in zip(state, told, strict=True)]
 
     def _count(self) -> None:
         """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
@@ -389,7 +357,7 @@ class Reduction:
             sum(r.weight for r in reports),
         )
         buffers.rejected = int(sum(report.rejected for report in reports))
-        for position, leaf in enumerate(self.numbers):
+        for position, leaf in enumerate(self.agreement.plan.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = leaf in buffers.layout.weighted
             addends = [
@@ -400,7 +368,11 @@ class Reduction:
             )
 
 
-_SMALL = 2**12  # bytes of a value that is copied out of its bucket
+def _portable(leaf: object) -> object:
+    """A leaf of the state as another process can have it; None for an object of this process."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu()
+    return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
 def _on_device(count: Scalar, device: torch.device) -> torch.Tensor:

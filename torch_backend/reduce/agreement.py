@@ -18,17 +18,19 @@ from funcga._backend.prefixes import named_by_leaf
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
-from funcga._types import Array, Structure
+from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.layout import Layout
-from torch_backend.reduce.header import Report, digest_of
+from torch_backend.reduce.header import ROOM, Report, digest_of
 from torch_backend.reduce.wire import Plan, planned
 from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
 
-# Makes what the others fold of a tree's structure: the Outputs, and leaves like theirs.
-Rebuild = Callable[[Structure], tuple[Outputs, list[Array]]]
+# Makes the Outputs of a tree, and leaves like its own, from the tree of their numbers and the shape
+# and dtype of each.
+Kind = tuple[tuple[int, ...], torch.dtype]
+Rebuild = Callable[[Tree, list[Kind | None]], tuple[Outputs, list[Any]]]
 
 
 @dataclass(eq=False)
@@ -36,16 +38,17 @@ class Agreement:
     """What every replica folds, and how it travels.
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
-    it is one of `description`, which has a text for each path. `likes` are leaves of the outputs as
-    this process holds them, without memory; `specs` are those of the reduced leaves that are
-    DTensors. `groups` are the replicas of the window, and then those that some leaves are merged
-    over instead. `steps` are digests of the Steps that the replicas take, in their order; empty
-    until all of them have agreed.
+    it is one of `description`, which has a text for each path. `kinds` are the shapes and dtypes of
+    the leaves of the outputs as this process holds them; None for what is no array, or is reduced
+    elsewhere. `specs` are those of the reduced
+    leaves that are DTensors. `groups` are the replicas of the window, and then those that some
+    leaves are merged over instead. `steps` are digests of the Steps that the replicas take, in
+    their order; empty until all of them have agreed.
     """
 
     key: tuple[object, ...]
     outputs: Outputs
-    likes: list[torch.Tensor | None]
+    kinds: list[Kind | None]
     plan: Plan
     specs: dict[int, Spec]
     groups: list[Replicas]
@@ -66,10 +69,8 @@ class History:
 
     def recalled(self, digest: float = 0) -> Agreement | None:
         """The last Agreement of all replicas on the structure that has this digest, or on any."""
-        agreed = (
-            each for each in reversed(self.agreements) if each.steps and digest in (0, each.digest)
-        )
-        return next(agreed, None)
+        known = [each for each in self.agreements if each.steps and digest in (0, each.digest)]
+        return known[-1] if known else None
 
 
 @dataclass(eq=False)
@@ -104,8 +105,8 @@ def proposed(
     if known is not None:
         return known
     likes = [
-        None if fold is None or leaf is None else _like(leaf, leaf_index in layout.backward.sums)
-        for leaf_index, (fold, leaf) in enumerate(zip(outputs.folds, leaves, strict=True))
+        None if fold is None or leaf is None else arrays.as_array(leaf)
+        for fold, leaf in zip(outputs.folds, leaves, strict=True)
     ]
     history.agreements.append(_proposal(key, outputs, likes, layout, replicas))
     return history.agreements[-1]
@@ -132,18 +133,6 @@ def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
     return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]
 
 
-def _like(leaf: Any, is_summed_by_autograd: bool) -> torch.Tensor:
-    """A leaf in the strides of its accumulator: autograd keeps those of the parameter, other
-    sums are contiguous.
-    """
-    array = arrays.as_array(leaf)
-    if is_dtensor(array) or array.is_contiguous():
-        return array
-    if is_summed_by_autograd:
-        return torch.empty_like(array)
-    return torch.empty(array.shape, dtype=array.dtype, device=array.device)
-
-
 def _proposal(
     key: tuple[object, ...],
     outputs: Outputs,
@@ -162,12 +151,14 @@ def _proposal(
     for index, spec in specs.items():
         _check_copies(spec, groups[among.get(index, 0)])
     shards = {index: local(like) for index, like in reduced.items()}
-    added = {*layout.weighted, *layout.plain}
-    sums = [
+    added = [
         index
         for index, like in shards.items()
-        if index in added or _is_sum(layout.folds[index], like)
+        if layout.kinds[index] is not None or _is_sum(layout.folds[index], like)
     ]
+    # What travels in the header has no mark of an error, which has to be read before the exchanges
+    # that these take.
+    may_be_numbers = not (specs or outputs.collected or outputs.threads)
     description = _description(outputs, likes, replicas) | {
         outputs.paths()[outputs.reduced[index]]
         + " across": f"replicas {group} of {groups[group].count}"
@@ -176,8 +167,16 @@ def _proposal(
     return Agreement(
         key=key,
         outputs=outputs,
-        likes=[None if like is None else local(like).detach().to("meta") for like in likes],
-        plan=planned(layout.folds, shards, sums, replicas.bucket_bytes, replicas.wire_dtype, among),
+        kinds=[None if like is None else (tuple(like.shape), like.dtype) for like in likes],
+        plan=planned(
+            layout.folds,
+            shards,
+            added,
+            among,
+            replicas.bucket_bytes,
+            replicas.wire_dtype,
+            ROOM if may_be_numbers else 0,
+        ),
         specs=specs,
         groups=groups,
         description=description,
@@ -224,8 +223,9 @@ def _groups_of_leaves(
         known = [group.ranks for group in groups]
         if own.ranks not in known:
             groups.append(own)
+            known.append(own.ranks)
         if own.ranks != replicas.ranks:
-            among[index] = known.index(own.ranks) if own.ranks in known else len(known)
+            among[index] = known.index(own.ranks)
     return groups, among
 
 
@@ -279,23 +279,21 @@ def _description_of_leaf(outputs: Outputs, leaf_index: int, like: torch.Tensor |
     dtypes = outputs.dtypes[leaf_index], fold.accumulator_dtype, fold.result_dtype
     dtype, accumulator, result = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     summed = "" if dtype == accumulator == result else f" summed as {accumulator} to {result}"
-    strided = "" if like.is_contiguous() else f" strided {like.stride()}"
-    return f"{dtype}[{shape}]{strided}{summed} ({fold.fold.name})"
+    return f"{dtype}[{shape}]{summed} ({fold.fold.name})"
 
 
 # -------------------------------------------------------------------------------- what all agree on
 
 
 class _Said(NamedTuple):
-    """What a replica says where the replicas have not agreed before; None where nobody needs it.
-
-    `structure` is pickled; a text says why it cannot be.
+    """What a replica says where the replicas have not agreed before; the description is None where
+    nobody needs it.
     """
 
     step: Step | None
     steps_made: dict[str, int]
     description: dict[str, str] | None = None
-    structure: bytes | str | None = None
+    structure: bytes | str | None = None  # pickled; a text says why it cannot be
     groups: Sequence[list[int]] = ()
 
 
@@ -308,18 +306,17 @@ def agreed(
 ) -> Agreement:
     """The Agreement of all replicas after these reports.
 
-    `mine` is what this replica proposes; None if it has nothing to fold. `rebuild` then makes what
-    the others propose. Raises FuncgaError on every replica if two of them take different steps, or
-    fold different structures.
+    `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild` makes
+    it of what the others fold. Raises FuncgaError on every replica if two of them take different
+    steps, or fold different structures.
     """
-    # Usually the headers have said everything, and nothing more is sent.
-    steps, earlier = [report.step for report in reports], _earlier(history, mine, reports)
-    if earlier is not None and earlier.steps == steps:
-        return earlier
-    # Otherwise all replicas come here, because all of them see the same reports. So the collectives
-    # below match.
+    # All replicas see the same reports, so they take the same branches, and their collectives
+    # match. Usually the headers have said everything, and nothing more is sent.
+    steps, known = [report.step for report in reports], _known(history, mine, reports)
+    if known is not None and known.steps == steps:
+        return known
     said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
-    if earlier is not None or _are_mixed_up(said):
+    if known is not None or _are_mixed_up(said):
         spelled = "; ".join(
             f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
         )
@@ -329,13 +326,94 @@ def agreed(
             "list rather than a set."
         )
     check_alike([each.description for each in said], "fold different structures")
-    _check_groups(said, replicas)
+    _check_groups([each.groups for each in said], replicas)
     structure = next((each.structure for each in said if each.structure is not None), None)
     if structure is not None:
         mine = _adopted(history, mine, structure, rebuild, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
+
+
+def _known(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
+    """The Agreement that all replicas have made before, if everything that they fold now has one
+    digest.
+    """
+    # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
+    digests = {report.digest for report in reports} - {0}
+    if len(digests) > 1 or not all(report.agreed for report in reports):
+        return None
+    return history.recalled(digests.pop()) if mine is None else mine
+
+
+def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
+    if mine is None:
+        return _Said(step, steps_made())
+    # Descriptions are long, so they are sent only where digests differ; and the structure only
+    # where a replica has nothing to fold, and so cannot know it.
+    digests = {report.digest for report in reports}
+    description = mine.description if len(digests - {0}) > 1 else None
+    structure = _pickled(mine) if 0 in digests else None
+    groups = [group.ranks for group in mine.groups[1:]]
+    return _Said(step, steps_made(), description, structure, groups)
+
+
+# -------------------------------------------- a first window in which a replica has nothing to fold
+
+
+def _pickled(mine: Agreement) -> bytes | str:
+    """The structure of what this replica folds, for others to make values like it: a tree of the
+    numbers of its leaves, and the shape and dtype of each. Pickled; a text if that cannot be.
+    """
+    if mine.specs:
+        return "it lies on the devices of a mesh"
+    try:
+        # Torch's own description of a structure does not pickle well.
+        numbers = mine.outputs.structure_of(range(len(mine.kinds)))
+        data = pickle.dumps((numbers, mine.kinds))
+        pickle.loads(data)
+    except Exception as error:  # whatever the user's class raises
+        return f"{type(error).__name__}: {error}"
+    return data
+
+
+def _adopted(
+    history: History,
+    mine: Agreement | None,
+    structure: bytes | str,
+    rebuild: Rebuild | None,
+    replicas: Replicas,
+) -> Agreement:
+    """The Agreement where some replicas have nothing to fold, and adopt the structure of what the
+    others fold.
+
+    Raises FuncgaError, on all of them, if one cannot.
+    """
+    problem = structure if isinstance(structure, str) else ""
+    if mine is None and isinstance(structure, bytes):
+        assert rebuild is not None
+        try:
+            outputs, leaves = rebuild(*pickle.loads(structure))
+            mine = proposed(history, outputs, leaves, Layout(outputs), replicas)
+        except Exception as error:  # whatever the user's class raises
+            problem = f"{type(error).__name__}: {error}"
+    # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise:
+    # none is left waiting.
+    said: list[dict[str, str] | str] = replicas.channel.gathered(
+        problem if mine is None else mine.description
+    )
+    problems = [each for each in said if isinstance(each, str)]
+    if mine is None or problems:
+        raise FuncgaError(
+            "a replica has nothing to fold in its first window, and cannot be told what the others "
+            f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
+            "ones may have none; or return dicts, tuples and lists of arrays."
+        )
+    check_alike([each for each in said if isinstance(each, dict)], "fold different structures")
+    return mine
+
+
+# ----------------------------------------------------------------------------- what is checked then
 
 
 def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
@@ -363,36 +441,14 @@ def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
         )
 
 
-def _earlier(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:
-    """The Agreement that all replicas have made before, if everything that they fold now has one
-    digest.
-    """
-    # A digest of 0 is that of a replica that has nothing to fold: it goes with any other.
-    digests = {report.digest for report in reports} - {0}
-    if len(digests) > 1 or not all(report.agreed for report in reports):
-        return None
-    return history.recalled(digests.pop()) if mine is None else mine
-
-
-def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
-    if mine is None:
-        return _Said(step, steps_made())
-    # Descriptions are long, so they are sent only where digests differ. The structure is sent only
-    # where a replica has nothing to fold, and so cannot know it.
-    digests = {report.digest for report in reports}
-    description = mine.description if len(digests - {0}) > 1 else None
-    structure = _pickled(mine) if 0 in digests else None
-    return _Said(
-        step, steps_made(), description, structure, [group.ranks for group in mine.groups[1:]]
-    )
-
-
-def _check_groups(said: list[_Said], replicas: Replicas) -> None:
+def _check_groups(groups_of_replicas: list[Sequence[list[int]]], replicas: Replicas) -> None:
     """Raises FuncgaError if two replicas name different processes for the same leaf, and would
     wait for each other.
     """
     spoke = {
-        rank: each.groups for rank, each in zip(replicas.ranks, said, strict=True) if each.groups
+        rank: groups
+        for rank, groups in zip(replicas.ranks, groups_of_replicas, strict=True)
+        if groups
     }
     named = {
         (number, tuple(group)): rank
@@ -422,59 +478,3 @@ def _are_mixed_up(said: list[_Said]) -> bool:
         for here, made_here in taken
         for there, made_there in taken
     )
-
-
-# -------------------------------------------- a first window in which a replica has nothing to fold
-
-
-def _pickled(mine: Agreement) -> bytes | str:
-    """The pickled structure of what this replica folds, for others to make values like it; a
-    text if it has none.
-    """
-    if mine.specs:
-        return "it lies on the devices of a mesh"
-    try:
-        # A tree of numbers has the structure too, and torch's own description of a structure does
-        # not pickle well.
-        data = pickle.dumps((mine.outputs.structure_of(range(len(mine.likes))), mine.likes))
-        pickle.loads(data)
-    except Exception as error:  # whatever the user's class raises
-        return f"{type(error).__name__}: {error}"
-    return data
-
-
-def _adopted(
-    history: History,
-    mine: Agreement | None,
-    structure: bytes | str,
-    rebuild: Rebuild | None,
-    replicas: Replicas,
-) -> Agreement:
-    """The Agreement where some replicas have nothing to fold, and adopt the structure of what the
-    others fold.
-
-    Raises FuncgaError, on all of them, if one cannot.
-    """
-    problem = structure if isinstance(structure, str) else ""
-    if mine is None and isinstance(structure, bytes):
-        assert rebuild is not None
-        try:
-            outputs, leaves = rebuild(pickle.loads(structure))
-            mine = _proposal(_key(outputs, leaves), outputs, leaves, Layout(outputs), replicas)
-            history.agreements.append(mine)
-        except Exception as error:  # whatever the user's class raises
-            problem = f"{type(error).__name__}: {error}"
-    # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise:
-    # none is left waiting.
-    said: list[dict[str, str] | str] = replicas.channel.gathered(
-        problem if mine is None else mine.description
-    )
-    problems = [each for each in said if isinstance(each, str)]
-    if mine is None or problems:
-        raise FuncgaError(
-            "a replica has nothing to fold in its first window, and cannot be told what the others "
-            f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
-            "ones may have none; or return dicts, tuples and lists of arrays."
-        )
-    check_alike([each for each in said if isinstance(each, dict)], "fold different structures")
-    return mine

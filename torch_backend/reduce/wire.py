@@ -1,22 +1,20 @@
-"""The wire: how leaves travel between replicas. Sums go in buckets, each one all_reduce; anything
-else as bytes.
+"""The wire: how leaves travel between replicas. Sums are added, many in one all_reduce; anything
+else is gathered as bytes.
 
-Sums are accumulated in the memory of the buckets, so nothing is copied before it is sent. Leaves
-that are no sums, such as moments or collected rows, are gathered, and combined in the order of the
+Leaves that are no sums, such as moments or collected rows, are combined in the order of the
 replicas.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from funcga._fold import LeafFold
-from funcga._types import Array, Reduced
+from funcga._types import Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
 from torch_backend.engine.buffers import Buffers
@@ -25,167 +23,97 @@ from torch_backend.replicas import Channel, as_bytes
 # Waits for a message that has begun, and takes in what the others have sent.
 Receive = Callable[[], None]
 
-# So few elements are not worth a bucket of their own.
+# So few elements are not worth a message of their own.
 _FEW = 8
-# Each leaf begins at a multiple of so many elements: kernels are faster on aligned memory.
-_ALIGNED = 16
-
-
-class Segment(NamedTuple):
-    """Where a bucket holds a leaf; `leaf` is its index among those that are reduced."""
-
-    leaf: int
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    # then the last axis has the real and the imaginary parts, as not every carrier adds complex
-    # ones
-    is_complex: bool
+# Bytes of a value that is copied out of the memory of its message. As a view it would keep all of
+# that alive as long as the caller keeps a loss.
+_SMALL = 2**12
 
 
 class Kind(NamedTuple):
     """What leaves have in common that are added over the replicas together.
 
-    The dtype and the device of their accumulators, what they are sent as, and which of the groups
-    of replicas they are added over, as in a Plan.
+    `dtype`: of their accumulators, as real numbers; None if their monoid makes of them what is
+    added. `wire`: what they are sent as. `among`: which of the groups of replicas they are added
+    over, as in a Plan.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     device: torch.device
-    wire: torch.dtype
+    wire: torch.dtype | None
     among: int
 
 
-class Bucket(NamedTuple):
-    """Leaves of a kind in one memory, of so many elements."""
+class Sum(NamedTuple):
+    """A message: leaves of a kind, by their indices among those that are reduced."""
 
     kind: Kind
-    segments: tuple[Segment, ...]
-    length: int
-
-
-Shapes = dict[int, tuple[int, ...]]
+    leaves: tuple[int, ...]
 
 
 class Plan(NamedTuple):
     """How each reduced leaf travels. It follows from what is folded, so it is the same on every
     replica.
 
-    `converted` has the shapes of leaves that are added as what their monoid makes of them for that,
-    in groups that travel together; `gathered` has those of all others that are in no bucket.
-    `among` has the leaves that are merged over fewer replicas than the window: over the group of
-    this number, from 1 on.
+    `sums` and `gathered` have all leaves, unless `numbers` has them: these travel in the header.
+    `shapes` are those of all leaves. `among` has the leaves that are merged over fewer replicas
+    than the window: over the group of this number, from 1 on. `device`: where anything travels from
+    that is no sum.
     """
 
-    buckets: tuple[Bucket, ...]
-    gathered: Shapes
-    converted: tuple[Shapes, ...] = ()
-    among: Mapping[int, int] = MappingProxyType({})
-
-    @property
-    def device(self) -> torch.device:
-        """Where everything travels from that is in no bucket."""
-        return self.buckets[-1].kind.device
-
-    def numbers(self, most: int) -> tuple[int, ...]:
-        """All leaves, if they are real scalars on the host, and no more than so many; otherwise
-        none.
-        """
-        kinds = [bucket.kind for bucket in self.buckets]
-        segments = [segment for bucket in self.buckets for segment in bucket.segments]
-        on_host = all(kind.device.type == "cpu" and kind.dtype.is_floating_point for kind in kinds)
-        others = (
-            self.gathered
-            or self.converted
-            or self.among
-            or any(segment.shape for segment in segments)
-        )
-        return (
-            tuple([segment.leaf for segment in segments])
-            if on_host and len(segments) <= most and not others
-            else ()
-        )
+    sums: tuple[Sum, ...]
+    gathered: tuple[int, ...]
+    numbers: tuple[int, ...]
+    shapes: Mapping[int, tuple[int, ...]]
+    among: Mapping[int, int]
+    device: torch.device
 
 
 def planned(
     folds: Sequence[LeafFold],
     likes: Mapping[int, torch.Tensor],
-    sums: Collection[int],
+    added: Collection[int],
+    among: Mapping[int, int],
     bucket_bytes: int,
     wire_dtype: torch.dtype | None,
-    among: Mapping[int, int] = MappingProxyType({}),
+    most_numbers: int = 0,
 ) -> Plan:
-    """The Plan for leaves like these, of which `sums` are merged by adding them; `among` as in a
+    """The Plan for leaves like these, of which `added` are merged by adding them; `among` as in a
     Plan.
+
+    If all are numbers on the host, and `most_numbers` at most, they travel in the header.
     """
     kinds: dict[Kind, list[int]] = {}
-    for leaf in sorted(sums):
-        kinds.setdefault(
-            _kind_of(folds[leaf], likes[leaf], wire_dtype, among.get(leaf, 0)), []
-        ).append(leaf)
-    if len(sums) < len(likes):
-        # A few counts in a dtype of their own go with what is gathered anyway: a bucket is one
+    for leaf, like in sorted(likes.items()):
+        kind = _kind_of(folds[leaf], like, leaf in added, wire_dtype, among.get(leaf, 0))
+        if kind is not None:
+            kinds.setdefault(kind, []).append(leaf)
+    shapes = {leaf: tuple(like.shape) for leaf, like in likes.items()}
+    are_few_scalars = most_numbers >= max(1, len(likes)) and not any(shapes.values())
+    if len(added) < len(likes):
+        # A few counts in a dtype of their own go with what is gathered anyway: a message is one
         # collective more.
         kinds = {
             kind: leaves
             for kind, leaves in kinds.items()
-            if not _are_few_counts(leaves, folds, likes)
+            if kind.dtype is None or not _are_few_counts(leaves, folds, likes)
         }
-    in_buckets = {leaf for leaves in kinds.values() for leaf in leaves}
-    others = [leaf for leaf in sorted(likes) if leaf not in in_buckets]
-    converted = _converted_together(others, folds, likes, bucket_bytes, among)
-    gathered = {*others}.difference(*converted)
-    shapes = {leaf: tuple(likes[leaf].shape) for leaf in others}
-    return Plan(
-        _buckets(kinds, folds, likes, bucket_bytes),
-        {leaf: shapes[leaf] for leaf in others if leaf in gathered},
-        tuple([{leaf: shapes[leaf] for leaf in leaves} for leaves in converted]),
-        among,
-    )
-
-
-def _buckets(
-    kinds: Mapping[Kind, list[int]],
-    folds: Sequence[LeafFold],
-    likes: Mapping[int, torch.Tensor],
-    bucket_bytes: int,
-) -> tuple[Bucket, ...]:
-    """The buckets of sums. All replicas see the last one, which has the mark of an error."""
-    buckets = []
-    for kind, leaves in sorted(kinds.items(), key=lambda item: not item[0].among):
-        nbytes = {leaf: likes[leaf].numel() * kind.dtype.itemsize for leaf in leaves}
-        buckets += [
-            _bucket(kind, together, folds, likes)
-            for together in _parts(leaves, nbytes, bucket_bytes)
-        ]
-    if not buckets or buckets[-1].kind.among:
-        device = next((like.device for like in likes.values()), torch.device("cpu"))
-        buckets.append(Bucket(Kind(torch.float32, device, torch.float32, 0), (), 0))
-    return tuple(buckets)
-
-
-def _converted_together(
-    leaves: Sequence[int],
-    folds: Sequence[LeafFold],
-    likes: Mapping[int, torch.Tensor],
-    bucket_bytes: int,
-    among: Mapping[int, int],
-) -> list[list[int]]:
-    """Of these leaves those that are converted, in groups that travel together."""
-    groups: dict[int, list[int]] = {}
-    for leaf in leaves:
-        if folds[leaf].fold.reducer.monoid.sent is not None:
-            groups.setdefault(among.get(leaf, 0), []).append(leaf)
-    nbytes = {leaf: likes[leaf].nbytes for leaf in leaves}
-    return [
-        together for group in groups.values() for together in _parts(group, nbytes, bucket_bytes)
-    ]
+    elif are_few_scalars and all(map(_fits_the_header, kinds)):
+        return Plan((), (), tuple(sorted(added)), shapes, among, torch.device("cpu"))
+    sums = _messages(kinds, likes, bucket_bytes)
+    gathered = {*likes}.difference(*kinds.values())
+    return Plan(sums, tuple(sorted(gathered)), (), shapes, among, sums[-1].kind.device)
 
 
 def _kind_of(
-    fold: LeafFold, like: torch.Tensor, wire_dtype: torch.dtype | None, among: int
-) -> Kind:
-    """The Kind of a sum. Scalars, such as the loss, and counts are never rounded."""
+    fold: LeafFold, like: torch.Tensor, is_added: bool, wire_dtype: torch.dtype | None, among: int
+) -> Kind | None:
+    """The Kind of a leaf; None if it is gathered. Scalars, such as the loss, and counts are never
+    rounded.
+    """
+    if not is_added:
+        is_sent = fold.fold.reducer.monoid.sent is not None
+        return Kind(None, like.device, None, among) if is_sent else None
     dtype: torch.dtype = fold.accumulator_dtype
     dtype = dtype.to_real() if dtype.is_complex else dtype
     is_exact = like.ndim == 0 or not dtype.is_floating_point
@@ -200,105 +128,41 @@ def _are_few_counts(
     return elements <= _FEW and all(folds[leaf].fold.reducer.unweighted for leaf in leaves)
 
 
-def _parts(leaves: list[int], nbytes: Mapping[int, int], most: int) -> list[list[int]]:
-    """The leaves in groups of at most so many bytes. One that is larger is a group of its own."""
-    parts: list[list[int]] = []
-    room = 0
-    for leaf in leaves:
-        if not parts or nbytes[leaf] > room:
-            parts.append([])
-            room = most
-        parts[-1].append(leaf)
-        room -= nbytes[leaf]
-    return parts
+def _fits_the_header(kind: Kind) -> bool:
+    is_float = kind.dtype is not None and kind.dtype.is_floating_point
+    return is_float and kind.device.type == "cpu" and not kind.among
 
 
-def _bucket(
-    kind: Kind, leaves: Sequence[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]
-) -> Bucket:
-    segments: list[Segment] = []
-    end = 0
-    for leaf in leaves:
-        start, like = -(-end // _ALIGNED) * _ALIGNED, likes[leaf]  # rounded up
-        if folds[leaf].accumulator_dtype.is_complex:
-            stride = (*[2 * stride for stride in like.stride()], 1)
-            segments.append(Segment(leaf, start, (*like.shape, 2), stride, True))
-        else:
-            segments.append(Segment(leaf, start, tuple(like.shape), like.stride(), False))
-        end = start + math.prod(segments[-1].shape)
-    return Bucket(kind, tuple(segments), end)
+def _is_for_all(message: Sum) -> bool:
+    """Whether it has numbers of one dtype that all replicas of the window add."""
+    return message.kind.dtype is not None and not message.kind.among
 
 
-class Sums:
-    """The sums of one window in the memory of their buckets.
-
-    Buckets are sent in the order of the plan, so all replicas send in one order. The last bucket
-    has one more element, the mark: its sum is not 0 if any replica has raised an error. A plan
-    without buckets has no mark to send.
-    """
-
-    def __init__(self, plan: Plan):
-        self.buckets, last = plan.buckets, len(plan.buckets) - 1
-        self._memory = [
-            torch.zeros(
-                bucket.length + (index == last), dtype=bucket.kind.dtype, device=bucket.kind.device
-            )
-            for index, bucket in enumerate(plan.buckets)
-        ]
-        # Each view shares the memory of its bucket: what is added to it is in the bucket.
-        self.views = {
-            segment.leaf: _view(memory, segment)
-            for bucket, memory in zip(plan.buckets, self._memory, strict=True)
-            for segment in bucket.segments
-        }
-        self.mark = self._memory[-1][-1] if self._memory else torch.zeros(())
-        self.sent = 0  # buckets
-
-    def send(
-        self,
-        index: int,
-        carrier: dist.ProcessGroup,
-        reduced: list[object],
-        weighted: Collection[int],
-        factor: float,
-    ) -> Receive:
-        """Begins to add a bucket with the sums of its leaves. Those that are `weighted` are
-        multiplied by the factor.
-
-        From then on `reduced` has views of the bucket in their place.
-        """
-        bucket, memory = self.buckets[index], self._memory[index]
-        # Whatever was accumulated elsewhere comes into the bucket; a leaf without any value is 0
-        # there.
-        views = {segment.leaf: self.views[segment.leaf] for segment in bucket.segments}
-        for leaf, view in views.items():
-            accumulated = local(reduced[leaf])
-            if isinstance(accumulated, torch.Tensor) and accumulated is not view:
-                view.copy_(accumulated)
-            reduced[leaf] = view
-        to_scale = [view for leaf, view in views.items() if leaf in weighted]
-        if factor != 1 and to_scale:
-            torch._foreach_mul_(to_scale, factor)
-        # The memory itself, unless the wire has another dtype.
-        sent = memory.to(bucket.kind.wire)
-        work = carrier.allreduce([sent])
-        self.sent += 1
-
-        def receive() -> None:
-            work.wait()
-            if sent is not memory:
-                memory.copy_(sent)
-
-        return receive
+def _messages(
+    kinds: Mapping[Kind, list[int]], likes: Mapping[int, torch.Tensor], bucket_bytes: int
+) -> tuple[Sum, ...]:
+    """The messages of sums. All replicas see the last one, which has the mark of an error."""
+    messages: list[Sum] = []
+    for kind, leaves in kinds.items():
+        # Leaves of at most so many bytes go together. One that is larger is a message of its own.
+        room = 0
+        for leaf in leaves:
+            nbytes = likes[leaf].numel() * (kind.dtype or likes[leaf].dtype).itemsize
+            if nbytes > room:
+                messages.append(Sum(kind, ()))
+                room = bucket_bytes
+            messages[-1] = Sum(kind, (*messages[-1].leaves, leaf))
+            room -= nbytes
+    # The mark is copied with all of its message, so the smallest one of all replicas comes last.
+    messages.sort(key=lambda message: -sum([likes[leaf].numel() for leaf in message.leaves]))
+    messages.sort(key=_is_for_all)
+    if not messages or not _is_for_all(messages[-1]):
+        device = next((like.device for like in likes.values()), torch.device("cpu"))
+        messages.append(Sum(Kind(torch.float32, device, torch.float32, 0), ()))
+    return tuple(messages)
 
 
-def _view(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The leaf of a segment, in the memory of its bucket."""
-    real = memory.as_strided(segment.shape, segment.stride, segment.start)
-    return torch.view_as_complex(real) if segment.is_complex else real
-
-
-# -------------------------------------------------------------------------------- what is converted
+# --------------------------------------------------------------------------------- what is added
 
 
 class Wire(NamedTuple):
@@ -309,66 +173,97 @@ class Wire(NamedTuple):
     channel: Channel
 
 
-def add_converted(buffers: Buffers, shapes: Shapes, wire: Wire) -> Receive:
-    """Begins to add leaves of these shapes over the replicas, as what their monoid makes of them
-    for that.
+def add(
+    buffers: Buffers, plan: Plan, message: Sum, wire: Wire, mark: torch.Tensor | None
+) -> Receive:
+    """Begins to add the leaves of a message over the replicas, in one all_reduce for each dtype.
+
+    Nothing holds the leaves meanwhile. A mark travels with them, and is then the sum of all marks.
     """
     addends, structure = trees.flatten(
-        [_converted(buffers, leaf, shape, wire.device) for leaf, shape in shapes.items()]
+        [_addend(buffers, leaf, plan, message.kind) for leaf in message.leaves]
     )
-    kinds = [(addend.shape, addend.dtype, addend.device) for addend in addends]
-    # One collective for each dtype.
+    forms = [(a.shape, a.dtype, a.device, _axes_in_memory(a)) for a in addends]
+    # Not every carrier adds complex numbers.
+    parts = [torch.view_as_real(addend) if addend.is_complex() else addend for addend in addends]
+    parts += [] if mark is None else [mark.clone()]
+    flat: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        flat.setdefault(part.dtype, []).append(part.reshape(-1).to(wire.device))
+    del addends, parts
+    # A single array is sent in its own memory.
     sent = {
-        dtype: torch.cat([addend.reshape(-1) for addend in addends if addend.dtype == dtype]).to(
-            wire.device
-        )
-        for dtype in dict.fromkeys(addend.dtype for addend in addends)
+        dtype: (torch.cat(arrays) if arrays[1:] else arrays[0]).to(message.kind.wire or dtype)
+        for dtype, arrays in flat.items()
     }
+    del flat
     works = [wire.carrier.allreduce([numbers]) for numbers in sent.values()]
-    del addends
 
     def receive() -> None:
         for work in works:
             work.wait()
-        rows = {
-            dtype: iter(
-                torch.split(numbers, [shape.numel() for shape, of, _ in kinds if of == dtype])
-            )
-            for dtype, numbers in sent.items()
-        }
-        sums = [next(rows[dtype]).view(shape).to(device) for shape, dtype, device in kinds]
-        for leaf, of_leaf in zip(shapes, trees.unflatten(structure, sums), strict=True):
-            received = buffers.folds[leaf].fold.reducer.monoid.received
-            assert received is not None
-            buffers.reduced[leaf] = received(torch, of_leaf)
+        received = {dtype: numbers.to(dtype) for dtype, numbers in sent.items()}
+        sent.clear()
+        starts = dict.fromkeys(received, 0)
+        sums = []
+        for shape, dtype, device, axes in forms:
+            real, width = (dtype.to_real(), 2) if dtype.is_complex else (dtype, 1)
+            start, starts[real] = starts[real], starts[real] + width * shape.numel()
+            numbers = received[real][start : starts[real]]
+            if dtype.is_complex:
+                numbers = torch.view_as_complex(numbers.reshape(-1, 2))
+            total = numbers.view(shape).to(device)
+            # Numbers travel in the order of a contiguous array.
+            if axes != sorted(axes):
+                like = torch.empty_permuted(shape, axes, dtype=dtype, device=device)
+                total = like.copy_(total)
+            sums.append(total)
+        if mark is not None:
+            mark.copy_(received[mark.dtype][-1:])
+        for leaf, total in zip(message.leaves, trees.unflatten(structure, sums), strict=True):
+            buffers.reduced[leaf] = _taken_in(buffers, leaf, total, message.kind)
 
     return receive
 
 
-def _converted(
-    buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device
-) -> Reduced:
-    """What this replica sends of a leaf, in place of which nothing is held meanwhile."""
-    sent, lifted = (
-        buffers.folds[leaf].fold.reducer.monoid.sent,
-        _lifted(buffers, leaf, shape, device),
-    )
+def _addend(buffers: Buffers, leaf: int, plan: Plan, kind: Kind) -> Reduced:
+    """What this replica adds of a leaf, in place of which nothing is held meanwhile."""
+    fold, lifted = buffers.folds[leaf], _lifted(buffers, leaf, plan.shapes[leaf], kind.device)
     buffers.reduced[leaf] = None
-    assert sent is not None  # or it is gathered
-    return sent(torch, lifted)
+    if kind.dtype is not None:
+        return lifted.to(fold.accumulator_dtype)
+    assert fold.fold.reducer.monoid.sent is not None
+    return fold.fold.reducer.monoid.sent(torch, lifted)
+
+
+def _axes_in_memory(array: torch.Tensor) -> list[int]:
+    """The axes in the order of their strides: 0, 1, ... if the array is contiguous."""
+    strides = array.stride()
+    return sorted(range(array.ndim), key=lambda axis: -strides[axis])
+
+
+def _taken_in(buffers: Buffers, leaf: int, total: Reduced, kind: Kind) -> Reduced:
+    """A leaf as its buffers have it, of what was added."""
+    if kind.dtype is None:
+        received = buffers.folds[leaf].fold.reducer.monoid.received
+        assert received is not None
+        return received(torch, total)
+    return (
+        total.clone() if leaf in buffers.layout.rest.indices and total.nbytes <= _SMALL else total
+    )
 
 
 # --------------------------------------------------------------------------------- what is gathered
 
 
 def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[int]]) -> Receive:
-    """Begins to gather the leaves that are in no bucket, and collected rows.
+    """Begins to gather the leaves that are no sums, and collected rows.
 
     The function that it returns waits for them, and combines and joins them in the order of the
     replicas. `members` has for each group of replicas which of those of the window they are: it
     takes the leaves of these alone.
     """
-    lifted = [_lifted(buffers, leaf, shape, wire.device) for leaf, shape in plan.gathered.items()]
+    lifted = [_lifted(buffers, leaf, plan.shapes[leaf], wire.device) for leaf in plan.gathered]
     rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
     # All arrays of this replica in one list, whose order is the same on all replicas.
     arrays, structure = trees.flatten((lifted, rows))
@@ -415,57 +310,22 @@ def _gathered(
     Where they `have_rows`, shapes may differ between replicas, which first tell each other their
     own.
     """
-    kinds = [(tuple(array.shape), array.dtype) for array in arrays]
-    kinds_of_ranks: list[list[Form]] = (
-        wire.channel.gathered(kinds) if have_rows else [kinds] * wire.channel.count
+    forms = [(tuple(array.shape), array.dtype) for array in arrays]
+    of_ranks: list[list[Form]] = (
+        wire.channel.gathered(forms) if have_rows else [forms] * wire.channel.count
     )
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
     packed = pack(arrays, wire.device)
-    padded = packed.new_zeros(max(map(nbytes, kinds_of_ranks)))
+    padded = packed.new_zeros(max(map(nbytes, of_ranks)))
     padded[: packed.numel()] = packed
-    data_of_ranks = [torch.empty_like(padded) for _ in kinds_of_ranks]
+    data_of_ranks = [torch.empty_like(padded) for _ in of_ranks]
     work = wire.carrier.allgather([data_of_ranks], [padded])
 
     def received() -> list[list[torch.Tensor]]:
         work.wait()
-        return [
-            unpack(data, kinds) for data, kinds in zip(data_of_ranks, kinds_of_ranks, strict=True)
-        ]
+        return [unpack(data, forms) for data, forms in zip(data_of_ranks, of_ranks, strict=True)]
 
     return received
-
-
-def carried(state: list[Array], source: int, wire: Wire) -> list[Array]:
-    """The state of the replica `source`: its arrays and numbers. Any other object stays each
-    replica's own.
-    """
-    is_source = wire.channel.rank == source
-    # The hosts first exchange numbers, and the kinds of arrays, so that the others can make room
-    # for the broadcast.
-    said: list[Array] = wire.channel.gathered(
-        [_said_of(leaf) for leaf in state] if is_source else None
-    )[source]
-    kinds: list[Form] = [theirs for theirs in said if isinstance(theirs, tuple)]
-    if is_source:
-        data = pack([leaf for leaf in state if isinstance(leaf, torch.Tensor)], wire.device)
-    else:
-        data = torch.zeros(nbytes(kinds), dtype=torch.uint8, device=wire.device)
-    if kinds:
-        wire.carrier.broadcast(data, source).wait()
-    arrays = iter(unpack(data, kinds))
-    return [
-        next(arrays) if isinstance(theirs, tuple) else leaf if theirs is None else theirs
-        for theirs, leaf in zip(said, state, strict=True)
-    ]
-
-
-def _said_of(leaf: object) -> "Form | bool | float | complex | str | None":
-    """What is said of a leaf of the state: the kind of an array, a number itself, None of any
-    other object.
-    """
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
 # ---------------------------------------------------------------------------------- arrays as bytes
@@ -474,28 +334,22 @@ def _said_of(leaf: object) -> "Form | bool | float | complex | str | None":
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
-def nbytes(kinds: Sequence[Form]) -> int:
-    """How long arrays of these kinds are together."""
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+def nbytes(forms: Sequence[Form]) -> int:
+    """How long arrays of these forms are together."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
 
 
 def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The bytes of the arrays, one after the other, on the device."""
-    return torch.cat(
-        [
-            torch.empty(0, dtype=torch.uint8, device=device),
-            *[as_bytes(a).to(device) for a in arrays],
-        ]
-    )
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.cat([empty, *[as_bytes(array).to(device) for array in arrays]])
 
 
-def unpack(data: torch.Tensor, kinds: Sequence[Form]) -> list[torch.Tensor]:
-    """The arrays of these kinds that uint8[nbytes] holds, in memory of their own."""
-    arrays, start = [], 0
-    for kind in kinds:
-        end = start + nbytes([kind])
-        shape, dtype = kind
-        # In `data` an array may begin at any byte. A copy is aligned for its dtype.
-        arrays.append(data[start:end].clone().view(dtype).view(shape))
-        start = end
-    return arrays
+def unpack(data: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
+    """The arrays of these forms that uint8[nbytes] holds, in memory of their own."""
+    chunks = torch.split(data[: nbytes(forms)], [nbytes([form]) for form in forms])
+    # In `data` an array may begin at any byte. A copy is aligned for its dtype.
+    return [
+        chunk.clone().view(dtype).view(shape)
+        for chunk, (shape, dtype) in zip(chunks, forms, strict=True)
+    ]

@@ -1,29 +1,25 @@
-"""What wrappers of a module need over a window: the base class; DistributedDataParallel; replicate.
+"""What wrappers of a module need over a window: the base class; DistributedDataParallel.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 
 Wrappers reduce gradients inside the backward pass, unless told to wait. After a window the
-parameters have the sums over the replicas as gradients, divided by what `scales` says.
+parameters have the sums over the replicas as gradients, divided by the `scale`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from funcga._call import supported
-from funcga._replicas import check_one_for_all
-from funcga._types import Array
+from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.lent_sums import is_alone
-from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
+from torch_backend.replicas import InTurn, Listener, Replicas
 
 
 class Wrapper:
@@ -32,11 +28,11 @@ class Wrapper:
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
-    is supported. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in
-    16 bits are refused.
+    is supported. `remedy`: what to do where sums in 16 bits are refused. `sync`: "every", if every
+    pass of a window synchronises, or "last".
     """
 
-    fresh = in_step = knows_outer = False
+    fresh = in_step = False
     kind = supported.WRAPPED
     remedy: str
 
@@ -45,8 +41,8 @@ class Wrapper:
         """Whether the first forward pass of a window may broadcast buffers."""
         return False
 
-    def __init__(self, wrapped: Sequence[nn.Module], name: str):
-        self.wrapped, self.name = wrapped, name
+    def __init__(self, wrapped: Sequence[nn.Module], name: str, sync: str):
+        self.wrapped, self.name, self.sync = wrapped, name, sync
 
     @property
     def searches(self) -> bool:
@@ -54,6 +50,11 @@ class Wrapper:
         pass begins.
         """
         return False
+
+    @property
+    def meets_in_every_pass(self) -> bool:
+        """Whether every pass of a window communicates, so that all replicas need equally many."""
+        return self.in_step or self.sync == "every"
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
@@ -65,9 +66,11 @@ class Wrapper:
         """
         raise NotImplementedError
 
-    def check(self, sync: str) -> None:
+    def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
-        ranks = [" x ".join(str(_ranks(group)) for group in groups) for groups in self.groups()]
+        ranks = [
+            " x ".join([str(Replicas(group).ranks) for group in groups]) for groups in self.groups()
+        ]
         if len({*ranks}) > 1:
             first, other = [*dict.fromkeys(ranks)][:2]
             raise FuncgaError(
@@ -77,34 +80,16 @@ class Wrapper:
                 "reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
                 "loss_fn)), n, across=group), with the module that was wrapped."
             )
-        if sync == "outer" and not (
-            self.knows_outer and all(len(groups) == 2 for groups in self.groups())
-        ):
-            raise no_outer_mesh(self.name)
 
-    def replicas(self, across: Array) -> InTurn:
-        """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
-        names anything else.
-        """
-        groups = self.groups()[0]
+    def replicas(self, across: Across) -> InTurn:
+        """What a window is merged over, the inner group first. Raises FuncgaError for `across=`."""
         if across is not None:
-            check_one_for_all(
-                replicas_of(across),
-                f"the module is wrapped by {self.name}, which reduces all gradients itself",
-                "Leave across= out; or let funcga reduce the module that was wrapped.",
+            raise FuncgaError(
+                f"across= was given, and the module is wrapped by {self.name}, which reduces all "
+                "gradients itself, over its own replicas. Leave across= out; or let funcga reduce "
+                "the module that was wrapped."
             )
-            # On a mesh of two dimensions a process sees only its own row, the inner group, and its
-            # own column, the outer one. All other ranks follow, because the rows are the same row
-            # shifted along the column.
-            shifts = [rank - dist.get_rank() for rank in _ranks(groups[-1])] if groups[1:] else [0]
-            ranks = sorted(rank + shift for rank in _ranks(groups[0]) for shift in shifts)
-            if _ranks(across) != ranks:
-                raise FuncgaError(
-                    f"across= names the ranks {_ranks(across)}, and the module is wrapped by "
-                    f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
-                    "wrapper knows its replicas."
-                )
-        return InTurn([Replicas(group) for group in groups])
+        return InTurn([Replicas(group) for group in self.groups()[0]])
 
     def leaves(self) -> list[torch.Tensor]:
         """Leaves of a loss's graph beside the parameters, or in their place."""
@@ -118,14 +103,12 @@ class Wrapper:
         """
         return {}
 
-    def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """What the sum of each parameter has been divided by. Wrappers average, so it is the
-        number of replicas.
-        """
-        scale = float(prod(group.size() for group in self.groups()[0]))
-        return [scale for _ in params]
+    @property
+    def scale(self) -> float:
+        """What sums have been divided by. Wrappers average, so it is the number of replicas."""
+        return float(prod(group.size() for group in self.groups()[0]))
 
-    def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
+    def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """The dtype that gradients of a parameter are summed in over a window."""
         return param.dtype
 
@@ -137,13 +120,11 @@ class Wrapper:
         """
         raise NotImplementedError
 
-    def waiting(self, sync: str) -> AbstractContextManager[None]:
-        """The context of the micro-batches before the last, which need not synchronise."""
+    def waiting(self) -> AbstractContextManager[None]:
+        """The context of micro-batches that do not synchronise."""
         raise NotImplementedError
 
-    def synchronising(
-        self, sync: str, params: dict[str, torch.Tensor]
-    ) -> AbstractContextManager[None]:
+    def synchronising(self, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
         was summed before.
         """
@@ -152,34 +133,6 @@ class Wrapper:
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
         raise NotImplementedError
-
-    def holders(self) -> list[object]:
-        """What has tensors, and traces of passes, as attributes beside the modules."""
-        return []
-
-    def begin_plan(self) -> None:
-        """Makes ready for a window that is planned: all `holders`, and the modules, have stand-ins
-        for their tensors.
-
-        Nothing is sent in it, and afterwards all of their attributes are as before.
-        """
-
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """What it holds beside the parameters, and gradients in their shapes here, by the name
-        in a plan.
-        """
-        return {}
-
-
-def no_outer_mesh(what: str) -> FuncgaError:
-    """The error for a module, wrapped by this, without an outer dimension of a mesh to
-    all-reduce over.
-    """
-    return FuncgaError(
-        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for '
-        'fully_shard with a mesh of two dimensions (HSDP). Write sync="last", to synchronise once, '
-        'or sync="every".'
-    )
 
 
 class DDP(Wrapper):
@@ -195,39 +148,35 @@ class DDP(Wrapper):
     )
     wrapped: "Sequence[nn.parallel.DistributedDataParallel]"
 
-    def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
-        """The DistributedDataParallel objects."""
-        return self.wrapped
-
     @property
     def begins_with_buffers(self) -> bool:
         """Whether one of them broadcasts buffers, and has some."""
         return any(
             ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())
-            for ddp in self.modules()
+            for ddp in self.wrapped
         )
 
     @property
     def searches(self) -> bool:
         """Whether one of them looks for unused parameters."""
-        return any(ddp.find_unused_parameters for ddp in self.modules())
+        return any(ddp.find_unused_parameters for ddp in self.wrapped)
 
     def covered(self) -> set[int]:
         """All parameters but those that DDP was told to ignore."""
         return {
             id(p)
-            for ddp in self.modules()
+            for ddp in self.wrapped
             for name, p in ddp.module.named_parameters()
             if name not in ddp.parameters_to_ignore
         }
 
-    def check(self, sync: str) -> None:
+    def check(self) -> None:
         """Refuses static_graph, which fails in torch when a pass waits, and mixed_precision,
         which sums in 16 bits.
         """
-        super().check(sync)
-        for ddp in self.modules():
-            if ddp.static_graph and sync == "last":
+        super().check()
+        for ddp in self.wrapped:
+            if ddp.static_graph and self.sync == "last":
                 raise FuncgaError(
                     "the module is wrapped by DistributedDataParallel with static_graph=True, "
                     "which fails an internal assertion of torch when a backward pass does not "
@@ -244,11 +193,11 @@ class DDP(Wrapper):
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """One group each."""
-        return [[ddp.process_group] for ddp in self.modules()]
+        return [[ddp.process_group] for ddp in self.wrapped]
 
     def window(self) -> AbstractContextManager[None]:
         """Synchronises even inside of the user's no_sync(). Raises FuncgaError inside of Join."""
-        if any(map(_private.is_in_join, self.modules())):
+        if any(map(_private.is_in_join, self.wrapped)):
             raise FuncgaError(
                 f"the module is wrapped by {self.name} and was called inside of Join, which "
                 "answers for replicas that have run out of data, and knows nothing of the counts "
@@ -257,22 +206,18 @@ class DDP(Wrapper):
             )
         # With gradient_as_bucket_view the user's gradients may be views of DDP's buckets, which
         # this window overwrites.
-        views = [ddp for ddp in self.modules() if ddp.gradient_as_bucket_view]
+        views = [ddp for ddp in self.wrapped if ddp.gradient_as_bucket_view]
         for p in (p for ddp in views for p in ddp.module.parameters()):
             if p.grad is not None and not is_alone(p.grad):
                 p.grad = p.grad.clone()
-        return assigned(self._synchronised())
+        return assigned([(ddp, "require_backward_grad_sync", True) for ddp in self.wrapped])
 
-    def _synchronised(self) -> list[tuple[object, str, object]]:
-        """The attributes that let backward passes synchronise, with these values."""
-        return [(ddp, *_private.SYNCHRONISES_DDP) for ddp in self.wrapped]
-
-    def waiting(self, sync: str) -> AbstractContextManager[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
-        return in_no_sync(self.wrapped if sync == "last" else ())
+        return in_no_sync(self.wrapped)
 
     @contextmanager
-    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+    def synchronising(self, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """Checks that DDP has synchronised: it waits for every gradient, and is silent if one is
         missing.
         """
@@ -280,16 +225,14 @@ class DDP(Wrapper):
         # A communication hook of the user's may reduce by other means, so a silent listener tells
         # nothing there.
         listeners = [
-            Listener(ddp.process_group)
-            for ddp in self.modules()
-            if not _private.has_comm_hooks(ddp)
+            Listener(ddp.process_group) for ddp in self.wrapped if not _private.has_comm_hooks(ddp)
         ]
         yield
         # Three things can go wrong. A parameter was not reached, so its bucket was not sent. No
         # parameter was reached. Or all were, but loss_fn called the module inside of the wrapper,
         # so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
-        is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.modules())
+        is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.wrapped)
         if is_finished and listeners and all(listener.is_silent for listener in listeners):
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
@@ -307,89 +250,11 @@ class DDP(Wrapper):
 
     def recover(self) -> None:
         """Lets the next forward pass begin anew."""
-        for ddp in self.modules():
+        for ddp in self.wrapped:
             _private.reset_ddp(ddp)
             # The replicas may have stopped in different micro-batches, and must begin with the same
             # flag.
             ddp.require_forward_param_sync = True
-
-    def holders(self) -> list[object]:
-        """The DistributedDataParallel objects, and the modules in them."""
-        return [part for ddp in self.modules() for part in ddp.modules()]
-
-    def begin_plan(self) -> None:
-        """Puts stand-ins in the place of what reduces, which is not written in Python."""
-        for ddp in self.modules():
-            reducer = PlannedReducer(ddp)
-            # No buffers are broadcast.
-            vars(ddp).update(reducer=reducer, logger=reducer, modules_buffers=[])
-
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """The buckets, which are as large as all gradients."""
-        return {
-            "buckets": [bucket for ddp in self.modules() for bucket in vars(ddp)["reducer"].buckets]
-        }
-
-
-class PlannedReducer:
-    """The reducer of DDP while a window is planned: it has buckets, puts gradients into them,
-    and sends nothing.
-    """
-
-    def __init__(self, ddp: nn.parallel.DistributedDataParallel):
-        ignored = ddp.parameters_to_ignore
-        trained = [
-            p
-            for name, p in ddp.module.named_parameters()
-            if p.requires_grad and name not in ignored
-        ]
-        self.ddp, self.buckets = ddp, [torch.zeros_like(p, requires_grad=False) for p in trained]
-        for p, bucket in zip(trained, self.buckets, strict=True):
-            p.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
-
-    def _reduce(self, bucket: torch.Tensor, p: torch.Tensor) -> None:
-        if self.ddp.require_backward_grad_sync and p.grad is not None:
-            bucket.copy_(p.grad)
-            if self.ddp.gradient_as_bucket_view:
-                p.grad = bucket.view_as(bucket)
-
-    def __getattr__(self, name: str) -> Any:
-        # Whatever else DDP tells its reducer, and its logger.
-        return lambda *args: None
-
-
-class Replicate(DDP):
-    """torch.distributed._composable.replicate: DDP in the hooks of a module."""
-
-    def modules(self) -> "Sequence[nn.parallel.DistributedDataParallel]":
-        """The DistributedDataParallel objects, which are made at the first forward pass, or
-        here.
-        """
-        return [_private.replicate_state(module)._ddp for module in self.wrapped]
-
-    def check(self, sync: str) -> None:
-        """Checks its DDP."""
-        DDP(self.modules(), "DistributedDataParallel").check(sync)
-
-    def _synchronised(self) -> list[tuple[object, str, object]]:
-        return [
-            (_private.replicate_state(module), *_private.SYNCHRONISES_REPLICATE)
-            for module in self.wrapped
-        ]
-
-    @contextmanager
-    def waiting(self, sync: str) -> Iterator[None]:
-        """set_requires_gradient_sync(False)."""
-
-        def require(is_required: bool) -> None:
-            for module in self.wrapped:
-                module.set_requires_gradient_sync(is_required)  # type: ignore[operator]
-
-        require(sync != "last")
-        try:
-            yield
-        finally:
-            require(True)
 
 
 @contextmanager
@@ -426,14 +291,6 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
     # A sparse tensor has no single address.
     address = _private.storage_key(grad) if grad.layout is torch.strided else id(grad)
     return address, _private.version(grad)
-
-
-def _ranks(across: Array) -> list[int]:
-    """The ranks of a process group, of Replicas, or of a mesh."""
-    if isinstance(across, DeviceMesh):
-        return sorted(across.mesh.flatten().tolist())
-    group = across.group if isinstance(across, Replicas) else across
-    return sorted(dist.get_process_group_ranks(replicas_of(group).group))
 
 
 def _some(names: Sequence[str]) -> str:

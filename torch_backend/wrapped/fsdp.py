@@ -3,10 +3,9 @@
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ class FSDP2(Wrapper):
     each pass makes.
     """
 
-    fresh = in_step = knows_outer = True
+    fresh = in_step = True
     remedy = (
         "Say that it sums in float32: fully_shard(module, "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -77,23 +76,11 @@ class FSDP2(Wrapper):
         """
         return [_private.process_groups_of(group) for group in self._param_groups()]
 
-    def scales(self, params: Iterable[torch.Tensor]) -> list[float]:
-        """FSDP2 averages, or divides by set_gradient_divide_factor, which each part may have of
-        its own.
-        """
-        factors: dict[int, float] = {}
-        for group in self._param_groups():
-            factor = _private.divide_factor(group)
-            if factor is None:  # this part averages over its own replicas
-                factor = float(prod(each.size() for each in _private.process_groups_of(group)))
-            factors.update({id(param): factor for param in _private.sharded_params(group)})
-        return [factors[id(param)] for param in params]
-
-    def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
+    def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the
         parameter's own dtype.
         """
-        if sync == "every":
+        if self.sync == "every":
             return param.dtype
         group = next(
             g for g in self._param_groups() if any(p is param for p in _private.sharded_params(g))
@@ -116,20 +103,19 @@ class FSDP2(Wrapper):
             yield
 
     @contextmanager
-    def waiting(self, sync: str) -> Iterator[None]:
-        """set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
-        self._require(sync != "last", sync == "every", False)
+    def waiting(self) -> Iterator[None]:
+        """set_requires_gradient_sync(False), set_is_last_backward(False)."""
+        self._require(False)
         try:
             yield
         finally:
-            self._require(True, True, True)
+            self._require(True)
 
-    def _require(self, reduce: bool, all_reduce: bool, is_last: bool) -> None:
+    def _require(self, is_required: bool) -> None:
         for root in self.wrapped:
-            root.set_requires_gradient_sync(reduce)  # type: ignore[operator]
-            root.set_requires_all_reduce(all_reduce)  # type: ignore[operator]
+            root.set_requires_gradient_sync(is_required)  # type: ignore[operator]
         for part in self.parts:
-            part.set_is_last_backward(is_last)
+            part.set_is_last_backward(is_required)
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
@@ -137,17 +123,3 @@ class FSDP2(Wrapper):
             _private.reset_fsdp2(part)
         for leaf in self.leaves():
             leaf.grad = None
-
-    def holders(self) -> list[object]:
-        """What FSDP2 keeps for each part, and for its groups of parameters and each of these."""
-        return [holder for part in self.parts for holder in _private.holders_of_fsdp2(part)]
-
-    def begin_plan(self) -> None:
-        """Forgets the whole parameters: the first pass makes new ones."""
-        for group in self._param_groups():
-            _private.forget_unsharded(group)
-
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """The whole parameters, and gradients that were not reduced yet."""
-        sums = [total for group in self._param_groups() for total in _private.unsharded_sums(group)]
-        return {"unsharded parameters": self.leaves(), "unsharded gradients": sums}

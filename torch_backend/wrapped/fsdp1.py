@@ -53,11 +53,11 @@ class FSDP1(Wrapper):
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
         return [_private.groups_of_fsdp1(part) for part in self.parts]
 
-    def sums_in(self, param: torch.Tensor, sync: str) -> torch.dtype:
+    def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum gradients in the dtype that they are computed in, others in the
         parameter's own.
         """
-        for part in self.parts if sync == "last" else ():
+        for part in self.parts if self.sync == "last" else ():
             flat = _private.flat_param_of(part)
             if flat is not None and any(param is p for p in _private.params_of_flat(flat)):
                 return part.mixed_precision.param_dtype or param.dtype
@@ -78,18 +78,18 @@ class FSDP1(Wrapper):
             )
         return assigned([(part, _private.SYNCHRONISES_FSDP1, True) for part in self.parts])
 
-    def waiting(self, sync: str) -> AbstractContextManager[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
-        return in_no_sync(self.wrapped if sync == "last" else ())
+        return in_no_sync(self.wrapped)
 
     @contextmanager
-    def synchronising(self, sync: str, params: dict[str, torch.Tensor]) -> Iterator[None]:
+    def synchronising(self, params: dict[str, torch.Tensor]) -> Iterator[None]:
         """Checks that every flat parameter is reached: else its gradient would stay that of this
         replica alone.
         """
         # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the
         # last pass.
-        before = [(flat, mark(flat)) for flat in self.leaves() if sync == "last"]
+        before = [(flat, mark(flat)) for flat in self.leaves() if self.sync == "last"]
         try:
             yield
             if not any(earlier is not None and mark(flat) == earlier for flat, earlier in before):
@@ -109,17 +109,3 @@ class FSDP1(Wrapper):
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         _private.reset_fsdp1(self.wrapped, self.parts)
-
-    def holders(self) -> list[object]:
-        """What FSDP1 keeps for each part."""
-        return [holder for part in self.parts for holder in _private.holders_of_fsdp1(part)]
-
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """The whole parameters, and gradients that were not reduced yet."""
-        sums = [part for part in self.parts if _private.has_unsharded_sum(part)]
-        return {
-            "unsharded parameters": [
-                whole for part in self.parts for whole in _private.whole_of_fsdp1(part)
-            ],
-            "unsharded gradients": [_private.flat_param_of(part).grad for part in sums],
-        }

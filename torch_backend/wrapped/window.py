@@ -55,7 +55,6 @@ _NOTHING = nullcontext()
 class WrappedGradient(ModuleGradient):
     """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
-    sync: str
     wrapper: Wrapper
 
     @property
@@ -112,7 +111,6 @@ class ModuleWindow:
         )
         self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
         self.buffers: Buffers | None = None
-        self.sync = gradient.sync
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
         self.adds_late = program.dropping is not None or program.observers is not None
@@ -140,7 +138,8 @@ class ModuleWindow:
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
-            self.waiting.enter_context(self.wrapper.waiting(self.sync))
+            if self.wrapper.sync == "last":
+                self.waiting.enter_context(self.wrapper.waiting())
             if self.program.dropping is not None:
                 self.statistics_before = statistics_of(self.gradient.module)
             self.stack = stack.pop_all()
@@ -179,6 +178,22 @@ class ModuleWindow:
         last: bool,
     ) -> list[Array]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
+        state = self._run(arguments, args, kwargs, weight, last)
+        if last:
+            self._fill_up(arguments, args, kwargs)
+        return state
+
+    def _run(
+        self,
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar | None,
+        last: bool,
+    ) -> list[Array]:
+        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None.
+        Returns the state that is threaded to the next.
+        """
         scale = None
         if kwargs or self.parts.scaled:
             scale, kwargs = self.parts.read_scale(kwargs, self.backend)
@@ -187,26 +202,15 @@ class ModuleWindow:
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
             self._make_room(loss.detach(), aux, arguments)
-        cotangent = self._cotangent(differentiated, weight)
-        if self.adds_late:
-            self._backward(differentiated, cotangent)
-            # A window with observers sees the gradients of this replica, times the cotangent.
-            on_device = self.is_weighted and isinstance(weight, torch.Tensor)
-            self.seed = cotangent if on_device else float(weight if self.is_weighted else 1)
+        cotangent, state = self._cotangent(differentiated, weight), list[Array]()
+        # Usually the loss is added first: before the last backward pass the replicas tell each
+        # other what they have folded.
+        if weight is not None and not self.adds_late:
             state = self._add(loss.detach(), aux, weight)
-        else:
-            # The loss is added first: before the last backward pass the replicas tell each other
-            # what they have folded.
+        self._backward(differentiated, cotangent)
+        if weight is not None and self.adds_late:
             state = self._add(loss.detach(), aux, weight)
-            self._backward(differentiated, cotangent)
-        if last:
-            self._keep_step(arguments, args, kwargs)
         return state
-
-    @property
-    def _is_in_step(self) -> bool:
-        """Whether every pass communicates, so that all replicas need equally many."""
-        return self.wrapper.in_step or self.sync != "last"
 
     def _begin_pass(self, last: bool) -> None:
         """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
@@ -214,7 +218,7 @@ class ModuleWindow:
 
         `last`: whether it is the last that this replica needs.
         """
-        if self._is_in_step:
+        if self.wrapper.meets_in_every_pass:
             last = self._meet(last)
         elif self.buffers is None and self.wrapper.begins_with_buffers:
             self._meet(last)
@@ -231,7 +235,11 @@ class ModuleWindow:
         return last
 
     def _forward(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, scale: Scalar
+        self,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar | None,
+        scale: Scalar | None,
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that
         is not folded.
@@ -248,7 +256,7 @@ class ModuleWindow:
         return loss, detached(aux) if self.parts.has_aux else aux, differentiated
 
     @contextmanager
-    def masked(self, weight: Scalar) -> Iterator[None]:
+    def masked(self, weight: Scalar | None) -> Iterator[None]:
         """A context in which the gradients of the module's outputs are 0 where the weight is, even
         if the loss is NaN.
 
@@ -259,12 +267,7 @@ class ModuleWindow:
             # DDP passes None on, where the loss does not use an output.
             if gradient is None or (weight is not None and not self.is_weighted):
                 return gradient
-            on_device = isinstance(weight, torch.Tensor)
-            counts = (
-                weight.to(gradient.device) != 0
-                if on_device
-                else torch.zeros_like(gradient, dtype=torch.bool)
-            )
+            counts = torch.as_tensor(0 if weight is None else weight, device=gradient.device) != 0
             return torch.where(counts, gradient, 0)
 
         def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
@@ -278,8 +281,10 @@ class ModuleWindow:
         finally:
             handle.remove()
 
-    def _cotangent(self, loss: torch.Tensor, weight: Scalar) -> torch.Tensor:
-        """The weight, or 1 for plain sums, in the loss's dtype."""
+    def _cotangent(self, loss: torch.Tensor, weight: Scalar | None) -> torch.Tensor:
+        """The weight, or 1 for plain sums, in the loss's dtype; 0 if the weight is None."""
+        if weight is None:
+            return torch.zeros_like(loss, requires_grad=False)
         if not self.is_weighted:
             return torch.ones_like(loss, requires_grad=False)
         on_device = isinstance(weight, torch.Tensor)
@@ -316,8 +321,8 @@ class ModuleWindow:
                     self._meet(True)
                 else:
                     self.reductions[0].announce()
-                stack.enter_context(self.wrapper.synchronising(self.sync, self.params))
-            elif self._is_in_step:
+                stack.enter_context(self.wrapper.synchronising(self.params))
+            elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
             with recording_loss():
                 _private.run_backward(loss, cotangent, inputs, on_host=False)
@@ -352,7 +357,8 @@ class ModuleWindow:
         """
         leaves = self._leaves(loss, aux)
         if self.observing is not None:
-            told = self.observing.told(leaves, weight, self.seed)
+            # It has seen the gradients of this replica times the cotangent.
+            told = self.observing.told(leaves, weight, weight if self.is_weighted else 1)
             leaves[: len(told)] = told
         assert self.buffers is not None
         return self.buffers.add(leaves, weight)
@@ -367,39 +373,28 @@ class ModuleWindow:
 
     # --- replicas with fewer micro-batches than others
 
-    def _keep_step(
+    def _fill_up(
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> None:
         """Runs passes that add nothing while other replicas have micro-batches and this one has
-        none left.
+        none left. The module's buffers are as before.
         """
         while not self.is_last:
-            self._begin_pass(True)
-            self._run_nothing(arguments, args, kwargs)
-
-    def _run_nothing(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> None:
-        """Forward and backward passes that add nothing. The module's buffers are as before."""
-        module = self.gradient.module
-        if any(
-            isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in module.modules()
-        ):
-            raise FuncgaError(
-                "this replica has fewer micro-batches than others, and the module has a "
-                "SyncBatchNorm layer: rows that stand in for the missing ones would count in the "
-                "statistics of all replicas. Give every replica equally many micro-batches."
-            )
-        # The rows only stand in for others, so running statistics, for instance, must not see them.
-        before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        loss, aux, _ = self._forward(args, kwargs, None, None)
-        if self.buffers is None:
-            self._make_room(loss.detach(), aux, arguments)
-        self._backward(loss, torch.zeros_like(loss, requires_grad=False))
-        if self.observing is not None:
-            self.observing.forget()
-        for buffer, values in before:
-            buffer.copy_(values)
+            layers = self.gradient.module.modules()
+            if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers):
+                raise FuncgaError(
+                    "this replica has fewer micro-batches than others, and the module has a "
+                    "SyncBatchNorm layer: rows that stand in for the missing ones would count in "
+                    "the statistics of all replicas. Give every replica equally many micro-batches."
+                )
+            # The rows only stand in for others, so running statistics, for instance, must not see
+            # them.
+            before = [(buffer, buffer.clone()) for buffer in self.gradient.module.buffers()]
+            self._run(arguments, args, kwargs, None, True)
+            if self.observing is not None:
+                self.observing.forget()
+            for buffer, values in before:
+                buffer.copy_(values)
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
@@ -410,9 +405,8 @@ class ModuleWindow:
         an empty batch.
         """
         check_no_stream(self.program)
-        kwargs = self.parts.read_scale(kwargs, self.backend)[1]
         arguments = with_a_blank_row(arguments)
-        self._keep_step(arguments, arguments.cut(0, 1, state), kwargs)
+        self._fill_up(arguments, arguments.cut(0, 1, state), kwargs)
         return self.result(state)
 
     # --- the result
@@ -435,7 +429,7 @@ class ModuleWindow:
                 state = reduction.finish(state)
             if not buffers.steps and self.program.dropping is None:
                 raise nothing_to_fold()
-            put(buffers, sums, self.wrapper.scales(self.params.values()))
+            put(buffers, sums, self.wrapper.scale)
             result = buffers.result(state)
             before, (value, folded) = ((), result) if self.program.observers is None else result
             if self.program.dropping is not None:
@@ -486,11 +480,7 @@ class ModuleWindow:
 
     def _check_folds(self, outputs: Outputs) -> None:
         """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
-        dtypes = (
-            None
-            if self.alone
-            else [self.wrapper.sums_in(p, self.sync) for p in self.params.values()]
-        )
+        dtypes = None if self.alone else [self.wrapper.sums_in(p) for p in self.params.values()]
         check_folds(outputs, self.params, dtypes, self.wrapper.name, self.wrapper.remedy)
 
 
@@ -583,23 +573,16 @@ def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     return gradient if fresh or is_alone(gradient) else gradient.clone()
 
 
-def put(buffers: Buffers, sums: list[torch.Tensor], scales: list[float]) -> None:
-    """Puts the sums of the gradients into the buffers; a wrapper has divided them by these
-    scales.
-    """
-    layout, unit = buffers.layout, scales[0] if scales else 1.0
-    for scale in {*scales} - {unit}:
-        torch._foreach_mul_(
-            [gradient for gradient, of in zip(sums, scales, strict=True) if of == scale],
-            scale / unit,
-        )
+def put(buffers: Buffers, sums: list[torch.Tensor], scale: float) -> None:
+    """Puts the sums of the gradients into the buffers; a wrapper has divided them by the scale."""
+    layout = buffers.layout
     indices = [layout.index_of[leaf_index] for leaf_index in layout.backward.leaf_indices]
     pairs = [*zip(indices, sums, strict=True)]
     # The scale is the unit of weighted sums. All others are multiplied by it.
-    without_unit = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
-    if without_unit and unit != 1:
-        torch._foreach_mul_(without_unit, unit)
-    buffers.hold_in(unit)
+    plain = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+    if plain and scale != 1:
+        torch._foreach_mul_(plain, scale)
+    buffers.hold_in(scale)
     for index, gradient in pairs:
         dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
         buffers.reduced[index] = gradient.to(dtype)

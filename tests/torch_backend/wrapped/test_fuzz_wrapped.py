@@ -51,7 +51,7 @@ class Case:
 def drawn(seed):
     r = random.Random(seed)
     wrapper = r.choice([*WRAPPERS])
-    is_ddp = wrapper in ("ddp", "ddp_views", "ddp_unused", "replicated")
+    is_ddp = wrapper in ("ddp", "ddp_views", "ddp_unused")
     flat = wrapper in ("fsdp1", "fsdp1_flat")
     return Case(
         seed, wrapper, r.choice([*FOLDS]), r.randint(1, 4), (r.randint(1, 7), r.randint(1, 7)),
@@ -205,7 +205,7 @@ def test_the_cases_differ():
 
 def forgets(group, seeds):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_backend.wrapped.ddp.Wrapper.scales", lambda self, params: [1.0 for _ in params])
+        patch.setattr("torch_backend.wrapped.ddp.Wrapper.scale", 1.0)
         return run(group, seeds)
 
 
