@@ -398,6 +398,23 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
     _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
+# The attribute of the state of a replicate() that says whether passes wait, as
+# set_requires_gradient_sync() sets it.
+WAITS_REPLICATE = "_no_sync"
+
+
+def state_and_ddp(module: nn.Module) -> tuple[Any, nn.parallel.DistributedDataParallel]:
+    """The state of a module of `torch.distributed._composable.replicate`, and its DDP.
+
+    Torch makes the DDP at the first forward pass, or here. Without the state there is no replicate
+    either.
+    """
+    state: Any = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
+    if state._init_args or state._init_kwargs:
+        state.lazy_init()
+    return state, state._ddp
+
+
 # --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 

@@ -227,7 +227,7 @@ def whole_of():
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2", "replicated"])
 def test_wrapped_modules_drop_a_window_of_all_replicas(wrapper, sync):
     wanted = whole_of()
     for found, left in processes().run(wrapped_windows, wrapper, sync, size=2):

@@ -185,7 +185,7 @@ def gathered(group, gradient, like):
 
 
 @pytest.mark.parametrize("bounds", [(0, 11), (0, 3, 11), (0, 0, 4, 11)])
-@pytest.mark.parametrize("kind", ["unwrapped", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("kind", ["unwrapped", "ddp", "fsdp1", "fsdp2", "replicated"])
 def test_a_wrapped_module_counts_over_its_own_replicas(kind, bounds):
     if kind == "fsdp1" and len(bounds) == 2:
         pytest.skip("FSDP1 of one replica warns, and shards nothing")
