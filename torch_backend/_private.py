@@ -114,6 +114,18 @@ def is_for_lack_of_numbers(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
 
 
+def sends_no_fakes() -> bool:
+    """Whether a collective of such tensors returns at once and sends nothing.
+
+    Where it does not, no module that is wrapped can be planned.
+    """
+    has_kernel: Callable[..., bool] = _attribute(
+        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False
+    )
+    names = "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "broadcast_"
+    return all(has_kernel(f"c10d::{name}", "Meta") for name in names)
+
+
 def stand_in(weight: Any) -> Any:
     """A number for a tensor on the host that has none: True, or one that weighs differently each
     time.
@@ -386,6 +398,23 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
     _attribute(ddp.reducer, "_reset_state", lambda: None)()
 
 
+# The attribute of the state of a replicate() that says whether passes wait, as
+# set_requires_gradient_sync() sets it.
+WAITS_REPLICATE = "_no_sync"
+
+
+def state_and_ddp(module: nn.Module) -> tuple[Any, nn.parallel.DistributedDataParallel]:
+    """The state of a module of `torch.distributed._composable.replicate`, and its DDP.
+
+    Torch makes the DDP at the first forward pass, or here. Without the state there is no replicate
+    either.
+    """
+    state: Any = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
+    if state._init_args or state._init_kwargs:
+        state.lazy_init()
+    return state, state._ddp
+
+
 # --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 
@@ -416,6 +445,17 @@ def has_unsharded_sum(module: Any) -> bool:
     if flat is None or flat.grad is None or not module._handle.uses_sharded_strategy:
         return False
     return bool(flat.grad.shape != flat._local_shard.shape)
+
+
+def holders_of_fsdp1(module: Any) -> list[object]:
+    """All objects beside the module whose attributes change in a pass, or hold tensors."""
+    return [holder for holder in (module._handle, module._exec_order_data) if holder is not None]
+
+
+def whole_of_fsdp1(module: Any) -> list[torch.Tensor]:
+    """The memory of the whole flat parameter, from the first pass on."""
+    whole = _attribute(flat_param_of(module), "_full_param_padded", None)
+    return [] if whole is None else [whole]
 
 
 def says_that_a_shard_is_missing(error: AssertionError) -> bool:
@@ -498,6 +538,32 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     others = "gradient_divide_factor", "_partial_reduce_output"
     values = [*[(group, name, True) for name in reduced], *[(group, name, None) for name in others]]
     return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
+
+
+def _params_of_fsdp2(module: Any) -> list[Any]:
+    """What there is for each parameter of a module."""
+    return [param for group in param_groups(module) for param in group.fsdp_params]
+
+
+def holders_of_fsdp2(module: Any) -> list[object]:
+    """All objects whose attributes change in a pass, or hold tensors."""
+    state, groups = module._get_fsdp_state(), param_groups(module)
+    contexts = [state._state_ctx, state._comm_ctx, *[group.comm_ctx for group in groups]]
+    return [state, *contexts, *groups, *_params_of_fsdp2(module)]
+
+
+def forget_unsharded(module: Any) -> None:
+    """Drops the unsharded parameters of a module, as if there had been no pass."""
+    for group in param_groups(module):
+        group._reset_sharded_params = True  # else it compares addresses of the shards
+    for param in _params_of_fsdp2(module):
+        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+        vars(param).pop("_unsharded_param", None)
+
+
+def waiting_sums(module: Any) -> list[torch.Tensor | None]:
+    """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
+    return [param.unsharded_accumulated_grad for param in _params_of_fsdp2(module)]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:

@@ -23,6 +23,7 @@ from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import groups, starts
 from funcga._grad import GradientFunction
+from funcga._plan.wrapped import planned
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -90,11 +91,11 @@ def peak(
     mode = _mode(program)
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
-    wrapper = _wrapper(program)
+    wrapper = planned(_wrapper(program))
     parts = {id(part): part for module in _modules(program) for part in module.modules()}.values()
     with fakes.in_place_of_tensors([*parts, *wrapper.holders()]):
         with mode:
-            wrapper.begin_plan()
+            wrapper.begin()
         arguments = program.read(args, backend)
         batch = _sizes([leaf for leaf, _ in arguments])
         params = _sizes(
@@ -154,11 +155,11 @@ def _mode(program: Program) -> Any:
         )
     wrapper = _wrapper(program)
     try:
-        wrapper.holders()
-        is_planned = type(wrapper) is Wrapper or _private.sends_no_fakes()
+        planned(wrapper).holders()
+        is_planned = _private.sends_no_fakes()
     except AttributeError:
         is_planned = False
-    if not is_planned:
+    if wrapper is not None and not is_planned:
         raise FuncgaError(
             f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run "
             "without sending anything. Plan the step of the module that was wrapped, with "
@@ -186,9 +187,6 @@ class _Echo(Channel):
     too.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group, [])
-
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
         """What arrays travel over."""
         return self
@@ -201,6 +199,10 @@ class _Echo(Channel):
         """What each replica says."""
         return [mine] * self.count
 
+    def told_by(self, source: int, mine: object) -> Any:
+        """What one replica says."""
+        return mine
+
     def is_marked(self, mark: torch.Tensor) -> bool:
         """Whether a replica has failed: none does."""
         return False
@@ -211,10 +213,6 @@ class _Echo(Channel):
 
     def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Echo":
         """What all have, which stays empty here."""
-        return self
-
-    def broadcast(self, data: torch.Tensor, source: int) -> "_Echo":
-        """What one has, which stays empty here."""
         return self
 
     def wait(self) -> None:
@@ -229,12 +227,10 @@ def _modules(program: Program) -> list[torch.nn.Module]:
     return [*modules, loss.module] if isinstance(loss, ModuleLoss) else modules
 
 
-def _wrapper(program: Program) -> Wrapper:
-    """What wraps the module of a gradient function; one that does nothing where nothing wraps
-    it.
-    """
+def _wrapper(program: Program) -> Wrapper | None:
+    """What wraps the module of a gradient function; None if nothing does."""
     owner = owner_of(program.grad_fn)
-    return owner.wrapper if isinstance(owner, WrappedGradient) else Wrapper((), "nothing")
+    return owner.wrapper if isinstance(owner, WrappedGradient) else None
 
 
 def _first(
@@ -249,7 +245,7 @@ def _first(
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
-    is_wrapped = type(_wrapper(program)) is not Wrapper
+    is_wrapped = _wrapper(program) is not None
     enough = _ENOUGH + 2 * is_wrapped
     if n is None or n <= enough or grows or program.totals is not None:
         return args, n

@@ -91,13 +91,13 @@ def check_not_scripted(module: nn.Module) -> None:
 
 class Kind(NamedTuple):
     """A way to wrap a module: where its class is, its name, and the class of ours that knows it,
-    `module:class`; None if there is none.
+    `module:class`.
     """
 
     module: str
     class_name: str
     name: str
-    wrapper: str | None
+    wrapper: str
 
 
 _KINDS = (
@@ -108,7 +108,7 @@ _KINDS = (
         "FullyShardedDataParallel",
         "fsdp1:FSDP1",
     ),
-    Kind("torch.distributed._composable.replicate", "DDP", "replicate of DDP", None),
+    Kind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
     Kind(
         "torch.distributed._composable.replicate_with_fsdp",
         "ReplicateModule",

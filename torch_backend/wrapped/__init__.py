@@ -16,7 +16,7 @@ from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.modules.checks import check_module_and_loss, kind_of
-from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.ddp import Wrapper, no_outer_mesh
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
@@ -73,7 +73,9 @@ def module_value_and_grad(
         sync: when the gradients are reduced over the replicas. "last": in the last micro-batch of a
             window alone, the least traffic. FSDP1 and FSDP2 then hold an unsharded gradient from
             the first micro-batch on: as much as all parameters take, in FSDP2's reduce_dtype.
-            "every": in every micro-batch, n times the traffic; gradients stay sharded.
+            "every": in every micro-batch, n times the traffic; gradients stay sharded. "outer": for
+            fully_shard with a mesh of two dimensions. Every micro-batch reduce-scatters over the
+            inner one, and the last all-reduces the shards over the outer one.
         scaled: f takes one keyword argument more, `loss_scale`, as in `funcga.value_and_grad`; but
             the backward pass of a wrapped module begins with the weight times that, as the weight
             is the cotangent: weigh in units of a micro-batch, such as weight=lambda x, y: len(x) /
@@ -99,14 +101,16 @@ def module_value_and_grad(
         >>> optimizer.step()
     """
     check_module_and_loss(module, loss_fn, "module_value_and_grad")
-    if sync not in ("last", "every"):
+    if sync not in ("last", "every", "outer"):
         raise FuncgaError(
-            f'sync is {sync!r}. Write sync="last", to synchronise once a window, or sync="every", '
-            "to do so in every micro-batch."
+            f'sync is {sync!r}. Write sync="last", to synchronise once a window, sync="every", to '
+            'do so in every micro-batch, or sync="outer", for a mesh of two dimensions.'
         )
     check_scaled(loss_fn, scaled)
     wrapper = wrapper_of(module, sync)
     if wrapper is None:
+        if sync == "outer":
+            raise no_outer_mesh("a module that is not wrapped")
         return ModuleGradient(module, loss_fn, has_aux, scaled)
     # These checks read most of the private attributes that a window needs. If this version of torch
     # lacks one, the error comes here, and not in the middle of a window.
@@ -133,12 +137,6 @@ def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
             "gradients in different ways. Wrap all of it in one of them."
         )
     for kind in kinds.values():
-        if kind.wrapper is None:
-            raise FuncgaError(
-                "the module is wrapped by torch.distributed._composable.replicate, which puts DDP "
-                "into its hooks. Wrap it by DistributedDataParallel(module) instead, or by the "
-                "replicate of torch.distributed._composable.replicate_with_fsdp."
-            )
         # The file of a wrapper is loaded only when a module is wrapped: its imports take time.
         file, class_name = kind.wrapper.split(":")
         wrapper_class = vars(import_module(f"torch_backend.wrapped.{file}"))[class_name]

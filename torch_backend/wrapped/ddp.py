@@ -1,4 +1,4 @@
-"""What wrappers of a module need over a window: the base class; DistributedDataParallel.
+"""What wrappers of a module need over a window: the base class; DistributedDataParallel; replicate.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 
@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from funcga._call import supported
+from funcga._replicas import check_one_for_all
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.lent_sums import is_alone
-from torch_backend.replicas import InTurn, Listener, Replicas
+from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 
 class Wrapper:
@@ -28,11 +29,11 @@ class Wrapper:
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
-    is supported. `remedy`: what to do where sums in 16 bits are refused. `sync`: "every", if every
-    pass of a window synchronises, or "last".
+    is supported. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in
+    16 bits are refused. `sync`: when it reduces, as module_value_and_grad says.
     """
 
-    fresh = in_step = False
+    fresh = in_step = knows_outer = False
     kind = supported.WRAPPED
     remedy: str
 
@@ -54,7 +55,7 @@ class Wrapper:
     @property
     def meets_in_every_pass(self) -> bool:
         """Whether every pass of a window communicates, so that all replicas need equally many."""
-        return self.in_step or self.sync == "every"
+        return self.in_step or self.sync != "last"
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
@@ -80,16 +81,32 @@ class Wrapper:
                 "reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
                 "loss_fn)), n, across=group), with the module that was wrapped."
             )
+        if self.sync == "outer" and not (self.knows_outer and len(self.groups()[0]) == 2):
+            raise no_outer_mesh(self.name)
 
     def replicas(self, across: Across) -> InTurn:
-        """What a window is merged over, the inner group first. Raises FuncgaError for `across=`."""
+        """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
+        names anything else.
+        """
+        groups = [Replicas(group) for group in self.groups()[0]]
         if across is not None:
-            raise FuncgaError(
-                f"across= was given, and the module is wrapped by {self.name}, which reduces all "
-                "gradients itself, over its own replicas. Leave across= out; or let funcga reduce "
-                "the module that was wrapped."
+            named = replicas_of(across)
+            check_one_for_all(
+                named,
+                f"the module is wrapped by {self.name}, which reduces all gradients itself",
+                "Leave across= out; or let funcga reduce the module that was wrapped.",
             )
-        return InTurn([Replicas(group) for group in self.groups()[0]])
+            # On a mesh of two dimensions a process sees only its own row, the inner group, and its
+            # own column, the outer one. All other rows are the same row shifted along the column.
+            shifts = [rank - dist.get_rank() for group in groups[1:] for rank in group.ranks]
+            ranks = sorted(rank + shift for rank in groups[0].ranks for shift in shifts or [0])
+            if sorted(named.ranks) != ranks:
+                raise FuncgaError(
+                    f"across= names the ranks {sorted(named.ranks)}, and the module is wrapped by "
+                    f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
+                    "wrapper knows its replicas."
+                )
+        return InTurn(groups)
 
     def leaves(self) -> list[torch.Tensor]:
         """Leaves of a loss's graph beside the parameters, or in their place."""
@@ -133,6 +150,15 @@ class Wrapper:
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
         raise NotImplementedError
+
+
+def no_outer_mesh(what: str) -> FuncgaError:
+    """The error for a module without an outer dimension of a mesh to all-reduce over."""
+    return FuncgaError(
+        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for '
+        'fully_shard with a mesh of two dimensions (HSDP). Write sync="last", to synchronise once, '
+        'or sync="every".'
+    )
 
 
 class DDP(Wrapper):
@@ -255,6 +281,30 @@ class DDP(Wrapper):
             # The replicas may have stopped in different micro-batches, and must begin with the same
             # flag.
             ddp.require_forward_param_sync = True
+
+
+class Replicate(DDP):
+    """torch.distributed._composable.replicate: DDP in the hooks of a module."""
+
+    def check(self) -> None:
+        """Makes the DistributedDataParallel objects, as the first forward pass would, and checks
+        them.
+        """
+        self.states, self.wrapped = zip(*map(_private.state_and_ddp, self.wrapped), strict=True)
+        super().check()
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Synchronises, whatever set_requires_gradient_sync() was given."""
+        with super().window(), self._waiting(False):
+            yield
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """set_requires_gradient_sync(False)."""
+        return self._waiting(True)
+
+    def _waiting(self, waits: bool) -> AbstractContextManager[None]:
+        return assigned([(state, _private.WAITS_REPLICATE, waits) for state in self.states])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ class FSDP2(Wrapper):
     each pass makes.
     """
 
-    fresh = in_step = True
+    fresh = in_step = knows_outer = True
     remedy = (
         "Say that it sums in float32: fully_shard(module, "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -104,18 +104,19 @@ class FSDP2(Wrapper):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """set_requires_gradient_sync(False), set_is_last_backward(False)."""
-        self._require(False)
+        """set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
+        self._require(self.sync == "outer", False)
         try:
             yield
         finally:
-            self._require(True)
+            self._require(True, True)
 
-    def _require(self, is_required: bool) -> None:
+    def _require(self, scatters: bool, is_last: bool) -> None:
         for root in self.wrapped:
-            root.set_requires_gradient_sync(is_required)  # type: ignore[operator]
+            root.set_requires_gradient_sync(scatters)  # type: ignore[operator]
+            root.set_requires_all_reduce(is_last)  # type: ignore[operator]
         for part in self.parts:
-            part.set_is_last_backward(is_required)
+            part.set_is_last_backward(is_last)
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""

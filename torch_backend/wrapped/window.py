@@ -138,7 +138,7 @@ class ModuleWindow:
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
-            if self.wrapper.sync == "last":
+            if self.wrapper.sync != "every":
                 self.waiting.enter_context(self.wrapper.waiting())
             if self.program.dropping is not None:
                 self.statistics_before = statistics_of(self.gradient.module)

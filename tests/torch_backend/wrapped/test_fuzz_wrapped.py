@@ -51,7 +51,7 @@ class Case:
 def drawn(seed):
     r = random.Random(seed)
     wrapper = r.choice([*WRAPPERS])
-    is_ddp = wrapper in ("ddp", "ddp_views", "ddp_unused")
+    is_ddp = wrapper in ("ddp", "ddp_views", "ddp_unused", "replicated")
     flat = wrapper in ("fsdp1", "fsdp1_flat")
     return Case(
         seed, wrapper, r.choice([*FOLDS]), r.randint(1, 4), (r.randint(1, 7), r.randint(1, 7)),

@@ -75,7 +75,7 @@ def sent(group, wrapper):
     return kernels.collectives
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "replicated"])
 def test_the_loss_travels_in_the_header(wrapper):
     for collectives in processes().run(sent, wrapper, size=2):
         assert collectives == ["allgather_", "allreduce_"]  # the header with the loss, and the gradient

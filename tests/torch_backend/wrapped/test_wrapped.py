@@ -77,13 +77,21 @@ def fsdp2(group, module, mesh=None, **options):
     return fully_shard(module, mesh=mesh, **options)
 
 
+def replicated(group, module):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module, process_group=group)
+
+
 def replicated_by_fsdp(group, module):
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate(module, mesh=mesh_of(group))
 
 
-WRAPPERS = {f.__name__: f for f in (ddp, ddp_views, ddp_unused, fsdp1, fsdp1_flat, fsdp2, replicated_by_fsdp)}
+WRAPPERS = {
+    f.__name__: f for f in (ddp, ddp_views, ddp_unused, fsdp1, fsdp1_flat, fsdp2, replicated, replicated_by_fsdp)
+}
 
 
 def batches(window, rank, dtype):
@@ -228,14 +236,14 @@ def two_dimensions(group, wrapper, dtype, sync):
     found = []
     for window in WINDOWS:
         value, expected = whole(window, dtype, group.size())
-        step = funcga.stream(f, weight=count)
+        step = funcga.stream(f, weight=count, across=group)
         found.append(errors(module, step(batches(window, group.rank(), dtype)), value, expected))
     return found
 
 
 @pytest.mark.parametrize(
     ("wrapper", "sync"),
-    [("hybrid", "last"), ("hybrid", "every"), ("hsdp", "last"), ("hsdp", "every")],
+    [("hybrid", "last"), ("hybrid", "every"), ("hsdp", "last"), ("hsdp", "every"), ("hsdp", "outer")],
 )
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_meshes_of_two_dimensions(wrapper, sync, dtype):
@@ -274,6 +282,7 @@ def reductions(group, wrapper, sync, n):
 ONCE = {
     "ddp": {"allreduce_": 1},
     "ddp_views": {"allreduce_": 1},
+    "replicated": {"allreduce_": 1},
     "fsdp1": {"_reduce_scatter_base_": 2},
     "fsdp2": {"_reduce_scatter_base_": 2},
     "replicated_by_fsdp": {"allreduce_": 1},
@@ -289,7 +298,7 @@ def test_one_synchronisation_a_window_or_one_a_microbatch(wrapper, sync):
         assert found == expected  # the loss and the counts are gathered
 
 
-@pytest.mark.parametrize(("sync", "scattered", "reduced"), [("last", 2, 2), ("every", 6, 6)])
+@pytest.mark.parametrize(("sync", "scattered", "reduced"), [("last", 2, 2), ("outer", 6, 2), ("every", 6, 6)])
 def test_the_outer_mesh_is_reduced_over_once(sync, scattered, reduced):
     for found in processes().run(reductions, "hsdp", sync, 3, size=4):
         assert found == {"_reduce_scatter_base_": scattered, "allreduce_": reduced}
@@ -908,21 +917,24 @@ def test_a_module_that_nothing_wraps_is_local():
 
 def build(group, what):
     """Makes a gradient function that is refused."""
-    from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import fully_shard
 
-    if what == "ddp in hooks":
-        module = replicate(made(), process_group=group)
-    elif what == "mixed":
+    if what == "mixed":
         module = nn.Sequential(ddp(group, nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2), mesh=mesh_of(group)))
     elif what == "uncovered":
         module = nn.Sequential(ddp(group, nn.Linear(2, 2)), nn.Linear(2, 2))
-    else:
+    elif what == "ignored":
         module = nn.Linear(2, 2)
         module = fully_shard(module, mesh=mesh_of(group), ignored_params={module.bias})
-    module_value_and_grad(module, mean_square)
+    else:
+        module = WRAPPERS[what](group, made())
+    module_value_and_grad(module, mean_square, sync="outer" if what in WRAPPERS else "last")
 
 
+OUTER = (
+    'sync="outer" was asked of {}, which has no outer mesh to all-reduce over. It is for fully_shard with a mesh of two '
+    'dimensions (HSDP). Write sync="last", to synchronise once, or sync="every".'
+)
 APART = (
     "`{}` is trained and is not among what {} reduces, as only other parts of the module are wrapped, or it was ignored: "
     "replicas would drift apart. Wrap the whole module, or freeze it: parameter.requires_grad_(False)."
@@ -932,18 +944,17 @@ APART = (
 @pytest.mark.parametrize(
     ("what", "text"),
     [
+        ("ddp", OUTER.format("DistributedDataParallel")),
+        ("fsdp1", OUTER.format("FullyShardedDataParallel")),
+        ("fsdp2", OUTER.format("fully_shard")),
+        ("replicated", OUTER.format("replicate")),
+        ("replicated_by_fsdp", OUTER.format("replicate")),
         ("uncovered", APART.format("1.weight", "DistributedDataParallel")),
         ("ignored", APART.format("bias", "fully_shard")),
         (
             "mixed",
             "parts of the module are wrapped by DistributedDataParallel and fully_shard, which reduce gradients in "
             "different ways. Wrap all of it in one of them.",
-        ),
-        (
-            "ddp in hooks",
-            "the module is wrapped by torch.distributed._composable.replicate, which puts DDP into its hooks. Wrap it by "
-            "DistributedDataParallel(module) instead, or by the replicate of "
-            "torch.distributed._composable.replicate_with_fsdp.",
         ),
     ],
 )
@@ -993,8 +1004,8 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
         ),
         (
             "across",
-            "across= was given, and the module is wrapped by DistributedDataParallel, which reduces all gradients "
-            "itself, over its own replicas. Leave across= out; or let funcga reduce the module that was wrapped.",
+            "across= names the ranks [0, 1, 2, 3], and the module is wrapped by DistributedDataParallel, which reduces "
+            "over the ranks [0, 1]. Leave across= out: the wrapper knows its replicas.",
         ),
         (
             "auto",
@@ -1058,7 +1069,7 @@ def test_arguments_that_are_refused():
         (
             (made(), mean_square),
             {"sync": "outer"},
-            'sync is \'outer\'. Write sync="last", to synchronise once a window, or sync="every"',
+            'sync="outer" was asked of a module that is not wrapped, which has no',
         ),
     ):
         with pytest.raises(funcga.FuncgaError) as error:
@@ -1292,7 +1303,7 @@ def left_over(group, wrapper):
     return error, difference(full(module, own), [p.grad for p in twice.parameters()])
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp2", "replicated_by_fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "replicated", "fsdp2", "replicated_by_fsdp"])
 def test_sums_of_the_user_that_wait_are_neither_folded_nor_lost(wrapper):
     for found in processes(2).run(left_over, wrapper):
         assert max(found) <= 1e-12
@@ -1478,7 +1489,7 @@ def wrapped_late(group, wrapper, called):
 @pytest.mark.parametrize("called", [False, True], ids=["at once", "after a call"])
 @pytest.mark.parametrize(
     ("wrapper", "name", "how"),
-    [("fsdp2", "FSDPSequential", "fully_shard"), ("replicated_by_fsdp", "ReplicateSequential", "replicate")],
+    [("fsdp2", "FSDPSequential", "fully_shard"), ("replicated", "DDPSequential", "replicate")],
 )
 def test_a_module_that_is_wrapped_after_its_step_was_made(wrapper, name, how, called):
     refused(
