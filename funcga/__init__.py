@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from funcga._coupled import coupled
     from funcga._fold.accumulator import Accumulator, AccumulatorState
     from funcga._observe import Observed, Observer
-    from funcga._observe.dropped import dropped
+    from funcga._observe.microbatches import GradientNorms, dropped, gradient_norms
     from funcga._observe.noise import GradientNoise, NoiseAverage, averaged, gradient_noise
-    from funcga._observe.norms import GradientNorms, gradient_norms
     from funcga._parity import Problem
     from funcga._plan import Plan, plan
     from funcga._reproducible import reproducible
@@ -62,9 +61,8 @@ else:
         "funcga._coupled": ("coupled",),
         "funcga._fold.accumulator": ("Accumulator", "AccumulatorState"),
         "funcga._observe": ("Observed", "Observer"),
-        "funcga._observe.dropped": ("dropped",),
+        "funcga._observe.microbatches": ("GradientNorms", "dropped", "gradient_norms"),
         "funcga._observe.noise": ("GradientNoise", "NoiseAverage", "averaged", "gradient_noise"),
-        "funcga._observe.norms": ("GradientNorms", "gradient_norms"),
         "funcga._parity": ("Problem",),
         "funcga._plan": ("Plan", "plan"),
         "funcga._reproducible": ("reproducible",),

@@ -25,8 +25,7 @@ from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import MicroStep, micro_step_of, of_compiled_loss
-from torch_backend.engine.compiled_window import CompiledWindow
+from torch_backend.engine.compiled import CompiledWindow, MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.dropping import (
     DroppingBuffers,
     buffers_of,

@@ -230,26 +230,21 @@ class Buffers:
         self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float
     ) -> None:
         """Adds factor * value to each of these sums."""
-        begun = [index for index in indices if self.reduced[index] is not None]
-        if begun and factor:
-            accumulators = [self.reduced[index] for index in begun]
-            more = [redistributed(values[index], self.reduced[index]) for index in begun]
-            if torch.compiler.is_compiling():
-                for index, total in zip(
-                    begun, ordered.added(accumulators, more, factor), strict=True
-                ):
-                    self.reduced[index] = total
-                self.borrowed.difference_update(begun)
-            else:
-                sums.add_scaled(
-                    local_tensors(accumulators), local_tensors(more), factor, donate=True
-                )
-        # Some sums begin before others: those whose memory is a bucket that will be sent.
-        first = (
-            indices if not begun else [index for index in indices if self.reduced[index] is None]
-        )
-        if first:
-            self._begin_sums(first, values, factor)
+        accumulators = [self.reduced[index] for index in indices]
+        if {*map(type, accumulators)} <= {type(None)}:  # they begin together
+            self._begin_sums(indices, values, factor)
+            return
+        more = [redistributed(values[index], self.reduced[index]) for index in indices]
+        if not factor:
+            return
+        if torch.compiler.is_compiling():
+            for index, total in zip(
+                indices, ordered.added(accumulators, more, factor), strict=True
+            ):
+                self.reduced[index] = total
+            self.borrowed.difference_update(indices)
+        else:
+            sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
 
     def _begin_sums(
         self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float

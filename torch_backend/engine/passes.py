@@ -65,6 +65,7 @@ class Pass:
             # outside of it.
             self.stack.enter_context(torch.inference_mode(False))
         self.stack.enter_context(replacements)
+        self.since = applied.last if applied.is_noted else None
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -77,7 +78,6 @@ class Pass:
 
     def begin(self, arguments: Arguments, args: tuple[Tree, ...], stays: bool) -> None:
         """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`."""
-        self.since = applied.last if applied.is_noted else None
         self.inputs.begin(arguments, args, self.stack, stays and self.is_uninterrupted)
         leaves = self.inputs.tensors
         if _private.is_any_autocast_enabled():

@@ -105,10 +105,6 @@ class Engine:
             self.buffers.add_value(loss, weight, share)  # as usual
         else:
             state = self.add_beside(loss, aux, leaves, weight, share)
-        if self.reduction is not None:
-            # In a bucket all sums are views of one memory. Adding the loss has raised the version
-            # of every one of them.
-            sums.settle()
         return state
 
     def add_beside(

@@ -4,7 +4,7 @@ are accumulators.
     gradient = torch_backend.pipeline_value_and_grad(ScheduleGPipe, stage, F.cross_entropy)
     loss, grads = funcga.accumulate(gradient, n=4)(x, y)
 
-The gradient function is in `gradient.py`, a window of it in `window.py`, and a schedule that takes
+The gradient function and a window of it are in `window.py`, and a schedule that takes
 any micro-batches in `schedule.py`. It stands on the engine's buffers, on the reduction over
 replicas and on what drives wrapped modules; nothing stands on it. Only torch has this package: in
 JAX stages are axes of a mesh in one program.
@@ -16,8 +16,8 @@ from torch import nn
 
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, check_callable, check_count
-from torch_backend.pipeline.gradient import PipelineGradient
 from torch_backend.pipeline.schedule import Pipeline, ScheduleFactory, Stage
+from torch_backend.pipeline.window import PipelineGradient
 from torch_backend.wrapped import check_covered, wrapper_of
 from torch_backend.wrapped.ddp import Wrapper
 

@@ -9,6 +9,7 @@ Every process knows the weights, because it is given the same batch. Values and 
 last stage, which tells them at the end of the window.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
+from funcga._call.supported import PIPELINE
 from funcga._fold.outputs import Outputs
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
 from torch_backend.dtensor import as_dtensor, local_tensors
@@ -31,7 +33,7 @@ from torch_backend.engine.inputs import Leaves, detached
 from torch_backend.engine.layout import Kept
 from torch_backend.engine.others import left_alone
 from torch_backend.modules import trainable
-from torch_backend.modules.checks import check_no_params
+from torch_backend.modules.checks import check_no_params, check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.modules.visits import IN_USE
 from torch_backend.pipeline.schedule import Pipeline
@@ -457,3 +459,51 @@ def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
         torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
     ]
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineGradient(ModuleGradient):
+    """The gradient function of the stages that this process has. Made by `pipeline_value_and_grad`.
+
+    `module` has the stages by their indices, and `wrapper` is what wraps them; None if nothing
+    does.
+    """
+
+    pipeline: Pipeline
+    n_microbatches: int | None
+    wrapper: Wrapper | None
+
+    @property
+    def kind(self) -> str:
+        """Its row of the table of what is supported."""
+        return PIPELINE
+
+    @property
+    def __signature__(self) -> inspect.Signature | None:
+        return None  # the arguments are the first stage's, and a target
+
+    def window(self, program: Program, backend: Backend, alone: bool = False) -> PipelineWindow:
+        """One window of a program with this gradient function; one that is `alone` has a single
+        micro-batch.
+        """
+        self.check_not_traced()
+        if self.wrapper is None:
+            check_wrapped_before(self.module)
+        return PipelineWindow(
+            program, self, backend, self.pipeline, self.n_microbatches, self.wrapper
+        )
+
+    def merged_over(self, across: Across) -> Across:
+        """The wrapper's own replicas, or those of across=."""
+        return across if self.wrapper is None else self.wrapper.replicas(across)
+
+    def check_counted(self, grad_fn: GradFn) -> None:
+        """Raises FuncgaError for a function around it, which is called for each micro-batch
+        alone.
+        """
+        if grad_fn is not self:
+            raise FuncgaError(
+                "totals= was given, and grad_fn is a function around pipeline_value_and_grad, "
+                "which runs a schedule for each micro-batch alone. Write accumulate(gradient, n, "
+                "totals=totals), with the gradient function itself."
+            )

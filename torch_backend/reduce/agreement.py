@@ -167,7 +167,7 @@ def _proposal(
     return Agreement(
         key=key,
         outputs=outputs,
-        kinds=[None if like is None else (tuple(like.shape), like.dtype) for like in likes],
+        kinds=[*map(_kind_of, likes)],
         plan=planned(
             layout.folds,
             shards,
@@ -182,6 +182,10 @@ def _proposal(
         description=description,
         digest=digest_of([*description.items()]),
     )
+
+
+def _kind_of(like: torch.Tensor | None) -> Kind | None:
+    return None if like is None else (tuple(like.shape), like.dtype)
 
 
 def _groups_of_leaves(

@@ -13,7 +13,7 @@ are.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 
 import torch
@@ -23,27 +23,25 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import CARRY, Arguments
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction, scaled_loss
+from funcga._grad import GradientFunction
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import _private, arrays
-from torch_backend.arrays import recording_loss
+from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
-from torch_backend.engine.inputs import Leaves, detached
+from torch_backend.engine.inputs import Leaves, OwnParameters, detached
 from torch_backend.engine.layout import Kept
 from torch_backend.engine.lent_sums import holds, is_alone
 from torch_backend.engine.observing import ObservedGradient, Observing
-from torch_backend.engine.others import applied, left_alone, reach
-from torch_backend.engine.passes import autocasting
+from torch_backend.engine.others import left_alone, reach
+from torch_backend.engine.passes import Pass, autocasting
 from torch_backend.modules import trainable
-from torch_backend.modules.checks import check_no_params, modules_in
+from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import IN_USE
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replacements import replacements
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -104,12 +102,15 @@ class ModuleWindow:
     records = looks_ahead = may_be_short = True
 
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
-        self.program, self.gradient, self.backend, self.alone = program, gradient, backend, alone
+        self.program, self.gradient, self.alone = program, gradient, alone
         self.wrapper, self.parts = gradient.wrapper, gradient.parts
+        walk = program.memory.keep(Walk)
+        self.passes = Pass(OwnParameters(self.parts, backend, gradient.module, walk))
+        self.detached = self.passes.inputs.detached
         self.reductions = reductions_of(
             replace(program, across=gradient.merged_over(program.across)), backend
         )
-        self.stack, self.waiting, self.is_last = ExitStack(), ExitStack(), False
+        self.waiting, self.is_last = ExitStack(), False
         self.buffers: Buffers | None = None
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
@@ -117,31 +118,22 @@ class ModuleWindow:
         self.observing: Observing | None = None
         self.folded: GradientFunction = self.parts  # whose output is folded
 
-    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
-        """The arguments without graphs."""
-        check_no_params(args, self.gradient.module)
-        return tuple([detached(arg, recorded=True) for arg in args])
-
     def __enter__(self) -> "ModuleWindow":
+        module = self.gradient.module
         # If something here raises, this stack undoes what was entered before; otherwise `__exit__`
         # does.
         with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(replacements)
-            self.since = applied.last if applied.is_noted else None
+            stack.enter_context(self.passes)
             stack.enter_context(self.wrapper.window())
-            stack.enter_context(
-                IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module))
-            )
-            self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
+            stack.enter_context(IN_USE.using(self.program.memory.keep(Walk).ids(module)))
+            self.params: dict[str, torch.Tensor] = {**trainable(module)}
             # The user's `.grad`s are put aside, and come back when the stack closes.
             stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
             # Until the last micro-batch is known to be the last, no pass synchronises.
             if self.wrapper.sync != "every":
                 self.waiting.enter_context(self.wrapper.waiting())
             if self.program.dropping is not None:
-                self.statistics_before = statistics_of(self.gradient.module)
+                self.statistics_before = statistics_of(module)
             self.stack = stack.pop_all()
         return self
 
@@ -164,8 +156,6 @@ class ModuleWindow:
                 self.wrapper.recover()
                 if is_of_a_collective(error):
                     error.add_note(COULD_NOT_MERGE)
-        if _private.is_any_autocast_enabled():
-            torch.clear_autocast_cache()
 
     # --- micro-batches
 
@@ -194,11 +184,15 @@ class ModuleWindow:
         """Runs one micro-batch forward and backward, and folds it in, unless its weight is None.
         Returns the state that is threaded to the next.
         """
-        scale = None
-        if kwargs or self.parts.scaled:
-            scale, kwargs = self.parts.read_scale(kwargs, self.backend)
         self._begin_pass(last)
-        loss, aux, differentiated = self._forward(args, kwargs, weight, scale)
+        # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked.
+        # The host cannot see whether a weight on a device is 0.
+        masks = isinstance(weight, torch.Tensor) or not weight
+        with self.masked(weight) if masks else nullcontext():
+            loss_fn = partial(called, self.gradient.loss_fn, self.gradient.module)
+            loss, aux, differentiated = self.passes.forward(loss_fn, [*args], kwargs)
+        if self.parts.has_aux:
+            aux = detached(aux)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
         if self.buffers is None:
             self._make_room(loss.detach(), aux, arguments)
@@ -234,27 +228,6 @@ class ModuleWindow:
             last = reduction.meet(last)
         return last
 
-    def _forward(
-        self,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        weight: Scalar | None,
-        scale: Scalar | None,
-    ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
-        """The loss, its aux, and what is differentiated. `weight` is None for a micro-batch that
-        is not folded.
-        """
-        # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked.
-        # The host cannot see whether a weight on a device is 0.
-        masks = isinstance(weight, torch.Tensor) or not weight
-        module = self.gradient.module
-        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
-            with self.masked(weight) if masks else _NOTHING:
-                output = called(self.gradient.loss_fn, module, *args, **kwargs)
-            loss, aux = self.parts.split(output, self.backend)
-            differentiated = loss if scale is None else scaled_loss(loss, scale, arrays)
-        return loss, detached(aux) if self.parts.has_aux else aux, differentiated
-
     @contextmanager
     def masked(self, weight: Scalar | None) -> Iterator[None]:
         """A context in which the gradients of the module's outputs are 0 where the weight is, even
@@ -271,7 +244,7 @@ class ModuleWindow:
             return torch.where(counts, gradient, 0)
 
         def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
-            for leaf in self.backend.trees.flatten(output)[0]:
+            for leaf in trees.flatten(output)[0]:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(mask)  # type: ignore[no-untyped-call]
 
@@ -324,8 +297,8 @@ class ModuleWindow:
                 stack.enter_context(self.wrapper.synchronising(self.params))
             elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
-            with recording_loss():
-                _private.run_backward(loss, cotangent, inputs, on_host=False)
+            run = partial(_private.run_backward, loss, cotangent, inputs, on_host=False)
+            self.passes.backwards({}, run)
 
     def _inputs_and_others(
         self, loss: torch.Tensor
@@ -338,7 +311,7 @@ class ModuleWindow:
         their place.
         """
         params, replaced = tuple(self.params.values()), self.wrapper.leaves()
-        if params and not replaced and applied.last is self.since:
+        if params and not replaced and not self.passes.has_functions:
             return params, []
         ids = {*map(id, (*params, *replaced))}
         others, is_custom = reach(loss, ids)
@@ -355,20 +328,20 @@ class ModuleWindow:
         """Folds the loss and its aux in, and returns the state that is threaded to the next
         micro-batch.
         """
-        leaves = self._leaves(loss, aux)
+        assert self.buffers is not None
+        leaves = self._leaves(self.buffers, loss, aux)
         if self.observing is not None:
             # It has seen the gradients of this replica times the cotangent.
             told = self.observing.told(leaves, weight, weight if self.is_weighted else 1)
             leaves[: len(told)] = told
-        assert self.buffers is not None
         return self.buffers.add(leaves, weight)
 
-    def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
+    def _leaves(self, buffers: Buffers, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where the
         wrapper sums them.
         """
-        which = f"micro-batch {1 if self.buffers is None else self.buffers.steps + 1}"
-        leaves = self.layout.rest.head.leaves(self.folded.compose(loss, aux, [()]), which)
+        value, which = self.folded.compose(loss, aux, [()]), f"micro-batch {buffers.steps + 1}"
+        leaves = buffers.layout.rest.head.leaves(value, which)
         return [*leaves, *[None] * len(self.params)]
 
     # --- replicas with fewer micro-batches than others
@@ -449,7 +422,7 @@ class ModuleWindow:
         """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot
         fold.
         """
-        structure = self.backend.trees.flatten(self.params)[1]
+        structure = trees.flatten(self.params)[1]
         leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
         bind = lambda value: self.program.bind(value, arguments)
         if self.program.observers is not None:
@@ -460,7 +433,7 @@ class ModuleWindow:
         layout = self.program.memory.keep(Kept).layout_of(
             self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
         )
-        self.layout, self.buffers = layout, buffers_of(self.program)(layout)
+        self.buffers = buffers_of(self.program)(layout)
         if self.program.observers is not None:
             computed_with = self.wrapper.leaf_of()
             in_backward = zip(layout.backward.leaf_indices, self.params.values(), strict=True)
@@ -469,7 +442,7 @@ class ModuleWindow:
                 {leaf_index: computed_with.get(id(p), p) for leaf_index, p in in_backward},
                 observed.before[0][0],
             )
-        leaves_beside = self._leaves(loss, aux)
+        leaves_beside = self._leaves(self.buffers, loss, aux)
         for reduction in self.reductions:
             reduction.begin(self.buffers, leaves_beside)
         # All of the gradients are weighed, or none.

@@ -1,4 +1,6 @@
-"""`gradient_norms`: the norm of each micro-batch's gradient, beside that of their mean."""
+"""Observers of each micro-batch: `gradient_norms`, the norm of its gradient, beside that of their
+mean; and `dropped`, how many were dropped.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -64,3 +66,31 @@ def _norms(xp: Namespace, observed: Observed) -> GradientNorms:
     return GradientNorms(
         observed.factor * xp.sqrt(squares), observed.factor * xp.sqrt(observed.result)
     )
+
+
+def dropped() -> Observer:
+    """An observer for `observe=`: how many micro-batches of the window `drop=` has left out, on all
+    replicas.
+
+    With drop="window", that is none, or all of them. It is a 0-d integer array, on the device of
+    the gradients: nothing waits for it.
+
+    Returns:
+        The Observer, whose observation is the number.
+
+    Example:
+        >>> grad_fn = funcga.grad(lambda w, x: (w * x).mean())
+        >>> step = funcga.accumulate(grad_fn, 3, drop="microbatch", observe=funcga.dropped())
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, float("nan"), 4.0]))
+        (tensor(3.), tensor(1))
+    """
+    return Observer(concat(), _count, measure=_nothing, degree=0)
+
+
+def _nothing(xp: Namespace, leaf: Array) -> Array:
+    return xp.zeros_like(abs(leaf.reshape(-1)[:1]).sum())  # real where the leaf is complex
+
+
+def _count(xp: Namespace, observed: Observed) -> Array:
+    # What is collected of a micro-batch that is dropped is NaN.
+    return xp.isnan(observed.folded).sum()[None]
