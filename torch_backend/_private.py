@@ -403,7 +403,7 @@ def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
 WAITS_REPLICATE = "_no_sync"
 
 
-def state_and_ddp(module: nn.Module) -> tuple[Any, nn.parallel.DistributedDataParallel]:
+def state_and_ddp(module: nn.Module) -> tuple[object, nn.parallel.DistributedDataParallel]:
     """The state of a module of `torch.distributed._composable.replicate`, and its DDP.
 
     Torch makes the DDP at the first forward pass, or here. Without the state there is no replicate
@@ -452,10 +452,9 @@ def holders_of_fsdp1(module: Any) -> list[object]:
     return [holder for holder in (module._handle, module._exec_order_data) if holder is not None]
 
 
-def whole_of_fsdp1(module: Any) -> list[torch.Tensor]:
-    """The memory of the whole flat parameter, from the first pass on."""
-    whole = _attribute(flat_param_of(module), "_full_param_padded", None)
-    return [] if whole is None else [whole]
+def whole_of_flat(flat: object) -> torch.Tensor | None:
+    """The memory of a whole flat parameter; None before the first pass."""
+    return _attribute(flat, "_full_param_padded", None)
 
 
 def says_that_a_shard_is_missing(error: AssertionError) -> bool:
@@ -540,30 +539,24 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
 
 
-def _params_of_fsdp2(module: Any) -> list[Any]:
-    """What there is for each parameter of a module."""
-    return [param for group in param_groups(module) for param in group.fsdp_params]
-
-
 def holders_of_fsdp2(module: Any) -> list[object]:
     """All objects whose attributes change in a pass, or hold tensors."""
     state, groups = module._get_fsdp_state(), param_groups(module)
-    contexts = [state._state_ctx, state._comm_ctx, *[group.comm_ctx for group in groups]]
-    return [state, *contexts, *groups, *_params_of_fsdp2(module)]
+    of_groups = [each for group in groups for each in (group, group.comm_ctx, *group.fsdp_params)]
+    return [state, state._state_ctx, state._comm_ctx, *of_groups]
 
 
-def forget_unsharded(module: Any) -> None:
-    """Drops the unsharded parameters of a module, as if there had been no pass."""
-    for group in param_groups(module):
-        group._reset_sharded_params = True  # else it compares addresses of the shards
-    for param in _params_of_fsdp2(module):
+def forget_unsharded(group: ParamGroup) -> None:
+    """Drops the unsharded parameters of a group, as if there had been no pass."""
+    group._reset_sharded_params = True  # else it compares addresses of the shards
+    for param in group.fsdp_params:
         param.all_gather_outputs, param._unsharded_inner_tensors = [], []
         vars(param).pop("_unsharded_param", None)
 
 
-def waiting_sums(module: Any) -> list[torch.Tensor | None]:
+def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
-    return [param.unsharded_accumulated_grad for param in _params_of_fsdp2(module)]
+    return [param.unsharded_accumulated_grad for param in group.fsdp_params]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:

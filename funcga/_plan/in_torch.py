@@ -23,7 +23,7 @@ from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import groups, starts
 from funcga._grad import GradientFunction
-from funcga._plan.wrapped import planned
+from funcga._plan.wrapped_in_torch import Held, planned
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -199,7 +199,7 @@ class _Echo(Channel):
         """What each replica says."""
         return [mine] * self.count
 
-    def told_by(self, source: int, mine: object) -> Any:
+    def told_by(self, source: int, mine: object) -> object:
         """What one replica says."""
         return mine
 
@@ -364,7 +364,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `held()` tells what is held that has a name of its own, by that name.
     """
 
-    def __init__(self, known: dict[int, int], held: Callable[[], dict[str, list[torch.Tensor]]]):
+    def __init__(self, known: dict[int, int], held: Callable[[], Held]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.known, self.held = {*known}, held
         self.live: dict[int, _Block] = {}  # the last block of every storage
@@ -439,7 +439,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes the end of a backward pass, and what is held then."""
         self.ends.append(len(self.deltas))
         for name, tensors in self.held().items():
-            for _, storage in _storages(tensors):
+            for _, storage in _storages(_tensors(tensors)):
                 if id(storage) in self.live:
                     self.live[id(storage)].names[:] = [name]
 

@@ -31,7 +31,7 @@ class FSDP2(Wrapper):
         """All modules that are wrapped."""
         return [m for root in self.wrapped for m in root.modules() if isinstance(m, FSDPModule)]
 
-    def _param_groups(self) -> list[_private.ParamGroup]:
+    def param_groups(self) -> list[_private.ParamGroup]:
         """The groups of parameters that are communicated together."""
         return list(
             {
@@ -43,7 +43,7 @@ class FSDP2(Wrapper):
         """All that are sharded or replicated by it."""
         self._reshard()
         return {
-            id(param) for group in self._param_groups() for param in _private.sharded_params(group)
+            id(param) for group in self.param_groups() for param in _private.sharded_params(group)
         }
 
     def _reshard(self) -> None:
@@ -57,14 +57,14 @@ class FSDP2(Wrapper):
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded ones, which are made at the first forward pass."""
         return [
-            param for group in self._param_groups() for param in _private.unsharded_params(group)
+            param for group in self.param_groups() for param in _private.unsharded_params(group)
         ]
 
     def leaf_of(self) -> dict[int, torch.Tensor]:
         """The unsharded parameter of each sharded one."""
         return {
             id(sharded): unsharded
-            for group in self._param_groups()
+            for group in self.param_groups()
             for sharded, unsharded in zip(
                 _private.sharded_params(group), _private.unsharded_params(group), strict=True
             )
@@ -74,7 +74,7 @@ class FSDP2(Wrapper):
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the
         one that replicates.
         """
-        return [_private.process_groups_of(group) for group in self._param_groups()]
+        return [_private.process_groups_of(group) for group in self.param_groups()]
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the
@@ -83,7 +83,7 @@ class FSDP2(Wrapper):
         if self.sync == "every":
             return param.dtype
         group = next(
-            g for g in self._param_groups() if any(p is param for p in _private.sharded_params(g))
+            g for g in self.param_groups() if any(p is param for p in _private.sharded_params(g))
         )
         return _private.reduce_dtype(group) or param.dtype
 
@@ -97,7 +97,7 @@ class FSDP2(Wrapper):
         self._reshard()  # then the parameters are the sharded ones, DTensors
         # All of these values are put back when the window ends, including those that `_require`
         # changes meanwhile.
-        groups = self._param_groups()
+        groups = self.param_groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
         with assigned([*values, *map(_private.last_backward_flag, self.parts)]):
             yield

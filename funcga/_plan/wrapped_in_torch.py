@@ -4,21 +4,28 @@ traces of passes, and what it holds.
 Only torch has this file: in JAX nothing is reduced but by the program.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from torch_backend import _private
-from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.ddp import DDP, Wrapper
+
+if TYPE_CHECKING:
+    from torch_backend.wrapped.fsdp import FSDP2
+    from torch_backend.wrapped.fsdp1 import FSDP1
+
+
+Held = dict[str, list[torch.Tensor | None]]
+"""Tensors, those that are there already, by what they are called in a plan."""
 
 
 class Unwrapped:
-    """What a plan asks, of a module that nothing wraps; `wrapper` knows how it is wrapped."""
-
-    def __init__(self, wrapper: Any = None):
-        self.wrapper = wrapper
+    """What a plan asks, of a module that nothing wraps."""
 
     def holders(self) -> list[object]:
         """What has tensors, and traces of passes, as attributes beside the modules."""
@@ -31,14 +38,15 @@ class Unwrapped:
         Nothing is sent in it, and afterwards all of their attributes are as before.
         """
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """What it holds beside the parameters, and gradients in their shapes here, by the name
-        in a plan.
-        """
+    def held(self) -> Held:
+        """What it holds beside the parameters, and gradients in their shapes here."""
         return {}
 
 
+@dataclass(frozen=True)
 class _DDP(Unwrapped):
+    wrapper: DDP
+
     def holders(self) -> list[object]:
         return [part for ddp in self.wrapper.wrapped for part in ddp.modules()]
 
@@ -48,9 +56,10 @@ class _DDP(Unwrapped):
             # No buffers are broadcast.
             vars(ddp).update(reducer=reducer, logger=reducer, modules_buffers=[])
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def held(self) -> Held:
         # They are as large as all gradients.
-        return {"buckets": [each for ddp in self.wrapper.wrapped for each in ddp.reducer.buckets]}
+        reducers = [vars(ddp)["reducer"] for ddp in self.wrapper.wrapped]
+        return {"buckets": [bucket for reducer in reducers for bucket in reducer.buckets]}
 
 
 class _Reducer:
@@ -72,37 +81,43 @@ class _Reducer:
             if self.ddp.gradient_as_bucket_view:
                 p.grad = bucket.view_as(bucket)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         # Whatever else DDP tells its reducer, and its logger.
         return lambda *args: None
 
 
+@dataclass(frozen=True)
 class _FSDP1(Unwrapped):
+    wrapper: "FSDP1"
+
     def holders(self) -> list[object]:
         return [each for part in self.wrapper.parts for each in _private.holders_of_fsdp1(part)]
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        parts = self.wrapper.parts
-        wholes = [whole for part in parts for whole in _private.whole_of_fsdp1(part)]
-        summed = [part for part in parts if _private.has_unsharded_sum(part)]
-        sums = [_private.flat_param_of(part).grad for part in summed]
-        return {"unsharded parameters": wholes, "unsharded gradients": sums}
+    def held(self) -> Held:
+        summed = filter(_private.has_unsharded_sum, self.wrapper.parts)
+        return {
+            "unsharded parameters": [*map(_private.whole_of_flat, self.wrapper.leaves())],
+            "unsharded gradients": [_private.flat_param_of(part).grad for part in summed],
+        }
 
 
+@dataclass(frozen=True)
 class _FSDP2(Unwrapped):
+    wrapper: "FSDP2"
+
     def holders(self) -> list[object]:
         return [each for part in self.wrapper.parts for each in _private.holders_of_fsdp2(part)]
 
     def begin(self) -> None:
         # The first pass makes new ones.
-        for part in self.wrapper.parts:
-            _private.forget_unsharded(part)
+        for group in self.wrapper.param_groups():
+            _private.forget_unsharded(group)
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        wholes = self.wrapper.leaves()
-        waiting = [each for part in self.wrapper.parts for each in _private.waiting_sums(part)]
-        sums = [each for each in (*waiting, *[p.grad for p in wholes]) if each is not None]
-        return {"unsharded parameters": wholes, "unsharded gradients": sums}
+    def held(self) -> Held:
+        groups, wholes = self.wrapper.param_groups(), self.wrapper.leaves()
+        waiting = [each for group in groups for each in _private.waiting_sums(group)]
+        sums = [*waiting, *[whole.grad for whole in wholes]]
+        return {"unsharded parameters": [*wholes], "unsharded gradients": sums}
 
 
 _OF = {"DDP": _DDP, "Replicate": _DDP, "FSDP1": _FSDP1, "FSDP2": _FSDP2}
@@ -110,5 +125,9 @@ _OF = {"DDP": _DDP, "Replicate": _DDP, "FSDP1": _FSDP1, "FSDP2": _FSDP2}
 
 def planned(wrapper: Wrapper | None) -> Unwrapped:
     """What a plan asks of what wraps a module, or of nothing."""
+    if wrapper is None:
+        return Unwrapped()
     # By name: the file of a wrapper is loaded only when a module is wrapped.
-    return Unwrapped() if wrapper is None else _OF[type(wrapper).__name__](wrapper)
+    found: type = _OF[type(wrapper).__name__]
+    asked: Unwrapped = found(wrapper)
+    return asked
