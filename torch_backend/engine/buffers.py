@@ -231,12 +231,12 @@ class Buffers:
     ) -> None:
         """Adds factor * value to each of these sums."""
         accumulators = [self.reduced[index] for index in indices]
-        if {*map(type, accumulators)} <= {type(None)}:  # they begin together
+        if {*map(type, accumulators)} == {type(None)}:  # they begin together
             self._begin_sums(indices, values, factor)
             return
-        more = [redistributed(values[index], self.reduced[index]) for index in indices]
-        if not factor:
+        if not (accumulators and factor):
             return
+        more = [redistributed(values[index], self.reduced[index]) for index in indices]
         if torch.compiler.is_compiling():
             for index, total in zip(
                 indices, ordered.added(accumulators, more, factor), strict=True
