@@ -59,15 +59,14 @@ class Inputs:
     parameters that were given and require grad themselves.
 
     `visit` is the context that the loss is called in, and `first` the first argument that it is
-    given: a pure_loss has its parameters in the module.
+    given: a pure_loss has its parameters in the module. `count`: how many arguments there are.
     """
 
     gradient: GradientFunction
     backend: Backend
-    are_whole: bool = field(default=True, init=False)
-    hooked: bool = field(default=False, init=False)
+    # Class attributes without a type are no fields: these are what an instance begins with.
+    are_whole, hooked, first, count = True, False, 0, 0
     watch: GradsWatch | None = field(default=None, init=False)
-    first: int = field(default=0, init=False)
     leaves: dict[int, Leaves] = field(init=False)
     tensors: list[torch.Tensor] = field(init=False)
     visit: Visit = field(init=False)
@@ -129,7 +128,7 @@ class Inputs:
 
     def unreached(self) -> FuncgaError:
         """The error for a loss that depends on none of these."""
-        return self.gradient.unreached(0, self.backend)
+        return self.gradient.unreached(self.count, self.backend)
 
 
 @dataclass(eq=False)
@@ -140,8 +139,6 @@ class DifferentiatedArguments(Inputs):
     """
 
     indices_of: dict[int, tuple[int, ...]]
-    count: int = field(default=0, init=False)  # of the arguments
-    versions: int = field(default=0, init=False)  # grows with each write to a leaf
 
     def _indices(self, count: int) -> tuple[int, ...]:
         """Which of `count` arguments are differentiated."""
@@ -191,6 +188,7 @@ class DifferentiatedArguments(Inputs):
         if watched:
             self.watch = GradsWatch(watched)
             window.callback(self.watch.changed)  # after an error, too, `.grad`s are as before
+        # It grows with each write to a leaf.
         self.versions = sum(map(_private.version, self.tensors))
         loss = self.gradient.loss_fn
         if isinstance(loss, PureLoss) and not arguments.parts[0].axes:
@@ -261,10 +259,6 @@ class DifferentiatedArguments(Inputs):
             )
         if self.watch is not None:
             self.watch.check()
-
-    def unreached(self) -> FuncgaError:
-        """The error for a loss that depends on none of these."""
-        return self.gradient.unreached(self.count, self.backend)
 
 
 OWN = -1  # in place of the index of an argument: the module's own parameters

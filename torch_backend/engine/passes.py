@@ -52,10 +52,6 @@ class Pass:
     inputs: Inputs
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
-    since: object = field(default=None, init=False)
-    autocast: Sequence[str] = field(default=(), init=False)
-    on_host: bool = field(default=False, init=False)
-    arrivals: "Arrivals | None" = field(default=None, init=False)
 
     def __enter__(self) -> Self:
         self.noted_around = noted.calls, noted.last  # those of a loss around this window
@@ -80,6 +76,7 @@ class Pass:
         """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`."""
         self.inputs.begin(arguments, args, self.stack, stays and self.is_uninterrupted)
         leaves = self.inputs.tensors
+        self.autocast: Sequence[str] = ()
         if _private.is_any_autocast_enabled():
             self.autocast = autocasting({leaf.device.type for leaf in leaves})
         self.on_host = all(map(_IS_CPU, leaves))
@@ -92,7 +89,7 @@ class Pass:
         """(the loss, its aux, the loss times its scale, which is differentiated)."""
         noted.calls, scale, gradient = [], None, self.inputs.gradient
         # Watches for a first gradient, until a leaf has got one.
-        self.arrivals = None if gradient.reached else Arrivals(gradient)
+        self.arrivals: Arrivals | None = None if gradient.reached else Arrivals(gradient)
         if kwargs or gradient.scaled:
             scale, kwargs = gradient.read_scale(kwargs, self.inputs.backend)
         with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
