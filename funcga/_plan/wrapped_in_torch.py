@@ -16,8 +16,7 @@ from torch_backend import _private
 from torch_backend.wrapped.ddp import DDP, Wrapper
 
 if TYPE_CHECKING:
-    from torch_backend.wrapped.fsdp import FSDP2
-    from torch_backend.wrapped.fsdp1 import FSDP1
+    from torch_backend.wrapped.fsdp import FSDP1, FSDP2
 
 
 Held = dict[str, list[torch.Tensor | None]]

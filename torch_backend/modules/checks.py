@@ -106,7 +106,7 @@ _KINDS = (
         "torch.distributed.fsdp",
         "FullyShardedDataParallel",
         "FullyShardedDataParallel",
-        "fsdp1:FSDP1",
+        "fsdp:FSDP1",
     ),
     Kind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
     Kind(
