@@ -25,7 +25,7 @@ from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import CompiledWindow, MicroStep, micro_step_of, of_compiled_loss
+from torch_backend.engine.compiled import CompiledSteps, MicroStep, micro_step_of, of_compiled_loss
 from torch_backend.engine.dropping import (
     DroppingBuffers,
     buffers_of,
@@ -64,12 +64,13 @@ def window_of(program: Program, backend: Backend) -> Window:
         gradient = of_compiled_loss(grad_fn) if runs_autograd else None
     if gradient is None or not runs_autograd or program.dropping is not None:
         return _calls_of(program, gradient, backend, reductions, runs_autograd)
+    kept = program.memory.keep(Kept)
+    inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
     # Without torch._dynamo nothing is compiled.
     step = _micro_step_of(program, gradient) if "torch._dynamo" in sys.modules else None
     if step is not None:
-        return CompiledWindow(program, gradient, backend, step)
-    kept = program.memory.keep(Kept)
-    inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
+        # A compiled micro-step visits the module by itself, so that no visit lasts for the window.
+        return Engine(program, Pass(inputs), kept, shortcut=CompiledSteps(step, program))
     is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
     return Engine(program, Pass(inputs, is_uninterrupted), kept, next(iter(reductions), None))
 

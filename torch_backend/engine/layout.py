@@ -146,7 +146,8 @@ class Layout:
         self.index_of = {leaf_index: index for index, leaf_index in enumerate(outputs.reduced)}
         # How each reduced leaf is added in place: "weighted", "plain", or None if it is not.
         self.kinds = [
-            None if self.pure else _kind(outputs, leaf_index) for leaf_index in outputs.reduced
+            None if self.pure else kind_in_place(fold, outputs.dtypes[leaf_index])
+            for leaf_index, fold in zip(outputs.reduced, self.folds, strict=True)
         ]
         self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
         self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
@@ -177,15 +178,6 @@ def _quotients(
         if by is not None:
             groups[by].append(index)
     return [Quotients(group, by, weighted) for by, group in groups.items() if group]
-
-
-def _kind(outputs: Outputs, leaf_index: int) -> Literal["weighted", "plain"] | None:
-    """How a reduced leaf is added in place; None if its fold is no sum, or its sum in a dtype of
-    another kind.
-    """
-    fold, dtype = outputs.folds[leaf_index], outputs.dtypes[leaf_index]
-    assert fold is not None
-    return kind_in_place(fold, dtype)
 
 
 def kind_in_place(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "plain"] | None:

@@ -52,6 +52,7 @@ class Pass:
     inputs: Inputs
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
+    has_begun = False
 
     def __enter__(self) -> Self:
         self.noted_around = noted.calls, noted.last  # those of a loss around this window
@@ -74,6 +75,7 @@ class Pass:
 
     def begin(self, arguments: Arguments, args: tuple[Tree, ...], stays: bool) -> None:
         """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`."""
+        self.has_begun = True
         self.inputs.begin(arguments, args, self.stack, stays and self.is_uninterrupted)
         leaves = self.inputs.tensors
         self.autocast: Sequence[str] = ()

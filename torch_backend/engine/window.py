@@ -10,7 +10,7 @@ the output. `LentSums` let autograd add to them.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,25 @@ from torch_backend.engine.passes import Pass, check_no_grads
 from torch_backend.replicas import Listener
 
 
+class Shortcut(Protocol):
+    """What can fold some micro-batches in another way."""
+
+    def fold(
+        self,
+        engine: "Engine",
+        arguments: Arguments,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar,
+    ) -> bool:
+        """Folds one micro-batch in; False if the engine has to."""
+        ...
+
+    def buffers_of(self, layout: Layout) -> Buffers:
+        """What outputs of this layout are folded into."""
+        ...
+
+
 class Engine:
     """One window of a gradient that autograd computes: `fold` each micro-batch, then take the
     `result`.
@@ -42,11 +61,18 @@ class Engine:
     records = True
     looks_ahead = False
 
-    def __init__(self, program: Program, passes: Pass, kept: Kept, reduction: Merge | None):
+    def __init__(
+        self,
+        program: Program,
+        passes: Pass,
+        kept: Kept,
+        reduction: Merge | None = None,
+        shortcut: Shortcut | None = None,
+    ):
         self.program, self.passes, self.kept, self.reduction = program, passes, kept, reduction
+        self.shortcut = shortcut
         self.inputs = passes.inputs
         self.detached = passes.inputs.detached
-        self.buffers_of: Callable[[Layout], Buffers] = Buffers
         # None before the first loss, which shows what becomes of the output.
         self.sums: LentSums | None = None
         self.unreached = False  # whether a loss reached no leaf, though it should have
@@ -77,10 +103,12 @@ class Engine:
         last: bool,
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        if self.sums is None:
-            # Over replicas the module is as it was between micro-batches.
-            self.passes.begin(arguments, args, stays=self.reduction is None)
         inputs, passes = self.inputs, self.passes
+        if not passes.has_begun:
+            # Over replicas the module is as it was between micro-batches.
+            passes.begin(arguments, args, stays=self.reduction is None)
+        if self.shortcut is not None and self.shortcut.fold(self, arguments, args, kwargs, weight):
+            return []
         # `moving` are the leaves of arguments that are split: this micro-batch's own.
         leaves, moving = (inputs.leaves, []) if inputs.are_whole else inputs.with_those_of(args)
         called = [leaves[index].tree if index in leaves else arg for index, arg in enumerate(args)]
@@ -173,7 +201,7 @@ class Engine:
             lambda _: self.inputs.check_dense(leaves),
             bool(arguments.state),
         )
-        self.buffers = self.buffers_of(layout)
+        self.buffers = (Buffers if self.shortcut is None else self.shortcut.buffers_of)(layout)
         # The dtype of the loss, if it is all that is added beside the gradients, and None
         # otherwise.
         is_lone = (
