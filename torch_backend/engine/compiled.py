@@ -392,11 +392,11 @@ class _CompiledBuffers(Buffers):
         for added, total in zip(self.layout.backward.added, totals, strict=True):
             self.reduced[added.sum_index] = total
 
-    def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
-        """Takes sums that stay for the next window out of its reach."""
-        super().settle(likes)
+    def result(self, state: list[Any]) -> Tree:
+        """The normalised result, out of the reach of a next window, for which sums may stay."""
         if self.sums.lasts:
             self._hold(self.sums.released())
+        return super().result(state)
 
 
 class CompiledSteps:

@@ -78,9 +78,9 @@ class InBackward:
         """Notes who adds the gradient of a leaf, which stands at this position among those that
         are there.
         """
-        index = layout.index_of.get(leaf_index)
-        kind = None if index is None else layout.kinds[index]
-        if index is None or kind is None:
+        index = layout.index_of.get(leaf_index, -1)
+        kind = layout.kinds[index] if index >= 0 else None
+        if kind is None:
             self.others.append(leaf_index)
         elif is_dtensor(leaf):
             self.dtensors.append(leaf_index)
