@@ -47,8 +47,9 @@ from torch_backend.wrapped.window import with_a_blank_row
 
 
 def window_of(program: Program, backend: Backend) -> Window:
-    """The window for a program: by autograd where funcga made the gradient function, otherwise
-    by calls of grad_fn.
+    """The window for a program: by autograd where funcga made the gradient function, as that of a
+    module asks for, otherwise by calls of grad_fn; so too in a transform, while torch.compile
+    traces, and with drop=.
     """
     grad_fn = program.grad_fn
     if dist.is_available() and dist.is_initialized():

@@ -185,7 +185,7 @@ class Buffers:
         self.steps += 1
 
     def add_leaf(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
-        """Folds in one leaf of the backward pass, whose memory is from now on the buffers' own."""
+        """Folds in one leaf of the backward pass, whose memory nobody else has."""
         value = arrays.strided(value)
         if leaf_index in self.outputs.threads:
             self.passed[leaf_index] = value
@@ -375,8 +375,8 @@ class Buffers:
         return fold.normalize(reduced, folded)
 
     def _divide(self) -> list[int]:
-        """Divides means in place, and takes other weighted sums out of their unit. Returns which
-        are not divided.
+        """Divides means in place, and takes other weighted sums out of their unit. Returns what is
+        still to be normalised, leaf by leaf.
         """
         total, steps, unit = self.weight, self.steps, self.unit or 1.0
         if self.counted is not None:

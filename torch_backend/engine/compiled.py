@@ -9,9 +9,9 @@ place. The accumulators are zeros at first, and no gradient becomes one. The wei
 is an input, too, so one graph serves for every micro-batch of a shape, whatever n.
 
 It is taken where nothing else has to see a gradient: all folds of gradients are sums of one kind,
-no parameter has a hook, nothing is merged over replicas, no state is threaded. If torch.compile
-refuses the micro-step as a whole, the loss is compiled alone, as it was given, and autograd adds
-its gradients.
+no parameter has a hook, nothing is observed or threaded, there is no process group, no autocast, no
+saved-tensor hook, and the loss has neither aux nor a scale. If torch.compile refuses the micro-step
+as a whole, the loss is compiled alone, as it was given, and autograd adds its gradients.
 """
 
 import itertools
@@ -235,7 +235,7 @@ def is_watched() -> bool:
     )
 
 
-class Sums:
+class CompiledSums:
     """The sums of one window, which a MicroStep adds to.
 
     `argnums` are the arguments that are differentiated. `visit` is that of a PureLoss, whose
@@ -383,7 +383,7 @@ class _LastKind:
 class _CompiledBuffers(Buffers):
     """Buffers whose sums of gradients are those that a compiled micro-step adds to."""
 
-    def __init__(self, sums: Sums, layout: Layout):
+    def __init__(self, sums: CompiledSums, layout: Layout):
         super().__init__(layout)
         self.sums = sums
         self._hold(sums.totals)
@@ -407,7 +407,7 @@ class CompiledSteps:
     def __init__(self, step: MicroStep, program: Program):
         self.step, self.program = step, program
         self.has_begun = False
-        self.sums: Sums | None = None  # None where autograd adds the gradients
+        self.sums: CompiledSums | None = None  # None where autograd adds the gradients
 
     def buffers_of(self, layout: Layout) -> Buffers:
         """What outputs of this layout are folded into."""
@@ -466,7 +466,7 @@ class CompiledSteps:
         kind, weighs = self._kind(inputs), self.program.weight is not None
         if kind is not None:
             loss_fn = inputs.gradient.loss_fn
-            self.sums = Sums(self.step, kind, inputs.leaves, loss_fn, visit, weighs)
+            self.sums = CompiledSums(self.step, kind, inputs.leaves, loss_fn, visit, weighs)
 
     def _kind(self, inputs: Inputs) -> Kind | None:
         """What the sums of this window are like."""
@@ -487,4 +487,4 @@ class CompiledSteps:
         if self.step.is_refused:
             self.sums = None
         if engine.sums is not None:
-            engine.sums.settle()
+            engine.sums.accept_writes()

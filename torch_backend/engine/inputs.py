@@ -35,7 +35,7 @@ from torch_backend.modules.layers import Walk, called
 from torch_backend.modules.visits import IN_USE
 
 # A context that the loss is called in, which gives the function to call.
-Visit = AbstractContextManager[Callable[..., Any]]
+LossContext = AbstractContextManager[Callable[..., Any]]
 
 
 class Leaves(NamedTuple):
@@ -69,7 +69,7 @@ class Inputs:
     watch: GradsWatch | None = field(default=None, init=False)
     leaves: dict[int, Leaves] = field(init=False)
     tensors: list[torch.Tensor] = field(init=False)
-    visit: Visit = field(init=False)
+    visit: LossContext = field(init=False)
 
     def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
         """The arguments without graphs, except those that are differentiated; `leading`: those
@@ -78,10 +78,10 @@ class Inputs:
         raise NotImplementedError
 
     def begin(
-        self, arguments: Arguments, args: tuple[Tree, ...], window: ExitStack, stays: bool
+        self, arguments: Arguments, args: tuple[Tree, ...], stack: ExitStack, stays: bool
     ) -> None:
-        """Makes the leaves that last. `window` is closed when it ends; `stays`: whether a module
-        may keep the parameters between two micro-batches.
+        """Makes the leaves that last. `stack` is closed when the window ends; `stays`: whether a
+        module may keep the parameters between two micro-batches.
         """
         raise NotImplementedError
 
@@ -162,7 +162,7 @@ class DifferentiatedArguments(Inputs):
         )
 
     def begin(
-        self, arguments: Arguments, args: tuple[Tree, ...], window: ExitStack, stays: bool
+        self, arguments: Arguments, args: tuple[Tree, ...], stack: ExitStack, stays: bool
     ) -> None:
         """Makes leaves of the arguments that are passed whole."""
         self.count, indices = len(args), self._indices(len(args))
@@ -187,23 +187,23 @@ class DifferentiatedArguments(Inputs):
         ]
         if watched:
             self.watch = GradsWatch(watched)
-            window.callback(self.watch.changed)  # after an error, too, `.grad`s are as before
+            stack.callback(self.watch.changed)  # after an error, too, `.grad`s are as before
         # It grows with each write to a leaf.
         self.versions = sum(map(_private.version, self.tensors))
         loss = self.gradient.loss_fn
         if isinstance(loss, PureLoss) and not arguments.parts[0].axes:
-            self._begin_visit(loss, args[0], window if stays else None)
+            self._begin_visit(loss, args[0], stack if stays else None)
         else:
             self.visit = nullcontext(loss)
 
-    def _begin_visit(self, loss: PureLoss, params: Tree, window: ExitStack | None) -> None:
+    def _begin_visit(self, loss: PureLoss, params: Tree, stack: ExitStack | None) -> None:
         """Lets a pure_loss be called in its module, which has the parameters meanwhile: it is
-        given none. If there is a `window`, one visit lasts for it.
+        given none. If there is a `stack`, one visit lasts until that is closed.
         """
         params = self.leaves[0].tree if 0 in self.leaves else params
         self.visit, self.first = loss.entered(params, recorded=True), 1
-        if window is not None and not (loss.buffers or loss.statistics):
-            self.visit = nullcontext(window.enter_context(self.visit))
+        if stack is not None and not (loss.buffers or loss.statistics):
+            self.visit = nullcontext(stack.enter_context(self.visit))
 
     def with_those_of(self, args: tuple[Tree, ...]) -> tuple[dict[int, Leaves], list[torch.Tensor]]:
         """(all leaves in a micro-batch of these arguments, those that only it has)."""
@@ -280,17 +280,17 @@ class OwnParameters(Inputs):
         return tuple([detached(arg, recorded=True) for arg in args])
 
     def begin(
-        self, arguments: Arguments, args: tuple[Tree, ...], window: ExitStack, stays: bool
+        self, arguments: Arguments, args: tuple[Tree, ...], stack: ExitStack, stays: bool
     ) -> None:
         """Takes the parameters for the leaves, and puts their `.grad`s aside."""
-        window.enter_context(IN_USE.using(self.walk.ids(self.module)))
+        stack.enter_context(IN_USE.using(self.walk.ids(self.module)))
         params = self.walk.trainable(self.module)
         leaves: list[torch.Tensor | None] = [*params.values()]
         self.leaves = {OWN: Leaves(params, leaves, trees.flatten(params)[1], leaves)}
         self.tensors = [*params.values()]
         if not are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, OWN))
-        window.enter_context(left_alone(params.values()))
+        stack.enter_context(left_alone(params.values()))
         self.visit = nullcontext(partial(called, self.gradient.loss_fn, self.module))
 
     def _name(self, index: int) -> str:

@@ -158,7 +158,7 @@ class Layout:
             *_quotients(self.folds, self.plain, weighted=False),
         ]
         divided = {*chain.from_iterable(group.indices for group in self.quotients)}
-        # Sums that nothing divides, of which the weighted ones are taken out of their unit.
+        # All other leaves. Of these the weighted sums are taken out of their unit.
         self.undivided = sorted({*range(len(self.folds))} - divided)
         self.undivided_weighted = sorted({*self.weighted} - divided)
         self.cast = [

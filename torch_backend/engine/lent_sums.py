@@ -89,7 +89,7 @@ class LentSums:
             if reduced[index] is not None:
                 leaf.grad = reduced[index]
 
-    def settle(self) -> None:
+    def accept_writes(self) -> None:
         """Accepts all writes to accumulators so far: funcga itself made them, and not a backward
         pass of loss_fn.
         """
@@ -102,7 +102,7 @@ class LentSums:
         accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.backward.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
-        self.hooked = bool(
+        self.needs_hooks = bool(
             not self.attached
             or self.layout.backward.others
             or self.layout.backward.dtensors
@@ -110,7 +110,7 @@ class LentSums:
         )
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
         self.accumulators: list[torch.Tensor] = (
-            accumulators if self.begun and not self.hooked else []
+            accumulators if self.begun and not self.needs_hooks else []
         )
 
     def _count_writes(self) -> int:
@@ -155,7 +155,7 @@ class LentSums:
             passes, inputs = self.passes, (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.layout.backward.others, weight)
-            elif self.hooked or passes.autocast or applied.last is not passes.since:
+            elif self.needs_hooks or passes.autocast or applied.last is not passes.since:
                 self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.

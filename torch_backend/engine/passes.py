@@ -40,10 +40,11 @@ class Pass:
     """Runs the passes of each micro-batch of a window. A context that lasts as long as the window.
 
     `begin` makes the leaves. Then, for each micro-batch, in the context `inputs.visit`: `forward`,
-    and `backwards`, in which either `run` is called or, where the graph has functions written in
-    Python, `run_by_hand`.
+    and `backwards`, in which the backward pass runs: by `run`, or by `run_by_hand` where the graph
+    has functions written in Python. Windows have shorter ways for what is usual.
 
-    `is_uninterrupted`: whether no code of the user's runs between two micro-batches. `stack`: the
+    `is_uninterrupted`: whether a visit to a module may last for the window, as no code of the
+    user's runs between two micro-batches. `stack`: the
     contexts that last as long as the window. `since`: what `applied.last` is as long as no function
     written in Python has been applied. `autocast`: the types of devices that it is on for.
     `on_host`: whether all leaves are there. `arrivals` watches the pass for a first gradient.

@@ -97,6 +97,9 @@ class ModuleWindow:
 
     A context, in which the parameters' `.grad`s are the window's. One that is `alone` has a single
     micro-batch.
+
+    Of its `passes` it uses the forward pass and the context of the backward pass. What a wrapper
+    has put on parameters stays there, so it makes no leaves, and begins by itself.
     """
 
     records = looks_ahead = may_be_short = True
