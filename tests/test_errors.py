@@ -228,7 +228,7 @@ def test_in_axes(kit):
         (None, {"x": 0}),
     )
     check_refused("at batch['x'] it has tuple([0]: 0), and there is float32[6, 2].", step, (None, {"x": (0,), "y": 0}))
-    check_refused("for `batch` it has 1.5", step, (None, 1.5))
+    check_refused("at batch it has 1.5, and there is dict(", step, (None, 1.5))
 
 
 def test_no_array():

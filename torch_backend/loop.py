@@ -53,7 +53,7 @@ def window_of(program: Program, backend: Backend) -> Window:
     """
     grad_fn = program.grad_fn
     if dist.is_available() and dist.is_initialized():
-        _check_replicas(program)
+        check_unwrapped(grad_fn, program.memory)
     if isinstance(grad_fn, ModuleGradient):
         return _window_of_module(program, grad_fn, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
@@ -80,13 +80,6 @@ def _micro_step_of(program: Program, gradient: GradientFunction) -> MicroStep | 
     """The compiled micro-step of a loss, which adds gradients that nobody else sees."""
     is_seen = program.across is not None or program.observers is not None
     return None if is_seen else micro_step_of(gradient)
-
-
-def _check_replicas(program: Program) -> None:
-    """Raises FuncgaError for what cannot be merged over replicas."""
-    if program.across is not None and arrays.in_transform():
-        raise _differentiated_across()
-    check_unwrapped(program.grad_fn, program.memory)
 
 
 def _calls_of(
@@ -134,19 +127,6 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
         return grad_fn.bound(backend)
     gradient = partial(value_alone, grad_fn, backend)
     return untraced(gradient) if callable(_private.compiling()) else gradient
-
-
-def _differentiated_across() -> FuncgaError:
-    if arrays.is_recorded():
-        return FuncgaError(
-            "across= was given to a step inside of a loss that is being differentiated, and the "
-            "merge over replicas has no derivative. Leave it out there. If the step is a constant "
-            "for that loss, run it under torch.no_grad()."
-        )
-    return FuncgaError(
-        "across= was given inside of a torch.func transform, where replicas cannot be merged. Take "
-        "the transform on each replica, inside of grad_fn."
-    )
 
 
 # A micro-batch: the arguments that it is cut from, its first row on each device, and how many rows

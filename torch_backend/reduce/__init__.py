@@ -391,8 +391,23 @@ def _like(accumulated: Any, spec: Spec) -> Any:
 
 def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
     """What merges a window over the replicas of `across=`, one after the other; usually one."""
+    if arrays.in_transform():
+        raise _differentiated_across()
     # A wrapper of a module says itself what it is merged over.
     across = program.across
     several = across if isinstance(across, InTurn) else [program.replicas(backend)]
     progress = program.memory.keep(Progress, program.memory.step)
     return [Reduction(progress, replicas) for replicas in several]
+
+
+def _differentiated_across() -> FuncgaError:
+    if arrays.is_recorded():
+        return FuncgaError(
+            "across= was given to a step inside of a loss that is being differentiated, and the "
+            "merge over replicas has no derivative. Leave it out there. If the step is a constant "
+            "for that loss, run it under torch.no_grad()."
+        )
+    return FuncgaError(
+        "across= was given inside of a torch.func transform, where replicas cannot be merged. Take "
+        "the transform on each replica, inside of grad_fn."
+    )
