@@ -39,8 +39,8 @@ class PrefixError(Exception):
         shown: Callable[[Tree], str] = repr,
         root: str = "",
     ) -> FuncgaError:
-        """The error that says what is no prefix of what, and what to write instead. `shown` and
-        `describe` give the leaves of the one and of the other in a few characters.
+        """The error for a tree that is not a prefix of another, and what to write instead. `shown`
+        and `describe` give the leaves of the two trees in a few characters.
         """
         there = outline(self.tree, trees, describe)
         return FuncgaError(

@@ -317,8 +317,8 @@ def read_sizes(
 ) -> tuple[int | None, int | None]:
     """`n` and `microbatch_size` of a step, of which one is given.
 
-    Raises FuncgaError for neither or both, and for what is no count; it names what may stand
-    `instead` of n.
+    Raises FuncgaError if neither or both are given, or if one is not a count; the error names
+    what else n may be, `instead`.
     """
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"

@@ -44,10 +44,10 @@ class Pass:
     has functions written in Python. Windows have shorter ways for what is usual.
 
     `is_uninterrupted`: whether a visit to a module may last for the window, as no code of the
-    user's runs between two micro-batches. `stack`: the
-    contexts that last as long as the window. `since`: what `applied.last` is as long as no function
-    written in Python has been applied. `autocast`: the types of devices that it is on for.
-    `on_host`: whether all leaves are there. `arrivals` watches the pass for a first gradient.
+    user's runs between two micro-batches. `stack`: the contexts that last as long as the window.
+    `since`: what `applied.last` is as long as no function written in Python has been applied.
+    `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
+    `arrivals` watches the pass for a first gradient.
     """
 
     inputs: Inputs

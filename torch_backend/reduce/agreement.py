@@ -39,11 +39,11 @@ class Agreement:
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
     it is one of `description`, which has a text for each path. `kinds` are the shapes and dtypes of
-    the leaves of the outputs as this process holds them; None for what is no array, or is reduced
-    elsewhere. `specs` are those of the reduced
-    leaves that are DTensors. `groups` are the replicas of the window, and then those that some
-    leaves are merged over instead. `steps` are digests of the Steps that the replicas take, in
-    their order; empty until all of them have agreed.
+    the leaves of the outputs as this process holds them; None for a leaf that is not an array, or
+    that is reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `groups`
+    are the replicas of the window, and then those that some leaves are merged over instead. `steps`
+    are digests of the Steps that the replicas take, in their order; empty until all of them have
+    agreed.
     """
 
     key: tuple[object, ...]
