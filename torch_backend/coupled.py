@@ -326,9 +326,8 @@ class _FirstPass(Calls):
         ]
         # Nothing of it stays here: summaries are freed before the second pass.
         self.buffers, self.reductions = None, []
-        return Summaries(
-            self.source.job, outputs, buffers.reduced, collected, state, lambda fold: tally
-        )
+        reduced = [buffers.reduced[leaf_index] for leaf_index in outputs.reduced]
+        return Summaries(self.source.job, outputs, reduced, collected, state, lambda fold: tally)
 
 
 class _SecondPass:

@@ -127,29 +127,24 @@ def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumula
         window, unit = window.in_unit(1.0), 1.0
     # The merge of a window of one call does the rest: these accumulators become its buffers. They
     # are copied, because it works in place.
-    accumulators, outputs = [*window.accumulators], window.outputs
-    buffers = Buffers(Layout(outputs))
-    held = [accumulators[leaf_index] for leaf_index in outputs.reduced]
-    buffers.reduced = held if window.owned else [*map(_copied, held)]
+    accumulators = window.accumulators if window.owned else map(_copied, window.accumulators)
+    buffers = Buffers(Layout(window.outputs))
+    buffers.reduced = [*accumulators]
     buffers.unit = unit if isinstance(steps, torch.Tensor) or steps else None
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
         total = sum(limb.to(torch.float64) for limb in window.tally.weight)
         buffers.counted = Tally((total,), window.tally.steps)
     else:
         buffers.weight, buffers.steps = total, steps
-    reduction.begin(buffers, [*map(largest, accumulators)])
+    reduction.begin(buffers, [*map(largest, buffers.reduced)])
     reduction.finish([])
-    for leaf_index, accumulator in zip(outputs.reduced, buffers.reduced, strict=True):
-        accumulators[leaf_index] = accumulator
-    return window._replace(accumulators=accumulators, tally=buffers.tally, unit=buffers.unit)
+    return window._replace(accumulators=buffers.reduced, tally=buffers.tally, unit=buffers.unit)
 
 
 def _copied(accumulator: Reduced) -> Reduced:
-    return (
-        tuple(part.clone() for part in accumulator)
-        if isinstance(accumulator, tuple)
-        else accumulator.clone()
-    )
+    if isinstance(accumulator, tuple):
+        return tuple([part.clone() for part in accumulator])
+    return accumulator if accumulator is None else accumulator.clone()
 
 
 def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:

@@ -57,9 +57,9 @@ class Buffers:
     """What one window has folded so far. It is made by the window, owned by it and emptied into the
     result.
 
-    `reduced` has the accumulator of each reduced leaf of the output; None before the first
-    micro-batch. `passed` has threaded leaves of the backward pass, until `add` returns them.
-    `collected` has the rows of each micro-batch.
+    `reduced` has the accumulator of each leaf of the output; None before the first micro-batch, and
+    for leaves that are not reduced. `passed` has threaded leaves of the backward pass, until `add`
+    returns them. `collected` has the rows of each micro-batch.
     """
 
     def __init__(self, layout: Layout):
@@ -78,7 +78,7 @@ class Buffers:
         # weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
-        self.reduced: list[Reduced] = [None] * len(self.folds)
+        self.reduced: list[Reduced] = [None] * len(layout.kinds)
         # Of a step that is compiled: what may be the memory of an argument.
         self.borrowed: set[int] = set()
         self.passed: dict[int, torch.Tensor] = {}
@@ -142,8 +142,7 @@ class Buffers:
         """
         layout, share = self.layout, self.share(weight)
         values = {
-            index: arrays.strided(leaves[self.outputs.reduced[index]])
-            for index in layout.rest.indices
+            leaf_index: arrays.strided(leaves[leaf_index]) for leaf_index in layout.rest.indices
         }
         self._add_sums(layout.rest.plain, values, 1)
         if share is None:
@@ -171,7 +170,7 @@ class Buffers:
         """`add` where one weighted sum is all that is added: usually the loss, beside gradients
         that autograd adds.
         """
-        index = self.layout.rest.loss_index
+        index = self.outputs.before
         # A weight of 0 adds nothing, not even a NaN.
         if self.reduced[index] is not None:
             if share:
@@ -192,16 +191,19 @@ class Buffers:
         elif leaf_index in self.collected:
             self.collected[leaf_index].append(value)
         else:
-            index = self.layout.index_of[leaf_index]
-            share = self.share(weight)
-            if self.layout.kinds[index] is None:
-                self._combine(index, value, weight)
-            elif self.layout.kinds[index] == "plain":
-                self._add_sums([index], {index: value}, 1)
+            kind, share, values = (
+                self.layout.kinds[leaf_index],
+                self.share(weight),
+                {leaf_index: value},
+            )
+            if kind is None:
+                self._combine(leaf_index, value, weight)
+            elif kind == "plain":
+                self._add_sums([leaf_index], values, 1)
             elif share is None:
-                self._add_masked([index], {index: value}, weight)
+                self._add_masked([leaf_index], values, weight)
             else:
-                self._add_sums([index], {index: value}, share)
+                self._add_sums([leaf_index], values, share)
 
     def _count(self, weight: Scalar) -> None:
         self.steps += 1
@@ -319,11 +321,9 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
-        for index, value in enumerate(self.reduced):
+        for leaf_index, value in enumerate(self.reduced):
             if type(value) is not torch.Tensor:
-                self.reduced[index] = without_partials(
-                    value, likes.get(self.outputs.reduced[index])
-                )
+                self.reduced[leaf_index] = without_partials(value, likes.get(leaf_index))
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty
@@ -344,25 +344,21 @@ class Buffers:
             folded = self.tally
             for index in left:
                 results[index] = self._normalized(index, results[index], folded)
-        # What belongs to no group is a leaf that was None in every micro-batch.
-        leaves: list[Any] = [None] * len(self.outputs.folds)
-        for leaf_index, result in zip(self.outputs.reduced, results, strict=True):
-            leaves[leaf_index] = result
         for leaf_index, fold in zip(
             self.outputs.collected, self.outputs.collected_folds, strict=True
         ):
             chunks = self.collected.pop(leaf_index)
-            leaves[leaf_index] = torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(
+            results[leaf_index] = torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(
                 fold.result_dtype
             )
         for leaf_index, value in zip(self.outputs.threads, state, strict=True):
-            leaves[leaf_index] = value
-        return self.outputs.backend.trees.unflatten(self.outputs.structure, leaves)
+            results[leaf_index] = value
+        return self.outputs.backend.trees.unflatten(self.outputs.structure, results)
 
     def _check_known(self, index: int, reduced: Reduced, folded: Tally) -> None:
         if torch.compiler.is_compiling() or not largest(reduced).is_cpu:
             return  # the host sees nothing of it
-        path = lambda: self.outputs.paths()[self.outputs.reduced[index]]
+        path = lambda: self.outputs.paths()[index]
         self.folds[index].check_known(reduced, folded, path)
 
     def _normalized(self, index: int, reduced: Reduced, folded: Tally) -> Reduced:

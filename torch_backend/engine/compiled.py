@@ -390,7 +390,7 @@ class _CompiledBuffers(Buffers):
 
     def _hold(self, totals: list[torch.Tensor]) -> None:
         for added, total in zip(self.layout.backward.added, totals, strict=True):
-            self.reduced[added.sum_index] = total
+            self.reduced[added.leaf_index] = total
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, out of the reach of a next window, for which sums may stay."""

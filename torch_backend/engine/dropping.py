@@ -47,9 +47,7 @@ class DroppingBuffers(Buffers):
         for index in self.layout.rest.indices:
             # It may be the first, and every other may be dropped, too.
             if self.reduced[index] is None:
-                self.reduced[index] = self.folds[index].identity(
-                    leaves[self.outputs.reduced[index]]
-                )
+                self.reduced[index] = self.folds[index].identity(leaves[index])
         for leaf_index in self.layout.rest.collected:
             # Only observers collect anything here: of what is dropped, NaN.
             self.collected[leaf_index].append(
@@ -82,7 +80,7 @@ class DroppingBuffers(Buffers):
         # Not to be kept is to be of weight 0: of that not even a NaN is added to weighted sums. All
         # other folds keep what they had. One leaf at a time, so that one copy is alive.
         kept_weight, layout = _where(keep, weight, 0), self.layout
-        values = {index: leaves[self.outputs.reduced[index]] for index in layout.rest.indices}
+        values = {index: leaves[index] for index in layout.rest.indices}
         self.share(kept_weight)
         self._add_masked(layout.rest.weighted, values, kept_weight)
         for index in layout.rest.plain:

@@ -1,8 +1,5 @@
 """What becomes of each leaf of an output: decided once, the same for every window with outputs of
 one kind.
-
-Two indices: a `leaf_index` counts all leaves of grad_fn's output, an `index` only those that are
-reduced.
 """
 
 import operator
@@ -26,13 +23,12 @@ class Added(NamedTuple):
     """A sum that autograd adds to: where its leaf stands among those of the backward pass, and how
     it is added.
 
-    `sum_index`: its index among what is reduced. `plain`: added whatever the weight. `wide`: the
-    dtype of the sum where the gradients have another one, otherwise None.
+    `plain`: added whatever the weight. `wide`: the dtype of the sum where the gradients have
+    another one, otherwise None.
     """
 
     position: int
     leaf_index: int
-    sum_index: int
     plain: bool
     wide: torch.dtype | None
 
@@ -63,13 +59,13 @@ class InBackward:
         self.present = [*present]
         for position, (leaf_index, leaf) in enumerate(present.items()):
             self._sort(layout, position, leaf_index, leaf)
-        self.added_sums = [added.sum_index for added in self.added]
+        self.added_sums = [added.leaf_index for added in self.added]
         self.widens = any(added.wide is not None for added in self.added)
-        self.sums = {*self.dtensors, *(added.leaf_index for added in self.added)}
+        self.sums = {*self.dtensors, *self.added_sums}
         # The cotangent can be a weight only if every gradient is to be multiplied by that weight.
         # In float16, and in dtypes of 8 bits, a gradient times a weight overflows too early, and so
         # it does if it has a scale already.
-        kinds = {layout.kinds[layout.index_of[leaf_index]] for leaf_index in self.sums}
+        kinds = {layout.kinds[leaf_index] for leaf_index in self.sums}
         self.only_weighted = "plain" not in kinds and not self.others
         is_kept_apart = self.dtensors or scaled or any(map(_is_narrow, present.values()))
         self.takes_weights = self.only_weighted and not is_kept_apart
@@ -78,16 +74,15 @@ class InBackward:
         """Notes who adds the gradient of a leaf, which stands at this position among those that
         are there.
         """
-        index = layout.index_of.get(leaf_index, -1)
-        kind = layout.kinds[index] if index >= 0 else None
+        kind = layout.kinds[leaf_index]
         if kind is None:
             self.others.append(leaf_index)
         elif is_dtensor(leaf):
             self.dtensors.append(leaf_index)
         else:
-            dtype = layout.folds[index].accumulator_dtype
+            dtype = layout.folds[leaf_index].accumulator_dtype
             wide = None if dtype == leaf.dtype else dtype
-            self.added.append(Added(position, leaf_index, index, kind == "plain", wide))
+            self.added.append(Added(position, leaf_index, kind == "plain", wide))
 
 
 def _is_narrow(leaf: torch.Tensor) -> bool:
@@ -108,19 +103,18 @@ class Rest:
         ]
         self.head = outputs if structure is None else outputs.part(self.leaf_indices, structure)
         self.indices = [
-            index for leaf_index, index in layout.index_of.items() if leaf_index not in in_backward
+            leaf_index for leaf_index in outputs.reduced if leaf_index not in in_backward
         ]
         self.weighted, self.plain, self.others = (
-            [index for index in self.indices if layout.kinds[index] == kind]
+            [leaf_index for leaf_index in self.indices if layout.kinds[leaf_index] == kind]
             for kind in ("weighted", "plain", None)
         )
         self.collected = [
             leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward
         ]
         # Usually a weighted sum is all the rest, beside what observers are told: that of the loss.
-        self.loss_index = layout.index_of.get(outputs.before, -1)
         is_last = self.leaf_indices[outputs.before :] == [outputs.before]
-        self.is_loss_alone = is_last and self.loss_index in self.weighted and not outputs.threads
+        self.is_loss_alone = is_last and outputs.before in self.weighted and not outputs.threads
 
 
 class Layout:
@@ -141,16 +135,21 @@ class Layout:
         scaled: bool = False,
         pure: bool | None = None,
     ):
-        self.outputs, self.folds = outputs, outputs.reduced_folds
+        self.outputs = outputs
+        # Of the leaves that are reduced, by their leaf indices.
+        self.folds = dict(zip(outputs.reduced, outputs.reduced_folds, strict=True))
         self.pure = arrays.in_transform() if pure is None else pure
-        self.index_of = {leaf_index: index for index, leaf_index in enumerate(outputs.reduced)}
-        # How each reduced leaf is added in place: "weighted", "plain", or None if it is not.
+        # How each leaf is added in place: "weighted", "plain", or None if it is not.
         self.kinds = [
-            None if self.pure else kind_in_place(fold, outputs.dtypes[leaf_index])
-            for leaf_index, fold in zip(outputs.reduced, self.folds, strict=True)
+            None
+            if self.pure or leaf_index not in self.folds
+            else kind_in_place(self.folds[leaf_index], dtype)
+            for leaf_index, dtype in enumerate(outputs.dtypes)
         ]
-        self.weighted = [index for index, kind in enumerate(self.kinds) if kind == "weighted"]
-        self.plain = [index for index, kind in enumerate(self.kinds) if kind == "plain"]
+        self.weighted, self.plain = (
+            [leaf_index for leaf_index, kind in enumerate(self.kinds) if kind == wanted]
+            for wanted in ("weighted", "plain")
+        )
         self.backward = InBackward(self, {} if leaves is None else leaves, scaled)
         self.rest = Rest(self, structure)
         self.quotients = [
@@ -159,17 +158,17 @@ class Layout:
         ]
         divided = {*chain.from_iterable(group.indices for group in self.quotients)}
         # All other leaves. Of these the weighted sums are taken out of their unit.
-        self.undivided = sorted({*range(len(self.folds))} - divided)
+        self.undivided = sorted({*self.folds} - divided)
         self.undivided_weighted = sorted({*self.weighted} - divided)
         self.cast = [
-            index
-            for index, fold in enumerate(self.folds)
+            leaf_index
+            for leaf_index, fold in self.folds.items()
             if fold.accumulator_dtype != fold.result_dtype
         ]
 
 
 def _quotients(
-    folds: Sequence[LeafFold], indices: Sequence[int], weighted: bool
+    folds: Mapping[int, LeafFold], indices: Sequence[int], weighted: bool
 ) -> list[Quotients]:
     """These sums by what divides them, as one kernel divides a whole group."""
     groups: dict[str, list[int]] = {"weight": [], "steps": []}

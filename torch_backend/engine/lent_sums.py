@@ -77,9 +77,7 @@ class LentSums:
 
     def _attach_begun(self, reduced: list[Any]) -> None:
         """Gives the leaves the accumulators that there are before the first gradient."""
-        for leaf, (_, _, index, _, wide) in zip(
-            self.adding, self.layout.backward.added, strict=True
-        ):
+        for leaf, (_, index, _, wide) in zip(self.adding, self.layout.backward.added, strict=True):
             if wide is not None:
                 # A sum in a wider dtype begins with zeros: autograd could only begin it in the
                 # gradient's own dtype.
@@ -208,7 +206,7 @@ class LentSums:
         for added in self.layout.backward.added:
             is_attached = has_weight or added.plain
             self.inputs[added.position].grad = (
-                self.buffers.reduced[added.sum_index] if is_attached else None
+                self.buffers.reduced[added.leaf_index] if is_attached else None
             )
         self.attached = has_weight
         self._survey()
@@ -325,10 +323,9 @@ class LentSums:
         for leaf_index in (
             layout.backward.sums if layout.backward.dtensors or not self.begun else ()
         ):
-            index = layout.index_of[leaf_index]
-            if reduced[index] is None:
-                dtype = layout.folds[index].accumulator_dtype
-                reduced[index] = torch.zeros_like(
+            if reduced[leaf_index] is None:
+                dtype = layout.folds[leaf_index].accumulator_dtype
+                reduced[leaf_index] = torch.zeros_like(
                     self.leaves[leaf_index], dtype=dtype, requires_grad=False
                 )
 
@@ -337,7 +334,7 @@ class LentSums:
         for added in self.layout.backward.added:
             is_attached = self.attached or added.plain
             if self.inputs[added.position].grad is not (
-                self.buffers.reduced[added.sum_index] if is_attached else None
+                self.buffers.reduced[added.leaf_index] if is_attached else None
             ):
                 raise FuncgaError(
                     "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "

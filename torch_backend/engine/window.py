@@ -33,6 +33,9 @@ from torch_backend.engine.observing import ObservedGradient, Observing
 from torch_backend.engine.passes import Pass, check_no_grads
 from torch_backend.replicas import Listener
 
+# The accumulators of dense tensors, and of leaves that have none.
+_PLAIN = {torch.Tensor, type(None)}
+
 
 class Shortcut(Protocol):
     """What can fold some micro-batches in another way."""
@@ -261,7 +264,7 @@ class Engine:
             self._add_noted(self.observing)
         # The leaves give the accumulators back: from here on only the buffers hold them.
         self.sums.release()
-        if {*map(type, self.buffers.reduced)} != {torch.Tensor}:
+        if not {*map(type, self.buffers.reduced)} <= _PLAIN:
             self.buffers.settle(self.sums.leaves)
         if self.reduction is None:
             return self.buffers.result(state)

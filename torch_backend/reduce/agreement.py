@@ -140,12 +140,7 @@ def _proposal(
     layout: Layout,
     replicas: Replicas,
 ) -> Agreement:
-    # From here on leaves are counted by their index in `Buffers.reduced`.
-    reduced = {
-        index: like
-        for index, leaf in enumerate(outputs.reduced)
-        if (like := likes[leaf]) is not None
-    }
+    reduced = {leaf: like for leaf in outputs.reduced if (like := likes[leaf]) is not None}
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
     groups, among = _groups_of_leaves(outputs, replicas)
     for index, spec in specs.items():
@@ -160,8 +155,7 @@ def _proposal(
     # that these take.
     may_be_numbers = not (specs or outputs.collected or outputs.threads)
     description = _description(outputs, likes, replicas) | {
-        outputs.paths()[outputs.reduced[index]]
-        + " across": f"replicas {group} of {groups[group].count}"
+        outputs.paths()[index] + " across": f"replicas {group} of {groups[group].count}"
         for index, group in among.items()
     }
     return Agreement(
@@ -218,7 +212,7 @@ def _groups_of_leaves(
                 f"fold ({fold and fold.fold.name}) is of the whole window. Name {replicas.ranks} "
                 "there."
             )
-    for index, leaf_index in enumerate(outputs.reduced):
+    for leaf_index in outputs.reduced:
         if named[leaf_index] is None:
             continue
         own = Replicas(named[leaf_index])
@@ -229,7 +223,7 @@ def _groups_of_leaves(
             groups.append(own)
             known.append(own.ranks)
         if own.ranks != replicas.ranks:
-            among[index] = known.index(own.ranks)
+            among[leaf_index] = known.index(own.ranks)
     return groups, among
 
 
@@ -434,10 +428,14 @@ def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
         report.uneven or report.on_device for report in folded
     )
     outputs = agreement.outputs
-    mixed = [index for index in agreement.plan.among if outputs.reduced_folds[index].weighs]
+    mixed = [
+        leaf
+        for leaf, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
+        if leaf in agreement.plan.among and fold.weighs
+    ]
     if mixed and not are_equal:
         raise FuncgaError(
-            f"`{outputs.paths()[outputs.reduced[mixed[0]]]}` is merged over fewer replicas than "
+            f"`{outputs.paths()[mixed[0]]}` is merged over fewer replicas than "
             "the window, micro-batches have different weights, and collectives were called where "
             "their gradients were computed. So it may have what the losses of other replicas add "
             "to it, and nothing has weighed that. Return sums, and let funcga divide them: "

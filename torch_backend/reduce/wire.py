@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
 
 def planned(
-    folds: Sequence[LeafFold],
+    folds: Mapping[int, LeafFold],
     likes: Mapping[int, torch.Tensor],
     added: Collection[int],
     among: Mapping[int, int],
@@ -121,7 +121,7 @@ def _kind_of(
 
 
 def _are_few_counts(
-    leaves: list[int], folds: Sequence[LeafFold], likes: Mapping[int, torch.Tensor]
+    leaves: list[int], folds: Mapping[int, LeafFold], likes: Mapping[int, torch.Tensor]
 ) -> bool:
     """Whether these are sums without weights, and take less memory than a collective is worth."""
     elements = sum(likes[leaf].numel() for leaf in leaves)
@@ -288,7 +288,7 @@ def _lifted(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.d
     """
     if buffers.reduced[leaf] is not None:
         return local(buffers.reduced[leaf])
-    dtype = buffers.outputs.dtypes[buffers.outputs.reduced[leaf]]
+    dtype = buffers.outputs.dtypes[leaf]
     return buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=device))
 
 

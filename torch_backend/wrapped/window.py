@@ -552,8 +552,7 @@ def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
 def put(buffers: Buffers, sums: list[torch.Tensor], scale: float) -> None:
     """Puts the sums of the gradients into the buffers; a wrapper has divided them by the scale."""
     layout = buffers.layout
-    indices = [layout.index_of[leaf_index] for leaf_index in layout.backward.leaf_indices]
-    pairs = [*zip(indices, sums, strict=True)]
+    pairs = [*zip(layout.backward.leaf_indices, sums, strict=True)]
     # The scale is the unit of weighted sums. All others are multiplied by it.
     plain = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
     if plain and scale != 1:
