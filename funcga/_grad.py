@@ -272,7 +272,7 @@ def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
         described = repr(scale) if isinstance(scale, numbers.Number) else arrays.describe(scale)
         raise FuncgaError(
             f"loss_scale is {described}: it must be a finite number above 0, or a 0-d array of "
-            "one, such as the scale of funcga.loss_scaled: loss_scale=state.scale."
+            "one, such as the scale of funcga.transforms.loss_scaled: loss_scale=state.scale."
         )
     return float(scale)
 

@@ -249,8 +249,8 @@ def windows(
 
     Args:
         iterable: A DataLoader, a generator, a list of micro-batches.
-        n: A number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w
-            together, or more.
+        n: A number of micro-batches; or funcga.transforms.TargetWeight(w): a window has as many as
+            weigh w together, or more.
         weight: With a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`:
             its rows, for a target batch size, or its tokens.
 
@@ -265,7 +265,8 @@ def windows(
         >>> [len(window) for window in funcga.windows(range(10), 4)]
         [4, 4, 2]
         >>> loader = [torch.ones(100), torch.ones(100), torch.ones(100)]
-        >>> [len(window) for window in funcga.windows(loader, funcga.TargetWeight(150), weight=len)]
+        >>> target = funcga.transforms.TargetWeight(150)
+        >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
     # By their methods, since a Dataset that can be indexed can be iterated over as well.
@@ -284,10 +285,10 @@ def windows(
     if weight is not None:
         raise FuncgaError(
             f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. "
-            "Write funcga.TargetWeight(256) for windows that weigh so much, and give weight= to "
-            "stream as well."
+            "Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give "
+            "weight= to stream as well."
         )
-    return _windows(iter(iterable), check_count(n, "n", ", or funcga.TargetWeight(256)"))
+    return _windows(iter(iterable), check_count(n, "n", ", or funcga.transforms.TargetWeight(256)"))
 
 
 def _windows(items: Iterator[Item], n: int) -> Iterator[list[Item]]:

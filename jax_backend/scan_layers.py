@@ -141,7 +141,7 @@ def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> l
         ...     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
         ...     return jnp.mean(h**2)
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), 4)
-        >>> jax_backend.folded_in_place(step, {"layers": jnp.ones((6, 3, 3))}, jnp.ones((8, 3)))
+        >>> jax_backend.hlo.folded_in_place(step, {"layers": jnp.ones((6, 3, 3))}, jnp.ones((8, 3)))
         ["output[1]['layers']"]
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)

@@ -12,10 +12,9 @@ import funcga
 import jax_backend
 import torch_backend
 
-NAMES = """accumulate coupled stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy shares_memory FuncgaError CARRY
-           Fold Reducer Monoid mean per_weight sum max min logsumexp moments pooled ratio concat carry reducers normalizers monoids compare
-           match Rule rules verify Problem multi_steps batch_moments running_statistics check_replicas TargetWeight loss_scaled
-           linear_scaling sqrt_scaling to_state_dict from_state_dict Transform MultiSteps plan Plan beta_for_half_life"""  # fmt: skip
+NAMES = """accumulate coupled stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy FuncgaError CARRY
+           Fold Reducer Monoid mean per_weight sum max min logsumexp moments pooled ratio concat carry reproducible reducers normalizers
+           monoids compare verify multi_steps check_replicas plan gradient_noise gradient_norms dropped"""  # fmt: skip
 
 
 def test_the_contract_is_there():

@@ -26,7 +26,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
     The sum is computed in the wider of the two dtypes and rounded once, so that float32 updates of
     bfloat16 parameters lose nothing before. Where the updates are not needed themselves,
-    `funcga.apply` spares both: it returns the parameters after the step.
+    `funcga.transforms.apply` spares both: it returns the parameters after the step.
 
     Args:
         params: A tree of tensors, such as `torch_backend.trainable(module)`.

@@ -52,14 +52,14 @@ def apply(
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
         >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.5)
-        >>> params, state = funcga.apply(tx, grads, tx.init(params), params)
+        >>> params, state = funcga.transforms.apply(tx, grads, tx.init(params), params)
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
     if params is None:
         raise FuncgaError(
             "params are None, and apply returns what becomes of them: params, state = "
-            "funcga.apply(tx, grads, state, params)."
+            "funcga.transforms.apply(tx, grads, state, params)."
         )
     if donate:
         check_donates(backend_of([params, grads], lambda: ["params", "grads"]))

@@ -232,8 +232,8 @@ def multi_steps(
             your own. If its update has a parameter named weight, it gets the weight of the window,
             of all replicas.
         n: The micro-batches of a window, at least 1; a schedule, a function of the number of
-            updates so far (an int, in JAX a 0-d array); or funcga.TargetWeight(w): as many as weigh
-            w.
+            updates so far (an int, in JAX a 0-d array); or funcga.transforms.TargetWeight(w): as
+            many as weigh w.
         fold: A Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1
             unless it is given, as its rows are not seen here: with `mean()`, and gradients of a
             mean loss, weigh it by its rows or tokens if they differ, `update(..., weight=tokens)`;
@@ -681,7 +681,7 @@ def _backend_of_state(state: MultiStepsState) -> Backend:
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
             f"the state is of type {type(state).__module__}.{type(state).__name__}, and this "
-            "transform's is a funcga.MultiStepsState. Pass what init and update return, "
+            "transform's is a funcga.transforms.MultiStepsState. Pass what init and update return, "
             "tx.update(grads, state, params); of an optax.chain, the part of its state that is "
             "this transform's: state[0]."
         )
