@@ -1,16 +1,8 @@
 """What `observe=` takes, and what it returns: noise, norms and dropped micro-batches of a window.
 
 `gradient_noise` says how much the gradients of micro-batches differ, and so how large a batch is
-worth its cost.
-
-For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the
-weighted mean of them. If each row's gradient has the mean G and the covariance Sigma, then y_i =
-b_i |g_i|^2 has the expectation tr(Sigma) + b_i |G|^2, and |g|^2 that of |G|^2 + tr(Sigma) / B. So
-two numbers can be solved for:
-
-    tr(Sigma) = (sum of y_i - B |g|^2) / (n - 1)        |G|^2 = |g|^2 - tr(Sigma) / B
-
-For equal b_i this is appendix A.1 of McCandlish et al. (2018), and it is unbiased for any.
+worth its cost; `gradient_norms` and `dropped` look at each micro-batch. The classes are those of
+what they return, and `Observer` is for observers of your own.
 
 Example:
     >>> grad_fn = funcga.grad(lambda w, x: (w * x).mean())
@@ -129,6 +121,14 @@ def _powers(xp: Namespace, squares: Array, weight: Scalar) -> Array:
 _FOLD = Fold(Reducer(_powers, monoids.sum, kinds=("float",), over_steps=True), normalizers.identity)
 
 
+# For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the
+# weighted mean of them. If each row's gradient has the mean G and the covariance Sigma, then y_i =
+# b_i |g_i|^2 has the expectation tr(Sigma) + b_i |G|^2, and |g|^2 that of |G|^2 + tr(Sigma) / B. So
+# two numbers can be solved for:
+#
+#     tr(Sigma) = (sum of y_i - B |g|^2) / (n - 1)        |G|^2 = |g|^2 - tr(Sigma) / B
+#
+# For equal b_i this is appendix A.1 of McCandlish et al. (2018), and it is unbiased for any.
 def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     (y, yy, by, b, bb, n), mean_squared = observed.folded, observed.result
     # One micro-batch says nothing: NaN, of which everything else follows.
