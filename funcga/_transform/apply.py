@@ -17,7 +17,8 @@ from funcga.errors import FuncgaError
 def apply(
     tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = False, **extra: Any
 ) -> tuple[Tree, Tree]:
-    """The parameters after an update, and the state: `tx.update` and `apply_updates` in one.
+    """Runs one step of an optimizer: `(params, state)` from gradients. It is `tx.update`, and then
+    `apply_updates`, which only adds, in one.
 
     With torch_backend.from_optimizer, alone, in a chain or in `loss_scaled` or `multi_steps`, the
     new parameters are bitwise identical to those of `optimizer.step()`: no difference of new and
