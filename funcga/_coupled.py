@@ -4,6 +4,8 @@ micro-batches.
 The first pass folds a summary of each micro-batch, and keeps no graph. The loss is a function of
 what they come to, and its gradient with respect to that is a cotangent. The second pass pulls the
 cotangent back through each micro-batch: the fold says which part of it is that of one summary.
+
+Design note: docs/concepts/inside_coupled.md.
 """
 
 import functools

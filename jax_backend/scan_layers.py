@@ -6,6 +6,8 @@ and only then a fold can add them. So where a scan stacks an output of grad_fn, 
 reads that, the program is evaluated with this scan replaced by one that carries the accumulator,
 and combines the part of every layer with it: the same operations on the same numbers, without the
 array in between. It is a program of plain operations, to be differentiated and batched as any.
+
+Design note: docs/concepts/inside_scan_layers.md.
 """
 
 import re
