@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from funcga._versions import check_installed
+from funcga._commands import check_installed
 from funcga.errors import FuncgaError
 
 

@@ -52,7 +52,7 @@ class Programs:
         }
 
 
-def _collectives(program: Any) -> list[jax_backend.Collective]:
+def _collectives(program: Any) -> list[jax_backend.hlo.Collective]:
     """Of a program that is compiled already, as it would be again."""
     return jax_backend.collectives(SimpleNamespace(lower=lambda: SimpleNamespace(compile=lambda: program)))
 

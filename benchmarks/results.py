@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.cases import Case, cases
 from benchmarks.comparison import Figures
-from funcga._versions import versions as own_versions
+from funcga._commands import versions as own_versions
 from funcga.errors import FuncgaError
 
 FORMAT = 1

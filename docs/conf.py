@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import funcga
 import funcga.folds
+from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import llms
@@ -71,6 +72,15 @@ def name_the_fold_tree(app, obj, bound_method):
             if hint == funcga.folds.FoldTree
         }
     )
+
+
+def analyze_without_overloads(analyzer):
+    """A signature is shown once, that of the function itself, and not again for each overload of type checkers."""
+    analyze(analyzer)
+    analyzer.overloads = {}
+
+
+analyze, ModuleAnalyzer.analyze = ModuleAnalyzer.analyze, analyze_without_overloads
 
 
 def link_to_notebook(app, pagename, templatename, context, doctree):

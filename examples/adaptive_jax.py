@@ -38,7 +38,7 @@ def with_room_for(rows, sizes):
 
 def target_batches(loader, rows):
     """The weights after updates of at least so many rows, and the number of updates."""
-    tx = funcga.multi_steps(optax.sgd(0.1), funcga.TargetWeight(rows))
+    tx = funcga.multi_steps(optax.sgd(0.1), funcga.transforms.TargetWeight(rows))
 
     @jax.jit
     def step(w, state, x, y):

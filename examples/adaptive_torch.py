@@ -37,7 +37,7 @@ def target_batches(module, loader, rows, lr=0.1):
     step, tx = funcga.stream(funcga.grad(loss_fn)), torch_backend.from_optimizer(torch.optim.SGD, lr=lr)
     params = torch_backend.trainable(module)
     state, sizes = tx.init(params), []
-    for window in funcga.windows(loader, funcga.TargetWeight(rows), weight=lambda x, y: len(x)):
+    for window in funcga.windows(loader, funcga.transforms.TargetWeight(rows), weight=lambda x, y: len(x)):
         updates, state = tx.update(step(params, window), state, params)
         params = torch_backend.apply_updates(params, updates)
         sizes.append(sum(len(x) for x, _ in window))

@@ -71,12 +71,12 @@ def merged(params, batch_stats, x, y, n=4):
 
     def observed(params, batch_stats, x, y):
         loss, seen = loss_fn(params, batch_stats, x, y, momentum=0.0)
-        return loss, funcga.batch_moments(seen, len(x))
+        return loss, funcga.statistics.batch_moments(seen, len(x))
 
     fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
     step = funcga.accumulate(jax.value_and_grad(observed, has_aux=True), n, in_axes=(None, None, 0, 0), fold=fold)
     (_loss, pooled), _grads = step(params, batch_stats, x, y)
-    return funcga.running_statistics(batch_stats, pooled, share=1 - MOMENTUM, unbiased=False)
+    return funcga.statistics.running_statistics(batch_stats, pooled, share=1 - MOMENTUM, unbiased=False)
 
 
 def main():

@@ -45,10 +45,10 @@ def train(epochs=2):
     gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), has_aux=True)
     step = funcga.stream(gradient, fold=((funcga.mean(), {"rows": funcga.sum()}), funcga.mean()))
     for _ in range(epochs):
-        for window in funcga.windows(epoch(), funcga.TargetWeight(TARGET), weight=lambda x, y: len(x)):
+        for window in funcga.windows(epoch(), funcga.transforms.TargetWeight(TARGET), weight=lambda x, y: len(x)):
             (loss, metrics), grads = step(torch_backend.trainable(module), window)
             torch_backend.assign_grads(module, grads)
-            lr = warmed_up(funcga.linear_scaling(LR, BASE, int(metrics["rows"])), update)
+            lr = warmed_up(funcga.transforms.linear_scaling(LR, BASE, int(metrics["rows"])), update)
             optimizer.param_groups[0]["lr"], update = lr, update + 1
             optimizer.step()
             yield int(metrics["rows"]), loss.item(), lr, module.weight.detach().clone()
@@ -56,7 +56,9 @@ def train(epochs=2):
 
 def main():
     """Prints both rules, and the effective batch, the loss and the learning rate of every update."""
-    linear, root = (rule(LR, BASE, TARGET) for rule in (funcga.linear_scaling, funcga.sqrt_scaling))
+    linear, root = (
+        rule(LR, BASE, TARGET) for rule in (funcga.transforms.linear_scaling, funcga.transforms.sqrt_scaling)
+    )
     print(f"{LR} for {BASE} rows is {linear:.2f} for {TARGET} rows, or {root:.2f} by the square root")
     for rows, loss, lr, _weight in train():
         print(f"rows {rows}: loss {loss:.3f}, lr {lr:.3f}")

@@ -2,10 +2,10 @@
 
     python examples/mixed_precision_jax.py
 
-optax has no loss scale. `funcga.loss_scaled` is one as a transform: the state has the scale, losses are multiplied by
-it, gradients divided, and a window that overflows is skipped as a whole and halves the scale. Parameters are in
-float32 and cast in the loss; sums over micro-batches are in float32. As the scale is an array of the state, nothing
-is compiled anew when it changes.
+optax has no loss scale. `funcga.transforms.loss_scaled` is one as a transform: the state has the scale, losses are
+multiplied by it, gradients divided, and a window that overflows is skipped as a whole and halves the scale. Parameters
+are in float32 and cast in the loss; sums over micro-batches are in float32. As the scale is an array of the state,
+nothing is compiled anew when it changes.
 
 What the usual loop gets wrong: it looks at every micro-batch for itself, and drops some of a window, or it gives the
 optimizer zeros instead of skipping it, so that its moments decay. Float16 without a scale loses what is below 6e-8:
@@ -37,7 +37,7 @@ def batches(count=12):
 
 def main():
     """Prints the scale after every window, and how much of the gradient survives with and without it."""
-    tx = funcga.loss_scaled(optax.adamw(1e-2), growth_interval=3)
+    tx = funcga.transforms.loss_scaled(optax.adamw(1e-2), growth_interval=3)
     step = funcga.accumulate(funcga.value_and_grad(loss_fn, scaled=True), N)
 
     @jax.jit

@@ -4,8 +4,8 @@
 
 The loss is multiplied before the backward pass, so that small gradients survive in float16, and the optimizer divides
 again. A window has one scale: its gradients are looked at once, when all are added, and it is used or skipped as a
-whole. `funcga.loss_scaled` is GradScaler step for step, as a pure transform; what it wraps, clipping here, sees
-gradients in their own size. Who keeps optimizer.step() keeps GradScaler as well: `step` takes its scale.
+whole. `funcga.transforms.loss_scaled` is GradScaler step for step, as a pure transform; what it wraps, clipping here,
+sees gradients in their own size. Who keeps optimizer.step() keeps GradScaler as well: `step` takes its scale.
 
 What the usual loop gets wrong: it clips without `unscale_`, which cuts a gradient that is 65,536 times too long and
 then divides it by that; and it divides the last, shorter window by the planned n. `scaler.scale(loss / n)` begins its
@@ -54,7 +54,7 @@ def functional(init_scale):
     module = network()
     adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-2, scheduler=schedule)
     clipped = torch_backend.chain(torch_backend.clip_grad_norm(MAX_NORM), adamw)
-    tx = funcga.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
+    tx = funcga.transforms.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
     step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True))
     params = torch_backend.trainable(module)
     state = tx.init(params)

@@ -51,7 +51,7 @@ def functional(module):
         if i == 13:
             params, state = saved_and_loaded((params, state))
         loss, grads = gradient(params, *batch)
-        params, state = funcga.apply(tx, grads, state, params, weight=count_tokens(*batch))
+        params, state = funcga.transforms.apply(tx, grads, state, params, weight=count_tokens(*batch))
         if tx.has_updated(state):
             print(f"update {int(state.updates)}: loss {loss:.3f}")
     if state.offered > 0:

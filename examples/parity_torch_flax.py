@@ -2,9 +2,9 @@
 
     python examples/parity_torch_flax.py
 
-`funcga.match` carries the weights over, by path: `conv1` is called `Conv_0` in flax, its `weight` is a `kernel`, and
-its axes are not [out, in, height, width] but [height, width, in, out]. `funcga.compare` takes the same rules, for the
-gradients, which torch accumulates over 3 micro-batches and flax over 5.
+`funcga.trees.match` carries the weights over, by path: `conv1` is called `Conv_0` in flax, its `weight` is a `kernel`,
+and its axes are not [out, in, height, width] but [height, width, in, out]. `funcga.compare` takes the same rules, for
+the gradients, which torch accumulates over 3 micro-batches and flax over 5.
 """
 
 import flax.linen
@@ -17,11 +17,11 @@ import funcga
 import torch_backend
 
 RULES = [
-    funcga.Rule(r"conv1\.(.*)", r"Conv_0.\1"),
-    funcga.Rule(r"conv2\.(.*)", r"Conv_1.\1"),
-    funcga.Rule(r"norm\.(.*)", r"GroupNorm_0.\1"),
-    funcga.Rule(r"output\.(.*)", r"Dense_0.\1"),
-    *funcga.rules.torch_to_flax,
+    funcga.trees.Rule(r"conv1\.(.*)", r"Conv_0.\1"),
+    funcga.trees.Rule(r"conv2\.(.*)", r"Conv_1.\1"),
+    funcga.trees.Rule(r"norm\.(.*)", r"GroupNorm_0.\1"),
+    funcga.trees.Rule(r"output\.(.*)", r"Dense_0.\1"),
+    *funcga.trees.torch_to_flax,
 ]
 
 
@@ -62,7 +62,7 @@ def in_torch(module, images, labels):
 def in_flax(weights, images, labels):
     """The loss and the gradients in flax, of the weights of torch."""
     model, images = InFlax(), funcga.to_jax(images.transpose(0, 2, 3, 1))
-    params = funcga.match(weights, jax.eval_shape(model.init, jax.random.key(0), images), rules=RULES)
+    params = funcga.trees.match(weights, jax.eval_shape(model.init, jax.random.key(0), images), rules=RULES)
 
     def loss_fn(params, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), y).mean()

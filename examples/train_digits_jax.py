@@ -35,7 +35,9 @@ def network(params, x, given=None):
 def mean_loss(params, x, y):
     """(the mean over the rows, what BatchNorm sees)."""
     logits, stats = network(params, x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), funcga.batch_moments(stats, len(x))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), funcga.statistics.batch_moments(
+        stats, len(x)
+    )
 
 
 def main(arguments=None):
@@ -43,7 +45,7 @@ def main(arguments=None):
     args, ((x, y), (test_x, test_y)) = options(__file__, arguments, updates=48), digits()
     tx = funcga.multi_steps(optax.adamw(optax.linear_schedule(1e-2, 0.0, args.updates)), 4)
     both = funcga.Accumulator((funcga.mean(), funcga.pooled()))  # of the loss, and of what BatchNorm sees
-    nothing = lambda stats: both.init((jnp.zeros(()), funcga.batch_moments(stats, 0)))
+    nothing = lambda stats: both.init((jnp.zeros(()), funcga.statistics.batch_moments(stats, 0)))
 
     @jax.jit(donate_argnums=0)
     def accumulate(run, x, y):
@@ -56,20 +58,20 @@ def main(arguments=None):
         params, stats, state, seen, curve = run
         updates, state = tx.flush(state, params)
         loss, pooled = both.finalize(seen)
-        stats = funcga.running_statistics(stats, pooled, share=0.1, unbiased=False)
+        stats = funcga.statistics.running_statistics(stats, pooled, share=0.1, unbiased=False)
         return optax.apply_updates(params, updates), stats, state, nothing(stats), curve.at[state.updates - 1].set(loss)
 
     params, stats = initialized(), {"mean": jnp.zeros((1, 32, 1, 1)), "var": jnp.ones((1, 32, 1, 1))}
     run, start = (params, stats, tx.init(params), nothing(stats), jnp.zeros(args.updates)), 0
     if args.resume:
-        run, start = funcga.from_state_dict((run, start), load(args, np.load))
+        run, start = funcga.trees.from_state_dict((run, start), load(args, np.load))
     steps = order(len(x), rows=32, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         run = accumulate(run, x[indices], y[indices])
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             with saving(args) as file:
-                np.savez(file, **funcga.to_numpy(funcga.to_state_dict((run, done))))
+                np.savez(file, **funcga.to_numpy(funcga.trees.to_state_dict((run, done))))
     params, stats, state, _, curve = run
     report(curve[: state.updates], args.plot)
     print(f"accuracy {(jax.jit(network)(params, test_x, stats)[0].argmax(1) == test_y).mean():.3f}")

@@ -60,14 +60,14 @@ def main(arguments=None):
     params = initialized(texts.shape[1])
     run, start = (params, tx.init(params), mean.init(jnp.zeros(())), jnp.zeros(args.updates)), 0
     if args.resume:
-        run, start = funcga.from_state_dict((run, start), load(args, np.load))
+        run, start = funcga.trees.from_state_dict((run, start), load(args, np.load))
     steps = order(len(texts), rows=8, n=4, updates=args.updates)[: args.stop_after]
     for done, (indices, is_last) in enumerate(progress(steps, start), start + 1):
         run = accumulate(run, texts[indices])
         run = flush(run) if is_last else run
         if args.checkpoint and (done % 25 == 0 or done == len(steps)):
             with saving(args) as file:
-                np.savez(file, **funcga.to_numpy(funcga.to_state_dict((run, done))))
+                np.savez(file, **funcga.to_numpy(funcga.trees.to_state_dict((run, done))))
     _, state, _, curve = run
     report(curve[: state.updates], args.plot)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from funcga import monoids, normalizers, reducers
 from funcga._accumulate import accumulate
 from funcga._call.arguments import CARRY
-from funcga._fold import Tally
 from funcga._grad import grad, value_and_grad
 from funcga._replicas import check_replicas
 from funcga._stream import stream, windows
@@ -23,65 +22,33 @@ from funcga.folds import max as max
 from funcga.folds import min as min
 from funcga.folds import sum as sum
 from funcga.monoids import Monoid
-from funcga.normalizers import Moments, Normalizer, Pooled
 from funcga.reducers import Reducer
 
 # These load when they are first used, so that `import funcga` is quick; type checkers see them at
 # once.
 if TYPE_CHECKING:
-    from funcga import rules
+    from funcga import checks, observers, statistics, transforms, trees
     from funcga._compare import compare
     from funcga._coupled import coupled
-    from funcga._fold.accumulator import Accumulator, AccumulatorState
-    from funcga._observe import Observed, Observer
-    from funcga._observe.microbatches import GradientNorms, dropped, gradient_norms
-    from funcga._observe.noise import GradientNoise, NoiseAverage, averaged, gradient_noise
-    from funcga._parity import Problem
-    from funcga._plan import Plan, plan
+    from funcga._fold.accumulator import Accumulator
+    from funcga._plan import plan
     from funcga._reproducible import reproducible
-    from funcga._statistics import batch_moments, running_statistics
-    from funcga._transform import Transform
-    from funcga._transform.apply import apply
-    from funcga._transform.loss_scale import LossScaledState, loss_scaled
-    from funcga._transform.multi_steps import MultiSteps, multi_steps
-    from funcga._transform.window import MultiStepsState
-    from funcga._transform.window_size import (
-        TargetWeight,
-        beta_for_half_life,
-        linear_scaling,
-        sqrt_scaling,
-    )
-    from funcga._trees import shares_memory, to_jax, to_numpy, to_torch
-    from funcga._trees.match import from_state_dict, match, to_state_dict
+    from funcga._transform.multi_steps import multi_steps
+    from funcga._trees import to_jax, to_numpy, to_torch
     from funcga._verify import verify
-    from funcga.rules import Rule
+    from funcga.observers import dropped, gradient_noise, gradient_norms
 else:
     _LATER = {
+        "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
         "funcga._compare": ("compare",),
         "funcga._coupled": ("coupled",),
-        "funcga._fold.accumulator": ("Accumulator", "AccumulatorState"),
-        "funcga._observe": ("Observed", "Observer"),
-        "funcga._observe.microbatches": ("GradientNorms", "dropped", "gradient_norms"),
-        "funcga._observe.noise": ("GradientNoise", "NoiseAverage", "averaged", "gradient_noise"),
-        "funcga._parity": ("Problem",),
-        "funcga._plan": ("Plan", "plan"),
+        "funcga._fold.accumulator": ("Accumulator",),
+        "funcga._plan": ("plan",),
         "funcga._reproducible": ("reproducible",),
-        "funcga._statistics": ("batch_moments", "running_statistics"),
-        "funcga._transform": ("Transform",),
-        "funcga._transform.apply": ("apply",),
-        "funcga._transform.loss_scale": ("LossScaledState", "loss_scaled"),
-        "funcga._transform.multi_steps": ("MultiSteps", "multi_steps"),
-        "funcga._transform.window": ("MultiStepsState",),
-        "funcga._transform.window_size": (
-            "TargetWeight",
-            "beta_for_half_life",
-            "linear_scaling",
-            "sqrt_scaling",
-        ),
-        "funcga._trees": ("shares_memory", "to_jax", "to_numpy", "to_torch"),
-        "funcga._trees.match": ("from_state_dict", "match", "to_state_dict"),
+        "funcga._transform.multi_steps": ("multi_steps",),
+        "funcga._trees": ("to_jax", "to_numpy", "to_torch"),
         "funcga._verify": ("verify",),
-        "funcga.rules": ("Rule", "rules"),
+        "funcga.observers": ("dropped", "gradient_noise", "gradient_norms"),
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names}
 
@@ -89,8 +56,11 @@ else:
         if name not in _MODULES:
             raise AttributeError(f"module 'funcga' has no attribute {name!r}")
         # Kept in the module, so that the next look finds it without this function.
-        module = import_module(_MODULES[name])
-        value = globals()[name] = module if name == "rules" else getattr(module, name)
+        if (module := _MODULES[name]) == "funcga":
+            value = import_module(f"funcga.{name}")
+        else:
+            value = vars(import_module(module))[name]
+        globals()[name] = value
         return value
 
 
@@ -104,21 +74,10 @@ __all__ = [  # noqa: RUF022 - sorted by topic
     "CARRY",
     "stream",
     "windows",
-    "Plan",
     "plan",
     "Accumulator",
-    "AccumulatorState",
-    "MultiSteps",
-    "MultiStepsState",
-    "TargetWeight",
-    "Transform",
-    "apply",
     "multi_steps",
-    "LossScaledState",
-    "loss_scaled",
-    "beta_for_half_life",
-    "linear_scaling",
-    "sqrt_scaling",
+    "transforms",
     "check_replicas",
     # folds and their parts
     "Fold",
@@ -131,40 +90,25 @@ __all__ = [  # noqa: RUF022 - sorted by topic
     "pooled",
     "ratio",
     "reproducible",
-    "Moments",
-    "Pooled",
     "Monoid",
-    "Normalizer",
     "Reducer",
-    "Tally",
     "monoids",
     "normalizers",
     "reducers",
-    "batch_moments",
-    "running_statistics",
+    "statistics",
     # what a window says of its gradients
-    "GradientNoise",
-    "GradientNorms",
-    "NoiseAverage",
-    "Observed",
-    "Observer",
-    "averaged",
     "dropped",
     "gradient_noise",
     "gradient_norms",
+    "observers",
     # trees of two frameworks
-    "Rule",
-    "rules",
-    "match",
-    "from_state_dict",
-    "to_state_dict",
-    "shares_memory",
     "to_jax",
     "to_numpy",
     "to_torch",
+    "trees",
     # proofs
     "FuncgaError",
-    "Problem",
+    "checks",
     "compare",
     "verify",
 ]

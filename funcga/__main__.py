@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from funcga import __version__
-from funcga._loading import blamed
-from funcga._versions import check_installed, show
+from funcga._commands import blamed, check_installed, show
 from funcga.errors import FuncgaError
 
 PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
@@ -108,8 +107,8 @@ def _add_parity(commands: Any) -> None:
         default="all",
         metavar="FILE.py:problem | name",
         help=(
-            "a funcga.Problem of your own, or a function that returns one; or a built-in one "
-            "(default: all of them)"
+            "a funcga.checks.Problem of your own, or a function that returns one; or a built-in "
+            "one (default: all of them)"
         ),
     )
     parity.add_argument(
@@ -168,7 +167,7 @@ def _add_verify(commands: Any) -> None:
         ),
         epilog=(
             "The file also has the arguments, a tuple named `args` (--args says another name). A "
-            "funcga.Problem has all of them: its losses are verified in both frameworks."
+            "funcga.checks.Problem has all of them: its losses are verified in both frameworks."
         ),
     )
     verify.add_argument(

@@ -63,103 +63,61 @@ def accumulate(
     drop: DropScope | None = None,
     drop_if: DropTest | None = None,
 ) -> Callable[P, Any]:
-    """A function with grad_fn's own signature, output structure and dtypes: the fold of grad_fn
-    over micro-batches.
+    """A function like grad_fn that goes through a batch in n micro-batches, and folds the results.
 
-    The batch is split into micro-batches of rows, in order. grad_fn is applied to each. `fold`
-    combines the values, and normalises them once, at the end, by what was really folded. With a
-    `fold` that matches the loss, the result equals that of the whole batch for every n.
+    It is called as grad_fn is, and returns what grad_fn returns for the whole batch, with the
+    memory of one micro-batch::
 
-    Arguments are trees of arrays: dicts and other mappings, such as a `BatchEncoding`, dataclasses,
-    tuples and lists.
+        step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
+        loss, grads = step(params, batch)
 
-    Nothing is mutated, and nothing returned aliases an argument. Floats of less than 32 bits are
-    accumulated in float32.
+    Three choices make it exact for every n; `funcga.verify` checks them:
 
-    **In torch**, the gradients of `funcga.grad` and `funcga.value_and_grad` run on autograd and are
-    added where they are computed, at the cost of a `.backward()` loop. Weights that differ reach
-    the backward pass as cotangents. Any other grad_fn is called with detached arguments, and no
-    graph outlives its micro-batch.
+    - `fold`: `mean()`, the default, if the loss is a mean over its micro-batch; `per_weight()` if
+      it is a sum.
+    - `weight`: a count of what the loss divides by. The default counts rows; for a mean over
+      tokens write `weight=lambda batch: (batch["labels"] != -100).sum()`.
+    - `in_axes`: what is split, as in vmap. By default the first argument is passed whole, every
+      other positional argument is split on axis 0, and keyword arguments are passed whole.
 
-    Results have no graph, so `.backward()` on what is computed from them is first-order. Inside of
-    a loss that funcga.grad, torch.func or forward-mode AD differentiates they have one:
-    funcga.grad(outer_loss), with a step in outer_loss, is second-order.
+    Arguments are trees of arrays: dicts, dataclasses, tuples and lists. No argument is mutated, and
+    no result shares memory with one. Results keep grad_fn's dtypes; floats of less than 32 bits are
+    accumulated in float32. Make the step once, outside of the training loop.
 
-    **In JAX**, the body of a micro-batch is traced and compiled once, or twice if the rows do not
-    divide. A call outside of jit is jitted: arrays are traced, and all other arguments are static,
-    so each new number is a new program. A change goes unnoticed in an object that keeps its hash,
-    and in what grad_fn closes over, as in any function under jit.
-
-    A batch that is sharded by its rows stays where it is, outside of jit and where the mesh has
-    Explicit axes: each micro-batch takes as many rows from every device, if they divide. So
-    micro-batches have other rows than on one device, and gradients are reduced for each of them.
-    The batch is gathered inside jit with Auto axes, where rows do not divide, and where their order
-    counts, as for moments() and threaded state. (With Explicit axes JAX refuses the last two, and
-    concat().) To reduce once, use `across` inside shard_map, where each device cuts its own rows,
-    or jax_backend.replicated(step, mesh).
+    In torch a step runs on autograd, at the cost of a `.backward()` loop, and its results have no
+    graph (docs/concepts/torch_engine.md). In JAX the body of a micro-batch is compiled once, and a
+    call outside of jit is jitted (docs/howto/gradients.md; sharded batches: docs/howto/meshes.md).
 
     Args:
-        grad_fn: Any pure function of arrays that returns a tree of arrays: torch.func.grad,
-            jax.value_and_grad, funcga.value_and_grad(loss_fn) and so on. Of a loss itself the
-            result is a loss, without gradients.
-        n: How many micro-batches; their sizes differ by at most one, and a batch of fewer rows,
-            such as the last one of an epoch, has one for each row. Or "auto": the smallest number
-            that fits in memory. It begins with that of a `plan`, and if memory runs out all the
-            same, or nothing can be planned, the window is replayed with more micro-batches, then
-            with as few as fit. What is found is remembered for arguments of these shapes. The call
-            that finds it takes the time of several windows; the result is exact in any case. Not
-            inside of jit or torch.compile.
+        grad_fn: Any pure function of arrays that returns a tree of arrays: of funcga.grad,
+            funcga.value_and_grad, jax.value_and_grad, torch.func.grad and so on. Of a loss itself
+            the result is a loss, without gradients.
+        n: How many micro-batches. Their sizes differ by at most one row; a batch of fewer than n
+            rows has one for each row. "auto" finds the smallest n that fits in memory, outside of
+            jit and torch.compile (docs/howto/out_of_memory.md).
         microbatch_size: How many rows a micro-batch has, in place of `n`; the last one may be
             smaller.
-        fold: A Fold, or a tree prefix of Folds over grad_fn's output. `mean()` is for a loss that
-            is a mean over its micro-batch, `per_weight()` for a sum.
-        weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0. By
-            default that is its rows. What is accumulated in float32 takes weights from 1.2e-38 to
-            8.5e37. In JAX a traced weight beyond gives NaN, and one below that is in float32
-            already is 0 for XLA.
-        in_axes: As in vmap: an axis, None (passed whole), a tree prefix, or funcga.CARRY for
-            threaded state. By default the first argument is passed whole, and every other
-            positional argument is split on axis 0. A gradient function with parameters of its own,
-            as module_value_and_grad, has all of them split; so has one around it that shows what it
-            wraps: a functools.partial, a decorator by functools.wraps, a step. Keyword arguments
-            are passed whole.
-        across: The replicas to merge over, once, at the end, by what was folded on all of them. A
-            torch.distributed process group or 1-D device mesh; or, inside shard_map, the name of a
-            JAX mesh axis or a tuple of names. A tree prefix of these over grad_fn's output, or a
-            function of a leaf's dotted path that returns one, merges each leaf over its own
-            replicas, as those of an expert; the weights are those of the whole window. Every
-            replica gets the same result. What carry() threads is that of the last replica that
-            folded anything. In torch the replicas may have different numbers of rows, fewer than n,
-            or, after the first window, none. In JAX parameters have to be arguments, and the loss
-            is that of a replica's own rows, without psum or pmean.
-        totals: `totals(*split_args)` gives a tree of numbers or 0-d arrays for a micro-batch, such
-            as its counts. They are added up over all micro-batches and replicas before the first of
-            these is evaluated, and grad_fn gets the sums, 0-d arrays, as the keyword argument
-            `totals`. So a loss with several denominators divides each term by its count in the
-            whole batch, under `fold=sum()`. A total may be 0: divide by
-            `totals["tokens"].clamp(min=1)`, in JAX by `jnp.maximum(totals["tokens"], 1)`. Integers
-            are added exactly, in int64; in JAX without 64-bit types in int32, and a total beyond
-            2**31 - 1 makes the result NaN. Floats are added in at least float32. Over replicas this
-            is one reduction more for each dtype.
-        observe: What the window says of its gradients, while they are folded: `gradient_noise()`,
-            `gradient_norms()`, an `Observer` of your own, or a dict, tuple or list of them. The
-            step then returns (what it returns without, the observation, or a tree of them). Every
-            leaf of a micro-batch's gradient is read once, where it is computed, and nothing of it
-            is kept. The gradient is what funcga.grad or funcga.value_and_grad returns as such; in
-            what another grad_fn returns it is the part that looks like the first argument. It is
-            folded by mean(), per_weight() or sum().
+        fold: A Fold, or a tree prefix of Folds over grad_fn's output.
+        weight: `weight(*split_args)` gives a micro-batch's weight, a number or 0-d array >= 0.
+        in_axes: For each positional argument an axis, None (passed whole), a tree prefix, or
+            funcga.CARRY for state that is threaded from one micro-batch to the next.
+        across: The replicas to merge over, once a call, by what was folded on all of them: a
+            torch.distributed process group or 1-D device mesh; inside shard_map, the name of a JAX
+            mesh axis or a tuple of names; or a tree prefix of these over grad_fn's output. Every
+            replica gets the same result (docs/howto/replicas.md).
+        totals: `totals(*split_args)` gives a tree of numbers for a micro-batch, such as its counts.
+            Their sums over all micro-batches and replicas are known before the first one is
+            evaluated, and grad_fn gets them as its keyword argument `totals`: for a loss with
+            several denominators, under `fold=sum()` (docs/howto/totals.md).
+        observe: What to measure of each micro-batch's gradient: `gradient_noise()`,
+            `gradient_norms()`, `dropped()`, an Observer, or a dict, tuple or list of them. The step
+            then returns (result, observation) (docs/howto/observe.md).
         drop: What becomes of a micro-batch whose loss or gradients are not finite. None: it is
-            folded like any other. "microbatch": it is left out, with its weight, its loss and its
-            aux, and threaded state stays as it was. "window": the result is zeros, and threaded
-            state what came in. If everything is dropped, sums and means are zeros. A micro-batch of
-            weight 0 adds nothing, and is not looked at. Of a gradient function of funcga's all but
-            the aux has to be finite, of any other grad_fn every float that it returns. The
-            gradients of one micro-batch are held beside the sums: the peak is higher by the bytes
-            of the parameters. Not with concat(), whose rows would not be known, and "microbatch"
-            not with totals.
-        drop_if: A function of what grad_fn returns for a micro-batch, to drop by in place of that:
-            of the gradients for `grad`, of (loss, gradients) for `value_and_grad`. It returns a
-            bool, or a 0-d array of one, and has to find what is not finite too.
+            folded like any other. "microbatch": it is left out, with its weight. "window": the
+            result is zeros. This takes the memory of one more set of gradients
+            (docs/howto/drop.md).
+        drop_if: A test of your own in place of that one: a function of what grad_fn returns for a
+            micro-batch, that returns a bool or a 0-d array of one.
 
     Returns:
         A function that is called as grad_fn is, on a whole batch, and returns what grad_fn returns;
@@ -175,18 +133,6 @@ def accumulate(
         >>> loss, grads = step({"w": torch.zeros(2)}, x, y)  # micro-batches of 3, 3, 2 and 2 rows
         >>> loss, grads
         (tensor(1.), {'w': tensor([-2., -2.])})
-
-        A mean over tokens plus a mean over rows, each divided by its count in the whole batch:
-
-        >>> def loss_fn(w, x, mask, *, totals):
-        ...     squares = (w * x) ** 2
-        ...     per_token = (squares * mask).sum() / totals["tokens"]
-        ...     return per_token + 0.1 * squares[:, 0].sum() / totals["rows"]
-        >>> totals = lambda x, mask: {"tokens": mask.sum(), "rows": len(x)}
-        >>> step = funcga.accumulate(funcga.grad(loss_fn), n=3, fold=funcga.sum(), totals=totals)
-        >>> mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-        >>> step(torch.tensor(2.0), torch.ones(3, 2), mask)
-        tensor(4.4000)
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     searches = isinstance(n, str) and n == "auto" and microbatch_size is None

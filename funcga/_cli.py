@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from funcga import folds
+from funcga._commands import Loaded, check_installed, is_function_of, load_object, versions
 from funcga._grad import GradientFunction
-from funcga._loading import Loaded, is_function_of, load_object
 from funcga._parity import Problem, report
 from funcga._parity.problems import choices, chosen
 from funcga._parity.run import Findings, Plan, Run
@@ -28,7 +28,6 @@ from funcga._parity.sides import Side
 from funcga._plan import plan
 from funcga._types import Tree
 from funcga._verify import Verdict, job_of, verify
-from funcga._versions import check_installed, versions
 from funcga.errors import FuncgaError
 
 
@@ -94,8 +93,8 @@ def run_verify(options: Namespace) -> int:
         for name in ("args", "fold", "weight"):
             if vars(options)[name]:
                 raise FuncgaError(
-                    f"--{name} is for a gradient function, and {where} is a funcga.Problem, which "
-                    "has its own: leave it out."
+                    f"--{name} is for a gradient function, and {where} is a funcga.checks.Problem, "
+                    "which has its own: leave it out."
                 )
         # In float64, where rounding hides nothing.
         sides = [Side(loaded.value, framework, "float64") for framework in loaded.value.frameworks]
@@ -129,7 +128,8 @@ def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
     if not callable(loaded.value):
         raise FuncgaError(
             f"{options.grad_fn} is of type {type(loaded.value).__name__}. Give a gradient "
-            "function, such as grad_fn = funcga.value_and_grad(loss_fn), or a funcga.Problem."
+            "function, such as grad_fn = funcga.value_and_grad(loss_fn), or a "
+            "funcga.checks.Problem."
         )
     variables = vars(loaded.module)
     args, weight = options.args or "args", options.weight

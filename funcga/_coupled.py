@@ -4,6 +4,8 @@ micro-batches.
 The first pass folds a summary of each micro-batch, and keeps no graph. The loss is a function of
 what they come to, and its gradient with respect to that is a cotangent. The second pass pulls the
 cotangent back through each micro-batch: the fold says which part of it is that of one summary.
+
+Design note: docs/concepts/inside_coupled.md.
 """
 
 import functools
@@ -47,50 +49,39 @@ def coupled(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """A function `f(params, *batch) -> (loss, grads)` for a loss that couples the rows of a batch:
-    exact, for every n.
+    """The loss and gradient of a loss that needs the whole batch, in n micro-batches: exact.
 
     A contrastive loss compares each row with all others; load balancing, VICReg and Barlow Twins
-    take statistics of the whole batch. The mean of such losses over micro-batches is another loss.
-    Here the batch enters it by summaries::
+    take statistics of the batch. The mean of such losses over micro-batches is another loss. Here
+    the batch enters the loss by summaries of its micro-batches::
 
-        s = the fold of summary_fn(params, *microbatch) over the micro-batches, and over the
-        replicas of `across` loss = loss_fn(params, s) grads = the gradient of loss_fn(params,
-        s(params))
+        s = the fold of summary_fn(params, *microbatch) over micro-batches and replicas
+        loss = loss_fn(params, s)
+        grads = the gradient of loss_fn(params, s(params)) by params
 
-    The first pass computes the summaries, the second one runs each micro-batch again, and pulls the
-    gradient of the loss by its summary back through it. So there are 2n forward passes, and memory
-    for one micro-batch's activations, and for the summaries twice; n = 1 takes one pass. With
-    `concat()` this is the gradient cache of Gao et al.; with `mean()` the summaries are of one
-    size, whatever that of the batch.
-
-    The second pass draws the random numbers of the first, as for dropout: in torch the generators'
-    states are put back; in JAX keys are arguments. Parameters that loss_fn itself uses, such as a
-    temperature, count once.
-
-    Source: Gao, Zhang, Han and Callan (2021), "Scaling deep contrastive learning batch size under
-    memory limited setup", arXiv 2101.06983.
+    The first pass computes the summaries. The second runs each micro-batch again, and pulls the
+    gradient of the loss with respect to its summary back to the parameters. That is 2n forward
+    passes, with the activations of one micro-batch in memory; n = 1 takes one pass. The second
+    pass draws the random numbers of the first, as for dropout. With `concat()` this is the gradient
+    cache of Gao, Zhang, Han and Callan (2021), arXiv 2101.06983 (docs/howto/whole_batch.md).
 
     Args:
         summary_fn: `summary_fn(params, *microbatch)` returns a tree of arrays: embeddings [rows,
-            features] for `concat()`, a mean over the rows for `mean()`, a sum for `sum()`, and so
-            on. Integers, such as labels, pass through without a gradient. A pure_loss works, whose
-            loss_fn returns a summary in place of a loss. With
+            features] for `concat()`, a mean over the rows for `mean()`, a sum for `sum()`.
+            Integers, such as labels, get no gradient. With
             `torch_backend.module_value_and_grad(module, summary_fn)` the parameters are the
-            module's own, which may be wrapped by DDP or FSDP: then the step is `f(*batch)`.
-        loss_fn: `loss_fn(params, s)` returns a real scalar, or (scalar, aux) with has_aux. It gets
-            the arguments that are differentiated, then the folded summaries in the structure that
-            summary_fn returns; for a module's own parameters the module, then the summaries.
+            module's own, which DDP or FSDP may wrap: then the step is `f(*batch)`.
+        loss_fn: `loss_fn(params, s)` returns a real scalar, or (scalar, aux) with has_aux. `s` has
+            the structure that summary_fn returns. For a module's own parameters it gets the module.
+            Parameters that it uses itself, such as a temperature, count once.
         n: How many micro-batches; as in `accumulate`.
         microbatch_size: How many rows a micro-batch has, in place of `n`.
-        fold: A Fold, or a tree prefix of Folds over summary_fn's output. Of a fold that neither
-            adds nor collects, as `max()`, `moments()` or `logsumexp()`, the summaries of all
-            micro-batches are kept.
+        fold: A Fold, or a tree prefix of Folds over summary_fn's output. With a fold that neither
+            adds nor collects, such as `max()`, the summaries of all micro-batches are kept.
         weight: As in `accumulate`, for the folds that weigh.
         in_axes: As in `accumulate`, for summary_fn's arguments. Threaded state gets no gradient.
         across: As in `accumulate`: every replica passes its own rows, and gets the same result.
-        totals: As in `accumulate`: what is counted before the first pass, for summary_fn's keyword
-            argument `totals`.
+        totals: As in `accumulate`, for summary_fn's keyword argument `totals`.
         argnums: The argument of summary_fn to differentiate by, or a tuple of several. They are
             passed whole.
         has_aux: Whether loss_fn returns (scalar, aux).

@@ -36,6 +36,8 @@ its bits as an integer, through which no compiler can see.
 Sources: Kulisch (2011), "Very fast and exact accumulation of products"; Ahrens, Demmel and Nguyen
 (2020), "Algorithms for Efficient Reproducible Floating Point Summation", which assumes no range and
 takes twice the memory.
+
+Design note: docs/concepts/inside_exact.md.
 """
 
 import math

@@ -272,7 +272,7 @@ def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
         described = repr(scale) if isinstance(scale, numbers.Number) else arrays.describe(scale)
         raise FuncgaError(
             f"loss_scale is {described}: it must be a finite number above 0, or a 0-d array of "
-            "one, such as the scale of funcga.loss_scaled: loss_scale=state.scale."
+            "one, such as the scale of funcga.transforms.loss_scaled: loss_scale=state.scale."
         )
     return float(scale)
 
@@ -421,19 +421,14 @@ def value_and_grad(
     *,
     scaled: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns the value of loss_fn and its gradient, in this order in both
-    frameworks.
+    """A function that returns the value of loss_fn and its gradient, `(value, grads)`, in torch and
+    in JAX.
 
-    Note that torch.func.grad_and_value returns the gradients first.
-
-    For a gradient of a gradient, call this function, or a step of `accumulate`, inside of a loss,
-    and differentiate that loss with it. In torch, `.backward()` on what is computed from the
-    results of `accumulate` or `stream` is first-order: they have no graph. The results of a call by
-    itself have one where an argument, or a tensor that loss_fn closes over, requires grad, unless
-    under `torch.no_grad()`: then `.backward()` is second-order. That takes longer, as it runs on
-    torch.func, or records the backward pass. With parameters that do not require grad, such as
-    `{name: p.detach() for name, p in params.items()}`, or under `torch.no_grad()`, a call takes one
-    backward pass.
+    torch.func.grad_and_value returns the gradients first. A gradient of a gradient is taken by
+    calling this function, or a step of `accumulate`, inside of a loss, and differentiating that
+    loss (docs/howto/second_order.md). In torch, a call by itself is one backward pass if no
+    argument requires grad; otherwise its results have a graph, which takes longer
+    (docs/concepts/torch_engine.md).
 
     Args:
         loss_fn: As in `grad`.

@@ -62,20 +62,19 @@ def stream(
     drop_if: DropTest | None = None,
     device: object = None,
 ) -> Callable[..., Any]:
-    """A function `f(params, microbatches)`: the fold of grad_fn over an iterable of micro-batches.
+    """A function `f(params, microbatches)`: grad_fn folded over an iterable of micro-batches.
 
-    `microbatches` is a DataLoader, a generator, a list: one micro-batch at a time is taken from it
-    and let go. A tuple or list item, a NamedTuple too, is `grad_fn(params, *item)`, anything else
-    `grad_fn(params, item)`. How many there are, and whether they are of one size, does not matter:
-    the result is normalised by what was folded, so a shorter last window is exact.
+    `microbatches` is a DataLoader, a generator or a list. It is read one micro-batch at a time. The
+    result is divided by what was folded, so a last window that is shorter is exact::
 
-    **In torch**, with `across`, one micro-batch is taken ahead, to know the last. A replica whose
-    data has run out passes an empty iterable, and takes part.
+        step = funcga.stream(funcga.value_and_grad(loss_fn))
+        for window in funcga.windows(loader, 8):
+            loss, grads = step(params, window)
 
-    **In JAX**, the step is compiled once for each shape of micro-batch, so make the function once,
-    outside of the loop. The accumulator is donated from step to step. A step runs on while the next
-    micro-batch is made, so a generator that fills one NumPy array again and again has to yield
-    copies of it.
+    An item that is a tuple or a list is `grad_fn(params, *item)`, anything else `grad_fn(params,
+    item)`. Micro-batches may differ in size; `fold` and `weight` are chosen as in `accumulate`.
+    Make the step once, outside of the loop: in JAX it is compiled once for each shape of
+    micro-batch (docs/howto/stream.md).
 
     Args:
         grad_fn: As in `accumulate`.
@@ -85,26 +84,22 @@ def stream(
             an axis only says where their rows are counted, and `weight` gets the arguments that
             have one. With a CARRY argument, the initial state stands where grad_fn has it, before
             the micro-batches: f(params, state, microbatches).
-        across: As in `accumulate`.
-        totals: As in `accumulate`. The window is gone through twice, first to count it: so it is a
-            list, what `windows` yields or a DataLoader, and no iterator. What is random in it, such
-            as augmentations, must not change the counts. With `device`, micro-batches are counted
-            where they come from, and the totals are moved.
+        across: As in `accumulate`. A replica whose data has run out passes an empty iterable.
+        totals: As in `accumulate`. The window is read twice, first to count it, so it cannot be an
+            iterator.
         observe: As in `accumulate`.
         drop: As in `accumulate`.
         drop_if: As in `accumulate`.
-        device: Where the arrays of a micro-batch are moved to as it arrives: a torch.device or its
-            name, a jax.Device, its name, such as "gpu:1", or a Sharding. On CUDA the next
-            micro-batch is copied while this one computes, if it is in pinned memory
-            (DataLoader(pin_memory=True)); two are on the device at a time.
+        device: Where to move the arrays of a micro-batch as it arrives: a torch.device, a
+            jax.Device, the name of one, or a Sharding. On CUDA, from pinned memory, the next
+            micro-batch is copied while this one computes.
 
     Returns:
         A function f(params, microbatches) that returns what grad_fn returns; with `observe`, a pair
         of that and the observation.
 
     Raises:
-        FuncgaError: If an argument is invalid, or neither this iterable nor that of another replica
-            has a micro-batch.
+        FuncgaError: If an argument is invalid, or no replica has a micro-batch.
 
     Example:
         >>> step = funcga.stream(funcga.grad(lambda w, x: (w * x).mean()))
@@ -249,8 +244,8 @@ def windows(
 
     Args:
         iterable: A DataLoader, a generator, a list of micro-batches.
-        n: A number of micro-batches; or funcga.TargetWeight(w): a window has as many as weigh w
-            together, or more.
+        n: A number of micro-batches; or funcga.transforms.TargetWeight(w): a window has as many as
+            weigh w together, or more.
         weight: With a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`:
             its rows, for a target batch size, or its tokens.
 
@@ -265,7 +260,8 @@ def windows(
         >>> [len(window) for window in funcga.windows(range(10), 4)]
         [4, 4, 2]
         >>> loader = [torch.ones(100), torch.ones(100), torch.ones(100)]
-        >>> [len(window) for window in funcga.windows(loader, funcga.TargetWeight(150), weight=len)]
+        >>> target = funcga.transforms.TargetWeight(150)
+        >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
     # By their methods, since a Dataset that can be indexed can be iterated over as well.
@@ -284,10 +280,10 @@ def windows(
     if weight is not None:
         raise FuncgaError(
             f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. "
-            "Write funcga.TargetWeight(256) for windows that weigh so much, and give weight= to "
-            "stream as well."
+            "Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give "
+            "weight= to stream as well."
         )
-    return _windows(iter(iterable), check_count(n, "n", ", or funcga.TargetWeight(256)"))
+    return _windows(iter(iterable), check_count(n, "n", ", or funcga.transforms.TargetWeight(256)"))
 
 
 def _windows(items: Iterator[Item], n: int) -> Iterator[list[Item]]:

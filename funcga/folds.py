@@ -331,8 +331,8 @@ def concat(axis: int = 0) -> Fold:
 
 
 def carry() -> Fold:
-    """State that grad_fn returns and gets back with the next micro-batch: the argument that
-    `in_axes` calls CARRY.
+    """Marks an output, in `fold`, as state that is threaded from one micro-batch to the next. The
+    argument that gets it is marked by `in_axes=`, with `CARRY`.
 
     Returns:
         A Fold.

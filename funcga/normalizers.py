@@ -41,7 +41,8 @@ class Normalizer:
             and NaN, and of what an error says of it where the host sees the condition.
 
     Example:
-        >>> root = funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
+        >>> from funcga.normalizers import Normalizer
+        >>> root = Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced), kinds=("float",))
         >>> square = lambda xp, value, weight: value * value
         >>> squares = funcga.Reducer(square, funcga.monoids.sum, kinds=("float",))
         >>> norm = funcga.Fold(squares, root)
@@ -78,7 +79,7 @@ class Pooled(NamedTuple):
 
     Example:
         >>> moments = lambda x: {"mean": x.mean(), "var": x.var(correction=0)}
-        >>> statistics = lambda x: funcga.batch_moments(moments(x), len(x))
+        >>> statistics = lambda x: funcga.statistics.batch_moments(moments(x), len(x))
         >>> step = funcga.accumulate(statistics, 2, in_axes=0, fold=funcga.pooled())
         >>> step(torch.tensor([1.0, 3.0, 5.0, 7.0]))
         Pooled(count=tensor(4.), mean=tensor(4.), variance=tensor(5.))

@@ -12,22 +12,18 @@ from jax_backend import (
     trees,
 )
 from jax_backend.gradients import apply_updates as apply_updates
-from jax_backend.hlo import Collective as Collective
 from jax_backend.hlo import collectives as collectives
 from jax_backend.randomness import example_keys as example_keys
 from jax_backend.randomness import sampled as sampled
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
-from jax_backend.scan_layers import folded_in_place as folded_in_place
 from jax_backend.transforms import state_specs as state_specs
 
 __all__ = [
-    "Collective",
     "Replicas",
     "apply_updates",
     "collectives",
     "example_keys",
-    "folded_in_place",
     "replicated",
     "sampled",
     "state_specs",

@@ -59,7 +59,8 @@ def depends(loss: jax.Array) -> bool | None:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """The parameters with the updates added, in the parameters' dtypes.
+    """Adds what `tx.update` returned to the parameters. Unlike `funcga.transforms.apply`, it runs
+    no optimizer.
 
     It is `optax.apply_updates` for code that does without optax, and takes updates of another dtype
     than the parameter's: the sum is computed in the wider of both.

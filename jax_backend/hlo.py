@@ -1,5 +1,5 @@
-"""What a compiled program says to other devices, and how often: its collectives, by the depth of
-the loops around them.
+"""Instruments for tests: the collectives of a compiled step, by the depth of the loops around them,
+and which gradients of a scan over layers are `folded_in_place`.
 
 Only JAX has this file: there the compiler decides what is reduced where, so one has to look.
 """
@@ -12,6 +12,9 @@ from typing import NamedTuple
 import jax
 
 from funcga._types import Tree
+from jax_backend.scan_layers import folded_in_place
+
+__all__ = ["Collective", "collectives", "folded_in_place"]
 
 
 class Collective(NamedTuple):
@@ -24,7 +27,7 @@ class Collective(NamedTuple):
         bytes: The size of its operands, on one device.
 
     Example:
-        >>> jax_backend.Collective("all-reduce", depth=0, bytes=4096)
+        >>> jax_backend.hlo.Collective("all-reduce", depth=0, bytes=4096)
         Collective(kind='all-reduce', depth=0, bytes=4096)
     """
 

@@ -6,6 +6,8 @@ and only then a fold can add them. So where a scan stacks an output of grad_fn, 
 reads that, the program is evaluated with this scan replaced by one that carries the accumulator,
 and combines the part of every layer with it: the same operations on the same numbers, without the
 array in between. It is a program of plain operations, to be differentiated and batched as any.
+
+Design note: docs/concepts/inside_scan_layers.md.
 """
 
 import re
@@ -141,7 +143,7 @@ def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> l
         ...     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
         ...     return jnp.mean(h**2)
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), 4)
-        >>> jax_backend.folded_in_place(step, {"layers": jnp.ones((6, 3, 3))}, jnp.ones((8, 3)))
+        >>> jax_backend.hlo.folded_in_place(step, {"layers": jnp.ones((6, 3, 3))}, jnp.ones((8, 3)))
         ["output[1]['layers']"]
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)

@@ -26,8 +26,8 @@ def files() -> list[Path]:
 # Tools use the library from outside, and each can be taken away, with those that stand on it: its modules, and the
 # tools that it stands on. All else is the core.
 TOOLS = {
-    "trees of two frameworks": (("funcga/_trees/", "funcga/rules.py"), ()),
-    "what reports share": (("funcga/_tables.py", "funcga/_loading.py", "funcga/_versions.py"), ()),
+    "trees of two frameworks": (("funcga/_trees/", "funcga/trees.py"), ()),
+    "what reports share": (("funcga/_tables.py", "funcga/_commands.py"), ()),
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
     "optimizers": (("torch_backend/optim/",), ()),

@@ -341,7 +341,7 @@ def changing_loss_scale():
     wrong = total(scaled, 1 / scales[-1])
 
     sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
-    tx = funcga.multi_steps(funcga.loss_scaled(sgd, init_scale=1024.0), N, fold=funcga.sum())
+    tx = funcga.multi_steps(funcga.transforms.loss_scaled(sgd, init_scale=1024.0), N, fold=funcga.sum())
     state = tx.init(PARAMS)
     gradient = funcga.value_and_grad(loss, scaled=True)
     for part in parts:

@@ -1,10 +1,12 @@
 """The documentation: every block of every page runs, in the order of the page, in every framework that it is for."""
 
+import importlib
 import re
 import runpy
 import textwrap
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import funcga
-from tests import versions
+from tests import house, versions
 from tests.kits import JAX, TORCH
 from tests.processes import launched
 from torch_backend import _private
@@ -144,6 +146,36 @@ def test_code_fits_the_width_of_a_page(page):
     )
     lines = [line.removeprefix(indent) for indent, block in code for line in block.splitlines()]
     assert [line for line in lines if len(line) > 88] == []
+
+
+def named(text):
+    """The names of ours in a text, in code or prose or an error: `funcga.a` or `funcga.a.b`."""
+    return set(re.findall(r"(?<![\w./-])((?:funcga|torch_backend|jax_backend)(?:\.[A-Za-z_]\w*){1,2})(?!\w|\{)", text))
+
+
+def exists(name):
+    """Whether there is such a name: an attribute, or a module."""
+    package, first, *rest = name.split(".")
+    try:
+        value = getattr(importlib.import_module(package), first, None) or importlib.import_module(f"{package}.{first}")
+        # An attribute of a function or a class may be that of its results.
+        if rest and isinstance(value, ModuleType) and not hasattr(value, rest[0]):
+            importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.host
+def test_names_that_texts_mention_exist():
+    root = DOCS.parent
+    files = [file for folder in (*house.PACKAGES, "docs", "examples") for file in (root / folder).rglob("*.*")]
+    texts = {file: file.read_text() for file in (*files, *root.glob("*.md")) if file.suffix in (".py", ".md")}
+    names = {name: file for file, text in texts.items() for name in named(text) if not name.endswith((".py", ".md"))}
+    assert len(names) > 200
+    assert {name: file for name, file in names.items() if not exists(name)} == {}
+    assert not exists("funcga.rules")
+    assert not exists("funcga.trees.nothing")
 
 
 def test_every_page_is_in_a_table_of_contents():

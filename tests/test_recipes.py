@@ -742,7 +742,7 @@ def test_the_scale_of_windows_that_are_good_or_not(growth_interval):
     parameter = torch.zeros(1, requires_grad=True)
     scaler = torch.amp.GradScaler("cpu", growth_interval=growth_interval)
     sgd = torch.optim.SGD([parameter], lr=0.1)
-    tx = funcga.loss_scaled(optax.sgd(0.1), growth_interval=growth_interval)
+    tx = funcga.transforms.loss_scaled(optax.sgd(0.1), growth_interval=growth_interval)
     params, update = jnp.zeros(1), jax.jit(tx.update)
     state = tx.init(params)
     for good in pattern:
@@ -768,7 +768,7 @@ def test_learning_rates(double):
     found = [lr for _, _, lr, _ in updates]
     assert hand == pytest.approx([0.1, 0.175, 0.25, 0.325, 0.4, 0.4], rel=1e-12)
     assert found == pytest.approx([0.1, 0.175, 0.15, 0.325, 0.4, 0.2], rel=1e-12)
-    assert planned == 2 * funcga.linear_scaling(ours.LR, ours.BASE, rows[-1])
+    assert planned == 2 * funcga.transforms.linear_scaling(ours.LR, ours.BASE, rows[-1])
 
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)

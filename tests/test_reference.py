@@ -1,6 +1,7 @@
 """The reference: every public name has an example that runs, and stands on a page."""
 
 import doctest
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -18,16 +19,22 @@ from torch import nn
 import funcga
 import jax_backend
 import torch_backend
+from funcga import checks, normalizers, observers, statistics, transforms, trees
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+# A name that also stands on a package is that package's.
+MODULES = [checks, observers, statistics, transforms, trees, jax_backend.hlo]
 PUBLIC = [
     (package, name)
     for package, names in (
         (funcga, [*funcga.__all__, "max", "min", "sum"]),
         (torch_backend, torch_backend.__all__),
         (jax_backend, jax_backend.__all__),
+        (normalizers, ["Moments", "Normalizer", "Pooled"]),
+        *((module, module.__all__) for module in MODULES),
     )
     for name in names
+    if package not in MODULES or not hasattr(importlib.import_module(package.__name__.split(".")[0]), name)
 ]
 
 # The imports that the examples take for granted, as the first page of the reference says.
@@ -64,7 +71,11 @@ def replica(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=[f"{p.__name__}.{name}" for p, name in PUBLIC])
+# The lists of rules are tuples, whose example is that of their module.
+SHOWN = [(package, name) for package, name in PUBLIC if type(getattr(package, name)) is not tuple]
+
+
+@pytest.mark.parametrize(("package", "name"), SHOWN, ids=[f"{p.__name__}.{name}" for p, name in SHOWN])
 @pytest.mark.usefixtures("replica")
 def test_it_has_an_example_that_runs(package, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where files are saved

@@ -78,7 +78,7 @@ def multiplies_by_the_weight(grad_fn, n=None, **options):
 
 def divides_by_zero(grad_fn, n=None, **options):
     """NaN where every token is masked."""
-    by_weight = funcga.Normalizer(lambda xp, r, t: r / (xp.zeros_like(r) + t.weight))
+    by_weight = funcga.normalizers.Normalizer(lambda xp, r, t: r / (xp.zeros_like(r) + t.weight))
     return funcga.accumulate(grad_fn, n, **{**options, "fold": funcga.Fold(funcga.reducers.sum, by_weight)})
 
 

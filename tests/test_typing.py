@@ -92,7 +92,7 @@ rows: list[list[int]] = [*funcga.windows([x], 2)]  # list-item
 
 funcga.Accumulator((funcga.mean(), funcga.sum()))
 funcga.Accumulator(funcga.mean)  # arg-type
-funcga.multi_steps, funcga.compare, funcga.rules.Rule, funcga.TargetWeight(3)
+funcga.multi_steps, funcga.compare, funcga.trees.Rule, funcga.transforms.TargetWeight(3)
 funcga.nonsense  # attr-defined
 '''
 

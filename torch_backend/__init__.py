@@ -9,9 +9,9 @@ import torch
 from funcga._backend import Backend
 from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
-from funcga._observe.noise import GradientNoise
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
+from funcga.observers import GradientNoise
 from torch_backend import arrays, coupled, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss, trainable

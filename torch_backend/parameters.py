@@ -22,11 +22,12 @@ from torch_backend.sums import storages
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Adds updates to parameters, in the parameters' dtypes.
+    """Adds what `tx.update` returned to the parameters. Unlike `funcga.transforms.apply`, it runs
+    no optimizer.
 
     The sum is computed in the wider of the two dtypes and rounded once, so that float32 updates of
     bfloat16 parameters lose nothing before. Where the updates are not needed themselves,
-    `funcga.apply` spares both: it returns the parameters after the step.
+    `funcga.transforms.apply` spares both: it returns the parameters after the step.
 
     Args:
         params: A tree of tensors, such as `torch_backend.trainable(module)`.
@@ -141,7 +142,8 @@ def _sum(leaf: Array, update: torch.Tensor | None) -> Array:
 
 
 def assign_grads(params: Tree, grads: Tree) -> None:
-    """Sets `.grad` of every parameter to its gradient, for optimizer.step() to find; None for none.
+    """Sets `.grad` of every parameter to its gradient, for `optimizer.step()` to find. Unlike
+    `apply_updates` and `funcga.transforms.apply`, it changes no parameter.
 
     What was there before is replaced, not added to. The gradients are the parameters' from then on,
     and `clip_grad_norm_` writes to them. Copied are those in other strides than their parameters,

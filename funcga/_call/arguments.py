@@ -16,7 +16,7 @@ from funcga.errors import FuncgaError, streamable
 
 
 class Carry:
-    """The type of CARRY.
+    """The type of CARRY, which marks an argument as threaded state; `carry()` marks the output.
 
     Example:
         >>> f = lambda params, seen, x: (params * x.mean(), seen + len(x))  # (value, state)
@@ -34,8 +34,8 @@ class Carry:
 
 
 CARRY = Carry()
-"""In `in_axes`: state that is threaded from one micro-batch to the next; grad_fn returns it
-where fold is carry().
+"""Marks an argument, in `in_axes`, as state that is threaded from one micro-batch to the next. The
+output that is this state is marked by `fold=`, with `carry()`.
 """
 
 # What becomes of one leaf: an int splits it along that axis, None passes it whole, CARRY threads

@@ -1,6 +1,6 @@
 """The tool that says how far two trees are apart, leaf by leaf, and whether rounding explains it.
 
-    report = funcga.compare(torch_params, jax_params, rules=funcga.rules.torch_to_flax)
+    report = funcga.compare(torch_params, jax_params, rules=funcga.trees.torch_to_flax)
     report.assert_close()
 
 `compare` is in this file, the report of all leaves in `report.py`, the row of one in `row.py`, and
@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from funcga._trees.rules import Rule, as_rules, pairs, permuted
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.rules import Rule, as_rules, pairs, permuted
 
 if TYPE_CHECKING:
     from funcga._compare.report import Report
@@ -50,7 +50,7 @@ def compare(
             rounding, such as that of a bias before a normalisation, is close to no other
             relatively.
         reduction: The number of terms in the longest sum that the values come from. Default: 256.
-        rules: Rename and transpose the leaves of left, see `funcga.rules`.
+        rules: Rename and transpose the leaves of left, see `funcga.trees`.
         names: What the report calls the two trees.
         check_dtype: Whether leaves of two dtypes are not close; with False only values count.
 
@@ -75,7 +75,7 @@ def compare(
         from funcga._compare.report import Report
         from funcga._compare.row import Row, row_of
         from funcga._compare.tolerances import TERMS
-        from funcga._trees.match import as_numpy, by_path
+        from funcga.trees import as_numpy, by_path
     except ModuleNotFoundError as error:
         if error.name != "numpy":
             raise

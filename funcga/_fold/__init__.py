@@ -344,7 +344,7 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
 # For the error: how a leaf comes to be the stack of arrays that a reducer takes.
 _STACKS = {
     reducers.pairs: "{}.stack([correct, counted]) for ratio()",
-    reducers.pooled: "funcga.batch_moments makes them for pooled()",
+    reducers.pooled: "funcga.statistics.batch_moments makes them for pooled()",
 }
 
 

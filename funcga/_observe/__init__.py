@@ -36,7 +36,8 @@ class Observed(NamedTuple):
 
     Example:
         >>> finish = lambda xp, observed: observed.factor * xp.sqrt(observed.result)
-        >>> norm = funcga.Observer(funcga.mean(), finish)  # of the gradient that the step returns
+        >>> # the norm of the gradient that the step returns
+        >>> norm = funcga.observers.Observer(funcga.mean(), finish)
         >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=norm)
         >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
         (tensor(3.), tensor(3.))
@@ -74,7 +75,8 @@ class Observer:
         FuncgaError: A part is anything else.
 
     Example:
-        >>> largest = funcga.Observer(funcga.max(), lambda xp, observed: xp.sqrt(observed.folded))
+        >>> norm = lambda xp, observed: xp.sqrt(observed.folded)
+        >>> largest = funcga.observers.Observer(funcga.max(), norm)
         >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=largest)
         >>> # the largest norm of a micro-batch's gradient
         >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))

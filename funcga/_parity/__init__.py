@@ -1,6 +1,6 @@
 """The tool that compares the same loss in torch and in JAX: `python -m funcga parity`.
 
-    problem = funcga.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
+    problem = funcga.checks.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
 
 A `Problem` is in this file, the built-in ones in `problems.py`, with their losses and what else is
 the framework's own in `in_torch.py` and `in_jax.py`. A side is a problem in one framework and one
@@ -13,9 +13,9 @@ it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from funcga._trees.rules import Rule
 from funcga._types import LossFn, Tree
 from funcga.folds import Fold, mean
-from funcga.rules import Rule
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 """The optimizers that parity trains with, by the names of both frameworks."""
@@ -41,7 +41,7 @@ class Problem:
         jax_params: The tree of parameters as jax_loss takes it, if that is another one, such as
             flax's: the values are those of params, matched by path under the rules; those of
             jax_params are not looked at.
-        rules: How paths and layouts of params become those of jax_params, see `funcga.rules`.
+        rules: How paths and layouts of params become those of jax_params, see `funcga.trees`.
         reduction: How many terms each element of a gradient is a sum of, for the tolerances.
             Default: the rows of the batch, or the numbers in its largest array of integers, such as
             tokens, and the longest axis of a parameter.
@@ -58,7 +58,7 @@ class Problem:
         >>> batch = (np.ones((8, 3), "float32"), np.zeros((8, 2), "float32"))
         >>> torch_loss = lambda params, x, y: F.mse_loss(x @ params["w"], y)
         >>> jax_loss = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
-        >>> problem = funcga.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
+        >>> problem = funcga.checks.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
     """
 
     params: Tree

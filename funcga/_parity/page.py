@@ -9,10 +9,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from funcga._commands import versions
 from funcga._compare.report import Report, figure
 from funcga._parity import report as tables
 from funcga._parity.run import CAUSES, Compared, Findings, Trajectory
-from funcga._versions import versions
 
 
 def page(every: Sequence[Findings]) -> str:

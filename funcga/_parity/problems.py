@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from funcga import rules
-from funcga._loading import is_function_of, load_object
+from funcga._commands import check_installed, is_function_of, load_object
 from funcga._parity import OPTIMIZERS, Problem
+from funcga._trees.rules import torch_to_flax
 from funcga._types import Array, Tree
-from funcga._versions import check_installed
 from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 
@@ -62,7 +61,7 @@ def cnn(seed: int = 0) -> Problem:
             name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]}
             for name, layer in params.items()
         },
-        rules=rules.torch_to_flax,
+        rules=torch_to_flax,
         reduction=64 * len(labels),
         optimizers=("adamw",),
     )
@@ -242,7 +241,7 @@ def chosen(choice: Choice) -> Problem:
             f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of "
             "your own, FILE.py:problem."
         )
-    definition = "problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...)"
+    definition = "problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...)"
     value, name, _ = load_object(where, definition, _can_be_chosen)
     if callable(value) and not isinstance(value, Problem):
         value = (
@@ -250,8 +249,8 @@ def chosen(choice: Choice) -> Problem:
         )
     if not isinstance(value, Problem):
         raise FuncgaError(
-            f"{where} is of type {type(value).__name__}, and parity takes a funcga.Problem, or a "
-            f"function that returns one: {definition}."
+            f"{where} is of type {type(value).__name__}, and parity takes a funcga.checks.Problem, "
+            f"or a function that returns one: {definition}."
         )
     # In a report a problem without a name goes by its variable.
     problem = value if value.name else replace(value, name=name)

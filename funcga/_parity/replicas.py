@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from funcga._accumulate import accumulate
-from funcga._loading import blamed
+from funcga._commands import blamed
 from funcga._parity.problems import Choice, chosen
 from funcga._parity.sides import Result, Side
 from funcga.errors import FuncgaError

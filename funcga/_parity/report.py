@@ -7,13 +7,13 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from funcga._commands import versions
 from funcga._compare.report import Report
 from funcga._compare.report import figure as figure
 from funcga._compare.row import Row
 from funcga._parity.run import CAUSES, Compared, Findings, Trajectory
 from funcga._parity.sides import named
 from funcga._tables import rich_table
-from funcga._versions import versions
 
 WIDTH = 100
 """The columns that the tables need."""

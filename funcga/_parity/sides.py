@@ -24,12 +24,12 @@ from funcga._grad import value_and_grad
 from funcga._parity import Problem
 from funcga._transform import Transform
 from funcga._trees import to_jax, to_numpy, to_torch
-from funcga._trees.match import match
+from funcga._trees.rules import Rule
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga._verify import Verdict, verify
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
-from funcga.rules import Rule
+from funcga.trees import match
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""

@@ -24,7 +24,7 @@ class Transform(NamedTuple):
         >>> init = lambda params: ()
         >>> scale = lambda grads: {name: -0.1 * g for name, g in grads.items()}
         >>> update = lambda grads, state, params=None: (scale(grads), state)
-        >>> tx = funcga.multi_steps(funcga.Transform(init, update), 8)
+        >>> tx = funcga.multi_steps(funcga.transforms.Transform(init, update), 8)
         >>> tx.flush(tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.zeros(2)})))[0]
         {'w': tensor([-0.1000, -0.1000])}
     """

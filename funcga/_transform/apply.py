@@ -17,7 +17,8 @@ from funcga.errors import FuncgaError
 def apply(
     tx: Any, grads: Tree, state: Tree, params: Tree, *, donate: bool = False, **extra: Any
 ) -> tuple[Tree, Tree]:
-    """The parameters after an update, and the state: `tx.update` and `apply_updates` in one.
+    """Runs one step of an optimizer: `(params, state)` from gradients. It is `tx.update`, and then
+    `apply_updates`, which only adds, in one.
 
     With torch_backend.from_optimizer, alone, in a chain or in `loss_scaled` or `multi_steps`, the
     new parameters are bitwise identical to those of `optimizer.step()`: no difference of new and
@@ -52,14 +53,14 @@ def apply(
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
         >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.5)
-        >>> params, state = funcga.apply(tx, grads, tx.init(params), params)
+        >>> params, state = funcga.transforms.apply(tx, grads, tx.init(params), params)
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
     if params is None:
         raise FuncgaError(
             "params are None, and apply returns what becomes of them: params, state = "
-            "funcga.apply(tx, grads, state, params)."
+            "funcga.transforms.apply(tx, grads, state, params)."
         )
     if donate:
         check_donates(backend_of([params, grads], lambda: ["params", "grads"]))

@@ -34,7 +34,7 @@ class LossScaledState(NamedTuple):
 
     Example:
         >>> sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
-        >>> tx = funcga.loss_scaled(sgd, init_scale=1024.0)
+        >>> tx = funcga.transforms.loss_scaled(sgd, init_scale=1024.0)
         >>> state = tx.init({"w": torch.ones(2)})
         >>> state.scale
         tensor(1024.)
@@ -93,7 +93,8 @@ def loss_scaled(
 
     Example:
         >>> params = {"w": jnp.ones(2, "float16")}
-        >>> tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(0.1), init_scale=1024.0), 8)
+        >>> scaled = funcga.transforms.loss_scaled(optax.sgd(0.1), init_scale=1024.0)
+        >>> tx = funcga.multi_steps(scaled, 8)
         >>> loss_fn = lambda params, x: (x * params["w"]).mean()
         >>> gradient = funcga.value_and_grad(loss_fn, scaled=True)
         >>> state = tx.init(params)

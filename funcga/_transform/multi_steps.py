@@ -215,54 +215,48 @@ def multi_steps(
     observe: ObserverTree | None = None,
     donate: bool = False,
 ) -> MultiSteps:
-    """A transform that folds the gradients of n calls and then lets tx make one update of them.
+    """An optax-style transform that accumulates the gradients of n calls, then makes one update.
 
-    `tx.update(grads, state, params, weight=1, **extra) -> (updates, state)`; `extra` goes to the
-    wrapped transform. `tx.accumulate(grads, state, weight=1) -> state` and `tx.flush(state, params)
-    -> (updates, state)` are its two halves, for code that knows when a window ends, and for the
-    last, partial one, which is exact. `tx.has_updated(state)` says whether the last call was an
-    update; `state.updates` counts them. Schedules and decay of the wrapped transform count updates,
-    as it runs for these alone.
+    It wraps an optimizer and is called as the optimizer is. The updates are zeros, except in every
+    n-th call::
 
-    Gradients are accumulated in at least float32. What tx sees, gradients and params, has floats of
-    less than 32 bits as float32, and so have its state and the updates.
+        tx = funcga.multi_steps(optax.adamw(1e-3), 8)
+        state = tx.init(params)
+        updates, state = tx.update(grads, state, params, weight=rows)
+
+    Its functions:
+
+    - `update(grads, state, params, weight=1, **extra) -> (updates, state)`. `extra` goes to tx.
+    - `accumulate(grads, state, weight=1) -> state` and `flush(state, params) -> (updates, state)`,
+      its two halves, for code that knows when a window ends. `flush` also ends a partial window.
+    - `has_updated(state)`: whether the last call made an update. `state.updates` counts them.
+    - `merge(states)`: one state of those of all replicas, to be saved.
+
+    tx runs only for updates, so its schedules and decay count these. Gradients are accumulated in
+    at least float32; tx sees gradients and params of less than 32 bits as float32, and its state
+    and the updates are float32, too (docs/howto/multi_steps.md).
 
     Args:
         tx: Any pair of functions (init, update): optax's transforms, torch_backend.from_optimizer,
-            your own. If its update has a parameter named weight, it gets the weight of the window,
-            of all replicas.
+            your own. If its update has a parameter named weight, it gets the weight of the window.
         n: The micro-batches of a window, at least 1; a schedule, a function of the number of
-            updates so far (an int, in JAX a 0-d array); or funcga.TargetWeight(w): as many as weigh
-            w.
-        fold: A Fold, or a tree prefix of Folds over the gradients. The weight of a micro-batch is 1
-            unless it is given, as its rows are not seen here: with `mean()`, and gradients of a
-            mean loss, weigh it by its rows or tokens if they differ, `update(..., weight=tokens)`;
-            with `per_weight()`, and gradients of a sum, always.
+            updates so far (an int, in JAX a 0-d array); or funcga.transforms.TargetWeight(w): as
+            many as weigh w.
+        fold: A Fold, or a tree prefix of Folds over the gradients. Rows are not seen here, so a
+            micro-batch weighs 1 unless you say: with `mean()` pass `weight=` if micro-batches
+            differ in rows or tokens; with `per_weight()` always.
         drop: What becomes of a micro-batch whose gradients are not finite. None: it is folded like
-            any other. "microbatch": it is left out with its weight, and keeps its place in the
-            window (TargetWeight counts only what was folded). "window": the whole window is dropped
-            at its end, and there is no update. `state.dropped` counts both. On a CUDA device the
-            host waits once a window to learn what was dropped.
-        drop_if: A function of the gradients that returns a bool, or a 0-d array of one, to drop by
-            in place of that: it then has to find what is not finite too.
-        across: The replicas to merge over, as in `accumulate`: each folds what it is given, and
-            what they hold is merged once, for the update. In JAX inside shard_map, with
-            jax_backend.state_specs(tx) as the specs of the state, and gradients of each device's
-            own copy, jax.lax.pcast(params, axis, to="varying"). The replicas get the same number of
-            calls. Each has its own part of a window: to save a state in the middle of one, save
-            `tx.merge(states)` of all of them, and load that on every replica, whatever their
-            number. A TargetWeight is that of all of them: each call then sends a scalar. (If the
-            weight is on a CUDA device, the host waits for it at every call.)
-        observe: As in `accumulate`: what a window says of its gradients, `gradient_noise()` for
-            instance. It is in `state.observed` after each update, and stays there until the next.
-            Not with gradient_norms(), whose list would grow in the state.
-        donate: In torch, use the memory of the state that is passed in for the one that is
-            returned, as jax.jit(donate_argnums=...) does in JAX: no copy is made, and the old state
-            is no more. Using it all the same goes unnoticed. After an error in tx what was folded
-            is there again, to rounding. Updates of a window that is not full, zeros, take no memory
-            either: read them, and write to none in place. In JAX, return what you donate in the
-            order of the arguments, as JAX matches the two in order: for step(params, state, batch)
-            -> (params, state, loss) that is jax.jit(step, donate_argnums=(0, 1)).
+            any other. "microbatch": it is left out with its weight, and still counts towards n.
+            "window": there is no update. `state.dropped` counts both.
+        drop_if: A test of your own in place of that one: a function of the gradients that returns a
+            bool, or a 0-d array of one.
+        across: The replicas to merge over, as in `accumulate`, once an update. All make the same
+            number of calls. In JAX this is inside shard_map, with jax_backend.state_specs(tx) as
+            the specs of the state.
+        observe: As in `accumulate`; `state.observed` has what the last update's window gave. Not
+            with gradient_norms(), whose list would grow in the state.
+        donate: In torch, whether a call may reuse the memory of the state that it is given, which
+            is then no longer valid. In JAX, use jax.jit(step, donate_argnums=...).
 
     Returns:
         A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
@@ -277,7 +271,7 @@ def multi_steps(
         >>> state = tx.init(params)
         >>> for _ in range(2):
         ...     updates, state = tx.update(grads, state, params)
-        ...     print(updates["w"])  # zeros, but for every second call
+        ...     print(updates["w"])  # zeros, except in every second call
         [0. 0.]
         [-0.1 -0.1]
     """
@@ -681,7 +675,7 @@ def _backend_of_state(state: MultiStepsState) -> Backend:
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
             f"the state is of type {type(state).__module__}.{type(state).__name__}, and this "
-            "transform's is a funcga.MultiStepsState. Pass what init and update return, "
+            "transform's is a funcga.transforms.MultiStepsState. Pass what init and update return, "
             "tx.update(grads, state, params); of an optax.chain, the part of its state that is "
             "this transform's: state[0]."
         )

@@ -1,5 +1,7 @@
 """The window of `multi_steps`: its states, its fold, the gradients that fit into it, and those
 that are dropped.
+
+Design note: docs/concepts/inside_multi_steps.md.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ class TargetWeight:
 
     Example:
         >>> params = {"w": jnp.ones(2)}
-        >>> tx = funcga.multi_steps(optax.sgd(0.1), funcga.TargetWeight(1000))
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), funcga.transforms.TargetWeight(1000))
         >>> state = tx.init(params)
         >>> for tokens in (600, 300, 200):
         ...     updates, state = tx.update({"w": jnp.ones(2)}, state, params, weight=tokens)
@@ -57,7 +57,7 @@ class TargetWeight:
             FuncgaError: The schedule returns no finite number above 0.
 
         Example:
-            >>> funcga.TargetWeight(lambda updates: 256 * (1 + updates)).after(3)
+            >>> funcga.transforms.TargetWeight(lambda updates: 256 * (1 + updates)).after(3)
             1024.0
         """
         target = _as_number(self.weight(updates) if callable(self.weight) else self.weight)
@@ -79,8 +79,8 @@ def _check_target(weight: object) -> None:
         return
     raise FuncgaError(
         f"the target weight is {weight!r}: it must be a finite number above 0, such as the tokens "
-        "of one update, funcga.TargetWeight(1_000_000); or a function of the number of updates "
-        "that returns one."
+        "of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the number of "
+        "updates that returns one."
     )
 
 
@@ -97,7 +97,9 @@ def check_target(n: WindowSize) -> WindowSize:
     except Exception:
         return n
     return check_count(
-        number, "n", " (or a function of the number of updates, or funcga.TargetWeight(1_000_000))"
+        number,
+        "n",
+        " (or a function of the number of updates, or funcga.transforms.TargetWeight(1_000_000))",
     )
 
 
@@ -193,7 +195,7 @@ def linear_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Siz
         FuncgaError: A number is not finite and above 0.
 
     Example:
-        >>> funcga.linear_scaling(0.1, 256, 1024)
+        >>> funcga.transforms.linear_scaling(0.1, 256, 1024)
         0.4
     """
     return lr * _ratio(lr, base_batch_size, batch_size)  # type: ignore[no-any-return]
@@ -219,7 +221,7 @@ def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size 
         FuncgaError: A number is not finite and above 0.
 
     Example:
-        >>> funcga.sqrt_scaling(1e-3, 256, 1024)
+        >>> funcga.transforms.sqrt_scaling(1e-3, 256, 1024)
         0.002
     """
     return lr * _ratio(lr, base_batch_size, batch_size) ** 0.5  # type: ignore[no-any-return]
@@ -245,7 +247,7 @@ def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
     With it Adam's second moment remembers equally many tokens for every batch size, so that a batch
     of another size trains alike without accumulation. Give it to the optimizer as beta2; in torch
     also as an option that follows the window's tokens, `betas=lambda count, weight: (0.9,
-    funcga.beta_for_half_life(weight, half_life))`.
+    funcga.transforms.beta_for_half_life(weight, half_life))`.
 
     Source: Marek et al. (2025), "Small batch size training for language models: when vanilla SGD
     works, and why gradient accumulation is wasteful", arXiv 2507.07101.
@@ -263,11 +265,11 @@ def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
         FuncgaError: A number is not finite and above 0.
 
     Example:
-        >>> funcga.beta_for_half_life(500_000, 10_000_000)
+        >>> funcga.transforms.beta_for_half_life(500_000, 10_000_000)
         0.9659363289248456
         >>> import math
         >>> half_life = -500_000 / math.log2(0.95)  # that of 0.95 at 500,000 tokens an update
-        >>> round(funcga.beta_for_half_life(4_000, half_life), 5)
+        >>> round(funcga.transforms.beta_for_half_life(4_000, half_life), 5)
         0.99959
     """
     check_quantity("half_life", half_life, "10_000_000")

@@ -1,12 +1,12 @@
 """The tool that takes whole trees from one framework to another, in new memory or in the same.
 
     jax_params = funcga.to_jax(module.state_dict(), copy=None)
-    flax_params = funcga.match(module.state_dict(), like, rules=funcga.rules.torch_to_flax)
+    flax_params = funcga.trees.match(module.state_dict(), like, rules=funcga.trees.torch_to_flax)
 
 `to_torch`, `to_jax`, `to_numpy` and `shares_memory` are in this file, `match` and state dicts in
-`match.py`, renaming rules in `funcga.rules`. How arrays leave a framework and enter it, by DLPack
-or NumPy, is in `in_torch.py` and `in_jax.py`, which are loaded by name. It stands on the core's
-trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax` stand on it.
+`funcga/trees.py`, renaming rules in `rules.py`. How arrays leave a framework and enter it, by
+DLPack or NumPy, is in `in_torch.py` and `in_jax.py`, which are loaded by name. It stands on the
+core's trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax` stand on it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -282,7 +282,7 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
 
     Example:
         >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
-        >>> funcga.shares_memory(params, {"w": params["w"], "b": torch.ones(1)})
+        >>> funcga.trees.shares_memory(params, {"w": params["w"], "b": torch.ones(1)})
         {"['w']": True, "['b']": False}
     """
     # Trees of two frameworks have their leaves in different orders, so these are matched by path.

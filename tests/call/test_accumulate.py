@@ -198,7 +198,7 @@ def test_a_fold_of_ones_own(kit):
     """A reducer may lift several arrays, and any associative operation is a monoid."""
     log_mean_exp = funcga.Fold(
         funcga.Reducer(lambda xp, v, w: (xp.exp(v) * w, xp.ones_like(v) * w), funcga.monoids.sum),
-        funcga.Normalizer(lambda xp, r, tally: xp.log(r[0] / r[1])),
+        funcga.normalizers.Normalizer(lambda xp, r, tally: xp.log(r[0] / r[1])),
     )
     product = funcga.Fold(
         funcga.Reducer(lambda xp, v, w: v, funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)),

@@ -343,12 +343,12 @@ def test_a_torch_without_fake_tensors(monkeypatch):
 
 @pytest.mark.parametrize("array", [float, torch.tensor, jnp.asarray])
 def test_half_lives(array):
-    beta = float(funcga.beta_for_half_life(array(1000.0), 4000))
+    beta = float(funcga.transforms.beta_for_half_life(array(1000.0), 4000))
     assert beta**4 == pytest.approx(0.5, rel=1e-6)
     with pytest.raises(funcga.FuncgaError, match="half_life"):
-        funcga.beta_for_half_life(array(1000.0), 0)
+        funcga.transforms.beta_for_half_life(array(1000.0), 0)
     with pytest.raises(funcga.FuncgaError, match="tokens"):
-        funcga.beta_for_half_life(-1, 4000)
+        funcga.transforms.beta_for_half_life(-1, 4000)
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 40])

@@ -241,29 +241,29 @@ def test_micro_batches_are_copied_ahead(pinned):
 
 def test_windows_of_a_target_batch_size():
     loader = [(0, rows) for rows in (3, 1, 4, 2, 2, 2, 1)]
-    found = list(funcga.windows(loader, funcga.TargetWeight(5), weight=lambda _, rows: rows))
+    found = list(funcga.windows(loader, funcga.transforms.TargetWeight(5), weight=lambda _, rows: rows))
     assert [[rows for _, rows in window] for window in found] == [[3, 1, 4], [2, 2, 2], [1]]
-    long = list(funcga.windows([1, 2, 9, 1], funcga.TargetWeight(4), weight=lambda tokens: tokens))
+    long = list(funcga.windows([1, 2, 9, 1], funcga.transforms.TargetWeight(4), weight=lambda tokens: tokens))
     assert long == [[1, 2, 9], [1]]
-    growing = funcga.TargetWeight(lambda updates: 2 + 2 * updates)
+    growing = funcga.transforms.TargetWeight(lambda updates: 2 + 2 * updates)
     assert [len(w) for w in funcga.windows([1] * 10, growing, weight=lambda rows: rows)] == [2, 4, 4]
 
 
 def test_windows_of_a_target_take_nothing_ahead(kit):
     taken = []
     loader = (taken.append(i) or kit.arrays(np.array(2, "int32")) for i in range(4))
-    assert len(next(funcga.windows(loader, funcga.TargetWeight(3), weight=lambda tokens: tokens))) == 2
+    assert len(next(funcga.windows(loader, funcga.transforms.TargetWeight(3), weight=lambda tokens: tokens))) == 2
     assert taken == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("n", "weight", "text"),
     [
-        (funcga.TargetWeight(4), None, "weight is None, and n is a TargetWeight(weight=4): say what a micro-batch weighs, such as its rows, weight=lambda x, y: len(x)."),
-        (4, len, "weight is given, and n is 4: a number of micro-batches, whatever they weigh. Write funcga.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
-        (funcga.TargetWeight(4), lambda item: 5, "the first micro-batch weighs 5, and the target is 4: an update cannot be of less than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."),
-        (funcga.TargetWeight(4), lambda item: -1, "the weight of a micro-batch is -1; it must be finite and at least 0, such as the number of rows or tokens in it."),
-        (funcga.TargetWeight(lambda updates: 0), lambda item: 1, "the target weight is 0: it must be a finite number above 0, such as the tokens of one update, funcga.TargetWeight(1_000_000); or a function of the number of updates that returns one."),
+        (funcga.transforms.TargetWeight(4), None, "weight is None, and n is a TargetWeight(weight=4): say what a micro-batch weighs, such as its rows, weight=lambda x, y: len(x)."),
+        (4, len, "weight is given, and n is 4: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
+        (funcga.transforms.TargetWeight(4), lambda item: 5, "the first micro-batch weighs 5, and the target is 4: an update cannot be of less than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."),
+        (funcga.transforms.TargetWeight(4), lambda item: -1, "the weight of a micro-batch is -1; it must be finite and at least 0, such as the number of rows or tokens in it."),
+        (funcga.transforms.TargetWeight(lambda updates: 0), lambda item: 1, "the target weight is 0: it must be a finite number above 0, such as the tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the number of updates that returns one."),
     ],
 )  # fmt: skip
 def test_windows_of_a_target_refuse(n, weight, text):

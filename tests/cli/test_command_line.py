@@ -25,18 +25,18 @@ def loss(p, x):
     return ((x @ p["w"]) ** 2).mean()
 
 
-good = funcga.Problem(params, (x,), loss, loss)
+good = funcga.checks.Problem(params, (x,), loss, loss)
 args = funcga.to_torch((params, x))
 grad_fn = funcga.value_and_grad(loss)
 total = funcga.value_and_grad(lambda p, x: 12 * loss(p, x) * len(x))
 rows = len
-number, none, later = 3, funcga.Problem(params, (x,)), None
-no_scalar = funcga.Problem(params, (x,), lambda p, x: x @ p["w"], loss)
-no_key = funcga.Problem(params, (x,), lambda p, x: p["weight"].sum(), loss)
-nan = funcga.Problem(params, (numpy.where(x > 1, numpy.nan, x),), loss, loss)
-others = funcga.Problem(params, (x,), loss, lambda p, x: loss({"w": p["kernel"]}, x), jax_params={"kernel": jnp.ones((3, 1))})
-folds = funcga.Problem(params, (x,), loss, fold=funcga.max())
-optimizers = funcga.Problem(params, (x,), loss, loss, optimizers=("lion",))
+number, none, later = 3, funcga.checks.Problem(params, (x,)), None
+no_scalar = funcga.checks.Problem(params, (x,), lambda p, x: x @ p["w"], loss)
+no_key = funcga.checks.Problem(params, (x,), lambda p, x: p["weight"].sum(), loss)
+nan = funcga.checks.Problem(params, (numpy.where(x > 1, numpy.nan, x),), loss, loss)
+others = funcga.checks.Problem(params, (x,), loss, lambda p, x: loss({"w": p["kernel"]}, x), jax_params={"kernel": jnp.ones((3, 1))})
+folds = funcga.checks.Problem(params, (x,), loss, fold=funcga.max())
+optimizers = funcga.checks.Problem(params, (x,), loss, loss, optimizers=("lion",))
 
 
 def makes():
@@ -58,7 +58,8 @@ args = torch.arange(3.0), torch.arange(24.0).reshape(8, 3)
 # Of these names only `gradient` and `traced` can be verified, and none can be compared.
 LOSSES = """
 import functools, jax, torch, funcga
-from funcga import mean, Problem
+from funcga import mean
+from funcga.checks import Problem
 model = torch.nn.Linear(3, 1)
 
 
@@ -114,22 +115,22 @@ REFUSED = {
     "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (line 1 of ",
     "parity stops.py": "stops.py does not import: SystemExit: 0 (line 1 of ",
     "parity mine.py": "mine.py: mine.py has no `problem`. It has nan, others, folds, optimizers, makes, fails: write mine.py:nan.",
-    "parity losses.py": "losses.py: losses.py has no `problem`. Add one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...).",
+    "parity losses.py": "losses.py: losses.py has no `problem`. Add one: problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...).",
     "verify losses.py": "losses.py has no `grad_fn`. It has gradient: write losses.py:gradient.",
     "verify steps.py": "steps.py has no `grad_fn`. It has step, wrong: write steps.py:step.",
     "verify steps.py:step --fold sum": "verify was given fold=, and a step of `coupled` brings its own.",
     "verify losses.py:no_loss": "losses.py has no `no_loss`. It has gradient, traced: write losses.py:gradient.",
     "verify twice.py": "twice.py has no `grad_fn`. Add one: grad_fn = funcga.value_and_grad(loss_fn).",
     "parity mine.py:godo": "mine.py:godo: mine.py has no `godo`. It has good: write mine.py:good.",
-    "parity mine.py:number": "mine.py:number is of type int, and parity takes a funcga.Problem, or a function that returns one: problem = funcga.Problem(params, batch, torch_loss=..., jax_loss=...).",
-    "parity mine.py:makes": "mine.py:makes is of type int, and parity takes a funcga.Problem",
+    "parity mine.py:number": "mine.py:number is of type int, and parity takes a funcga.checks.Problem, or a function that returns one: problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...).",
+    "parity mine.py:makes": "mine.py:makes is of type int, and parity takes a funcga.checks.Problem",
     "parity mine.py:none": "the problem 'none' has neither a torch_loss nor a jax_loss: there is nothing to run.",
     PARITY.format("mine.py:no_scalar"): "torch, float64: loss_fn returned float64[12, 1], and a gradient is that of a scalar",
     PARITY.format("mine.py:nan"): "torch, float64: `batch.0` is float64[12, 3], of which 3 are not finite; the first is nan at [2, 0]",
     PARITY.format("mine.py:others"): "JAX, float64: the trees have different leaves: `like` has `kernel`, which tree lacks, and tree has `w`",
     PARITY.format("mine.py:folds"): "torch, float64: fold is <Fold: max, identity>, and parity knows what the whole batch's gradient is for mean(), per_weight() and sum(). Compare with one of them.",
     PARITY.format("mine.py:optimizers"): "the problem 'optimizers' is trained with 'lion', and parity has sgd, momentum, adam, adamw.",
-    "verify mine.py:number": "mine.py:number is of type int. Give a gradient function, such as grad_fn = funcga.value_and_grad(loss_fn), or a funcga.Problem.",
+    "verify mine.py:number": "mine.py:number is of type int. Give a gradient function, such as grad_fn = funcga.value_and_grad(loss_fn), or a funcga.checks.Problem.",
     "verify mine.py --args nothing": "has no `nothing`. A gradient function is called with the arguments that its file has: args = (params, batch).",
     "verify mine.py --args number": "`number` is of type int; it has to be a tuple: (params, batch).",
     "verify mine.py --fold median": "--fold: invalid choice: 'median' (choose from ",
@@ -150,7 +151,10 @@ def test_what_is_wrong_is_refused_in_a_line(line, mine, capsys):
 
 def test_what_a_loss_raises_is_one_line_with_its_place(mine, capsys):
     assert main(PARITY.format("mine.py:no_key").split()) == 2
-    number = MINE.splitlines().index('no_key = funcga.Problem(params, (x,), lambda p, x: p["weight"].sum(), loss)') + 1
+    number = (
+        MINE.splitlines().index('no_key = funcga.checks.Problem(params, (x,), lambda p, x: p["weight"].sum(), loss)')
+        + 1
+    )
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert err == f"funcga: KeyError: 'weight' (line {number} of {Path('mine.py').resolve()}). --debug shows where."
 

@@ -317,7 +317,7 @@ def test_a_single_array_and_none():
 
 
 def test_where_nothing_is_compared_nothing_is_close():
-    left_out = [funcga.Rule(".*", None)]
+    left_out = [funcga.trees.Rule(".*", None)]
     for report in (
         funcga.compare({}, {}),
         funcga.compare({"p": None}, {"q": None}),
@@ -458,7 +458,7 @@ def test_what_is_not_installed(monkeypatch, module, call, what):
     ({"reduction": 2.0}, "reduction=2.0 is not a number"),
     ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
     ({"names": "ab"}, r"names='ab' are not the names of two trees. Write names=\('torch', 'jax'\)"),
-    ({"rules": 3}, r"rules=3 is no list of rules. Write rules=\[funcga.Rule"),
+    ({"rules": 3}, r"rules=3 is no list of rules. Write rules=\[funcga.trees.Rule"),
     ({"rules": ["a"]}, r"rules=\['a'\] is no list of rules"),
 ])  # fmt: skip
 def test_bad_options(options, text):
@@ -493,7 +493,7 @@ def test_leaves_without_numbers(leaf, text):
     with pytest.raises(funcga.FuncgaError, match=text):
         funcga.compare({"k": leaf}, {"k": leaf})
     with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.match({"k": leaf}, {"k": torch.ones(2)})
+        funcga.trees.match({"k": leaf}, {"k": torch.ones(2)})
     with pytest.raises(funcga.FuncgaError, match=text.replace("`k`", "^the array")):
         funcga.compare(leaf, leaf)
 

@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import collectives, folded_in_place, replicated
+from jax_backend import collectives, replicated
+from jax_backend.hlo import folded_in_place
 from tests.coupled import losses
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, counted, difference

@@ -21,7 +21,7 @@ def parts(x):
 
 def leaf(kit, x):
     """As a hand-written BatchNorm has them."""
-    return funcga.batch_moments(kit.arrays({"mean": x.mean(0), "var": x.var(0)}), len(x))
+    return funcga.statistics.batch_moments(kit.arrays({"mean": x.mean(0), "var": x.var(0)}), len(x))
 
 
 def pool(kit, items, accumulator=None):
@@ -37,7 +37,7 @@ def test_pooled_statistics_are_those_of_one_batch(kit, x64):
     for mean in (0.0, 1e4):
         x = rows(mean=mean)
         found = accumulator.finalize(pool(kit, parts(x)))
-        assert isinstance(found, funcga.Pooled)
+        assert isinstance(found, funcga.normalizers.Pooled)
         np.testing.assert_array_equal(kit.numpy(found.count), [20.0] * 3)
         np.testing.assert_allclose(kit.numpy(found.mean), x.mean(0), rtol=1e-15, atol=1e-15)
         far = 8 * np.finfo("float64").eps * mean  # means of 10,000 are rounded themselves
@@ -73,7 +73,9 @@ def test_the_mean_of_variances_lacks_what_the_micro_batches_differ_by(kit, x64):
 
 def test_a_count_of_zero_adds_nothing(kit):
     x = rows(dtype="float32")
-    nothing = funcga.batch_moments(kit.arrays({"mean": x[0] * np.nan, "var": x[0] * np.nan}), kit.arrays(np.int32(0)))
+    nothing = funcga.statistics.batch_moments(
+        kit.arrays({"mean": x[0] * np.nan, "var": x[0] * np.nan}), kit.arrays(np.int32(0))
+    )
     accumulator = funcga.Accumulator(funcga.pooled())
     state = pool(kit, parts(x))
     found, expected = accumulator.finalize(accumulator.update(state, nothing)), accumulator.finalize(state)
@@ -87,18 +89,18 @@ def test_in_accumulate_and_beside_other_folds(kit):
 
     def observed(w, x):
         mean, var = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
-        return (w * x).mean(), funcga.batch_moments({"norm": {"mean": mean, "var": var}}, len(x))
+        return (w * x).mean(), funcga.statistics.batch_moments({"norm": {"mean": mean, "var": var}}, len(x))
 
     fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
     step = funcga.accumulate(funcga.value_and_grad(observed, has_aux=True), microbatch_size=6, fold=fold)
     (_, found), _ = step(kit.arrays(np.float32(2)), x)
-    expected = {"norm": funcga.Pooled(x[0] * 0 + 20, x.mean(0), kit.arrays(np.var(kit.numpy(x), axis=0)))}
+    expected = {"norm": funcga.normalizers.Pooled(x[0] * 0 + 20, x.mean(0), kit.arrays(np.var(kit.numpy(x), axis=0)))}
     assert difference(kit, found, expected) <= LIMITS["float32"]
 
 
 def test_dtypes(kit, x64):
     values = kit.cast(kit.arrays({"mean": np.ones(2), "var": np.ones(2)})["mean"], "bfloat16")
-    half = funcga.batch_moments({"mean": values, "var": values}, 300)
+    half = funcga.statistics.batch_moments({"mean": values, "var": values}, 300)
     assert str(half.dtype).endswith("float32")  # bfloat16 cannot count to 300
     for fold, dtype in ((funcga.pooled(), "float32"), (funcga.pooled(dtype="float64", out_dtype="float64"), "float64")):
         accumulator = funcga.Accumulator(fold)
@@ -111,7 +113,7 @@ def running(kit, **options):
     old = {"a": kit.arrays({"mean": np.array([1.0, -2.0, 3.0]), "var": np.array([1.0, 4.0, 9.0])})}
     x = rows()
     pooled = {"a": funcga.Accumulator(funcga.pooled()).finalize(pool(kit, parts(x)))}
-    return old, x, funcga.running_statistics(old, pooled, **options)
+    return old, x, funcga.statistics.running_statistics(old, pooled, **options)
 
 
 def test_the_running_statistics_of_torch_and_of_flax(kit, x64):
@@ -127,21 +129,28 @@ def test_the_running_statistics_of_torch_and_of_flax(kit, x64):
 def test_running_statistics_of_nothing_stay_and_keep_their_dtype(kit):
     old = {k: kit.cast(kit.arrays(np.array([1.5, 2.0], "float32")), "bfloat16") for k in ("mean", "var")}
     zeros = kit.arrays(np.zeros(2, "float32"))
-    new = funcga.running_statistics(old, funcga.Pooled(zeros, zeros, zeros), share=0.5, unbiased=True)
+    new = funcga.statistics.running_statistics(
+        old, funcga.normalizers.Pooled(zeros, zeros, zeros), share=0.5, unbiased=True
+    )
     assert difference(kit, new, old) == 0
     assert str(new["mean"].dtype).endswith("bfloat16")
     ones = zeros + 1
-    new = funcga.running_statistics(old, funcga.Pooled(ones, ones, zeros), share=0.5, unbiased=True)
+    new = funcga.statistics.running_statistics(
+        old, funcga.normalizers.Pooled(ones, ones, zeros), share=0.5, unbiased=True
+    )
     assert [float(v) for v in new["var"]] == [0.75, 1.0]  # of one item the variance is 0, not NaN
 
 
 def test_verify_finds_it_exact(kit):
-    observed = lambda w, x: ((w * x).mean(), funcga.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x)))
+    observed = lambda w, x: (
+        (w * x).mean(),
+        funcga.statistics.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x)),
+    )
     args = kit.arrays((np.float32(2), rows(count=12, dtype="float32")))
     if kit.name == "torch":
         observed = lambda w, x: (
             (w * x).mean(),
-            funcga.batch_moments({"mean": x.mean(0), "var": x.var(0, correction=0)}, len(x)),
+            funcga.statistics.batch_moments({"mean": x.mean(0), "var": x.var(0, correction=0)}, len(x)),
         )
     funcga.verify(observed, *args, n=3, fold=(funcga.mean(), funcga.pooled())).assert_exact()
 
@@ -149,33 +158,36 @@ def test_verify_finds_it_exact(kit):
 def test_refusals(kit):
     x = kit.arrays(np.ones((4, 2), "float32"))
     good = {"mean": x[0], "var": x[0]}
-    pooled = funcga.Pooled(x[0], x[0], x[0])
-    update = lambda old, new, share=0.1: funcga.running_statistics(old, new, share=share, unbiased=True)
+    pooled = funcga.normalizers.Pooled(x[0], x[0], x[0])
+    update = lambda old, new, share=0.1: funcga.statistics.running_statistics(old, new, share=share, unbiased=True)
     fold = lambda: funcga.accumulate(lambda x: {"s": x}, 2, in_axes=0, fold=funcga.pooled())(x)
     whole = "how many items a micro-batch has, at least 0, a finite number or a 0-d array."
     cases = [
-        (lambda: funcga.batch_moments(good, -1), f"count is -1: it is {whole}"),
-        (lambda: funcga.batch_moments(good, True), "count is True: it is"),
-        (lambda: funcga.batch_moments(good, x), "count is float32[4, 2]: it is"),
+        (lambda: funcga.statistics.batch_moments(good, -1), f"count is -1: it is {whole}"),
+        (lambda: funcga.statistics.batch_moments(good, True), "count is True: it is"),
+        (lambda: funcga.statistics.batch_moments(good, x), "count is float32[4, 2]: it is"),
         (
-            lambda: funcga.batch_moments({"a": {"mean": x[0], "var": x}}, 2),
+            lambda: funcga.statistics.batch_moments({"a": {"mean": x[0], "var": x}}, 2),
             "`statistics['a']` has a mean float32[2] and a variance float32[4, 2]: they are of one shape and dtype",
         ),
         (
-            lambda: funcga.batch_moments({"mean": x[0], "var": None}, 2),
+            lambda: funcga.statistics.batch_moments({"mean": x[0], "var": None}, 2),
             "`statistics['var']` is None; means and variances are arrays of floats.",
         ),
         (
-            lambda: funcga.batch_moments({"a": {"mean": x[0], "variance": x[0]}}, 2),
+            lambda: funcga.statistics.batch_moments({"a": {"mean": x[0], "variance": x[0]}}, 2),
             "which is no layer's statistics. They are nested dicts, in which each layer is",
         ),
         (lambda: update(good, pooled, 1.5), "share is 1.5: it is the part of the new statistics, from 0 to 1"),
         (
             lambda: update({"a": good}, {"a": x}),
             "`statistics['a']` is float32[2], and the pooled statistics for it are float32[4, 2]. Give a Pooled of that "
-            "shape: what fold=funcga.pooled() makes of funcga.batch_moments(...).",
+            "shape: what fold=funcga.pooled() makes of funcga.statistics.batch_moments(...).",
         ),
-        (lambda: update(good, funcga.Pooled(x, x, x)), "the pooled statistics for it are count float32[4, 2]"),
+        (
+            lambda: update(good, funcga.normalizers.Pooled(x, x, x)),
+            "the pooled statistics for it are count float32[4, 2]",
+        ),
         (
             lambda: update({"a": good}, {"b": pooled}),
             "`statistics` has ['a'], and the pooled statistics have ['b'] there. Give those of the same layers.",
@@ -183,7 +195,7 @@ def test_refusals(kit):
         (
             fold,
             "output['s'] is float32[2, 2], and the fold `pooled, pooled` takes leaves of 3 arrays that are stacked on "
-            "axis 0: funcga.batch_moments makes them for pooled().",
+            "axis 0: funcga.statistics.batch_moments makes them for pooled().",
         ),
     ]
     for call, text in cases:

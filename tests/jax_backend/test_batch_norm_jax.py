@@ -47,7 +47,7 @@ def flax_loss(momentum):
 
 def flax_observed(params, batch_stats, x):
     value, seen = flax_loss(0.0)(params, batch_stats, x)
-    return value, funcga.batch_moments(seen, len(x))
+    return value, funcga.statistics.batch_moments(seen, len(x))
 
 
 def test_flax_with_momentum_0_returns_the_statistics_of_the_micro_batch(x64):
@@ -57,7 +57,7 @@ def test_flax_with_momentum_0_returns_the_statistics_of_the_micro_batch(x64):
     for options in ({"n": 4}, {"n": None, "microbatch_size": 5}):
         step = funcga.accumulate(gradient, **options, fold=FOLD, in_axes=(None, None, 0))
         (_, pooled), _ = step(params, batch_stats, x)
-        new = funcga.running_statistics(batch_stats, pooled, share=1 - 0.9, unbiased=False)
+        new = funcga.statistics.running_statistics(batch_stats, pooled, share=1 - 0.9, unbiased=False)
         assert jax.tree.structure(new) == jax.tree.structure(batch_stats)
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(one), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)

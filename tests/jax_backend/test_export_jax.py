@@ -103,7 +103,7 @@ def test_multi_steps(drop):
 
 def test_loss_scale():
     params, x = arrays("float16")
-    tx = funcga.loss_scaled(optax.sgd(0.1))
+    tx = funcga.transforms.loss_scaled(optax.sgd(0.1))
     gradient = funcga.value_and_grad(loss, scaled=True)
 
     def step(params, x):

@@ -42,7 +42,7 @@ def check_right():
         jax_backend.replicated(over, mesh)(params, batch),
     ):
         assert difference(JAX, result, full) <= LIMITS["float32"]
-    return jax_backend.folded_in_place(step, params, batch)
+    return jax_backend.hlo.folded_in_place(step, params, batch)
 
 
 def test_with_everything():

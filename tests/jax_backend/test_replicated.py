@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import funcga
 from funcga._call import Program
-from jax_backend import BACKEND, Collective, collectives, hlo, loop, replicated, sharding
+from jax_backend import BACKEND, collectives, hlo, loop, replicated, sharding
+from jax_backend.hlo import Collective
 from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
 from tests.kits import JAX, counted, difference
 from tests.test_errors import check_refused

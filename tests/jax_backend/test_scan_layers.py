@@ -233,7 +233,7 @@ def test_layers_that_communicate_are_folded_in_place(monkeypatch):
     over = lambda: jax.shard_map(step(), mesh=mesh, in_specs=(specs, jax.P("data")), out_specs=specs)
     params, x = layers(), rows(8)
     check_same(over, params, x, 2, monkeypatch)
-    assert jax_backend.folded_in_place(over(), params, x) == ["output['a']", "output['b']"]
+    assert jax_backend.hlo.folded_in_place(over(), params, x) == ["output['a']", "output['b']"]
     found, expected = jax.jit(over())(params, x), jax.grad(whole_layers)(params, x)
     assert all(jnp.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6) for name in params)
 
@@ -243,7 +243,7 @@ def test_which_leaves_are_folded_in_place():
     params, x = layers(), rows(6)
     step = funcga.accumulate(jax.value_and_grad(loss), 3)
     both = ["output[1]['a']", "output[1]['b']"]
-    asked = jax_backend.folded_in_place
+    asked = jax_backend.hlo.folded_in_place
     assert asked(step, params, x) == asked(jax.jit(step), params, x) == both
     assert asked(jax.vmap(step, (None, 0)), params, jnp.stack([x, x])) == both
     assert asked(funcga.accumulate(jax.value_and_grad(penalised), 3), params, x) == both[1:]

@@ -138,7 +138,7 @@ def compiled():
 def test_accumulate(kinds, layout, scanned, jitted):
     params, x = placed(over(kinds), layout)
     step = funcga.accumulate(jax.value_and_grad(partial(loss, scanned=scanned)), N)
-    assert jax_backend.folded_in_place(step, params, x) == ["output[1]['a']", "output[1]['b']"] * scanned
+    assert jax_backend.hlo.folded_in_place(step, params, x) == ["output[1]['a']", "output[1]['b']"] * scanned
     like = params if kinds == "explicit" or not jitted else None  # in jit the compiler chooses what types do not say
     check((jax.jit(step) if jitted else step)(params, x), whole(), like)
 

@@ -50,10 +50,10 @@ def test_the_ratio_of_averages_is_right_where_that_of_one_window_is_not(x64):
     def window(state, key):
         x = jnp.asarray(DEVIATIONS) * jax.random.normal(key, (16, len(DEVIATIONS)))
         _, noise = step(jnp.full(len(DEVIATIONS), signal), x)
-        return funcga.averaged(noise, state, decay)[::-1]
+        return funcga.observers.averaged(noise, state, decay)[::-1]
 
     zero = jnp.zeros(())
-    state = funcga.NoiseAverage(zero, zero, zero, zero, zero)
+    state = funcga.observers.NoiseAverage(zero, zero, zero, zero, zero)
     _, noise = jax.jit(lambda keys: jax.lax.scan(window, state, keys))(jax.random.split(jax.random.key(1), 4000))
     last = jax.tree.map(lambda leaf: float(leaf[-1]), noise)
     truth = (DEVIATIONS**2).sum() / (len(DEVIATIONS) * signal**2)

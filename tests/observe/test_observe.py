@@ -217,7 +217,7 @@ def test_a_loss_scale_is_divided_out(kit):
 def test_an_observer_of_ones_own_sees_every_leaf(kit):
     params, batch, loss = problem(kit)
     measure = lambda xp, leaf: abs(leaf).sum()
-    mine = funcga.Observer(
+    mine = funcga.observers.Observer(
         funcga.max(), lambda xp, observed: {"most": observed.folded, "all": observed.result}, measure, degree=1
     )
     each = gradients(kit, loss, params, batch, oracle.sizes(ROWS, 3))
@@ -233,7 +233,9 @@ def test_a_sparse_gradient_is_observed_as_a_dense_one(rows):
 
     from torch_backend import module_value_and_grad
 
-    mine = funcga.Observer(funcga.max(), lambda xp, observed: observed.folded, lambda xp, leaf: abs(leaf).sum(), 1)
+    mine = funcga.observers.Observer(
+        funcga.max(), lambda xp, observed: observed.folded, lambda xp, leaf: abs(leaf).sum(), 1
+    )
     observers = [funcga.gradient_noise(), funcga.gradient_norms(), mine]
     module = torch.nn.Embedding(rows, 3, sparse=True)
     loss = lambda module, indices: module(indices).square().mean()
@@ -279,21 +281,21 @@ def test_what_cannot_be_observed_is_refused(kit):
     step = funcga.accumulate(grad_fn, 2, observe=funcga.gradient_noise(groups=len))
     check_refused("the name of a group is a string", lambda: step(params, *batch))
     for bad in ("0.9", 1, -0.1, float("nan")):
-        check_refused("decay is", lambda bad=bad: funcga.averaged(None, None, bad))
-    check_refused("gradient_noise()", lambda: funcga.averaged(3.0, None, 0.9))
-    check_refused("where it takes a Fold", lambda: funcga.Observer(funcga.mean, len))
+        check_refused("decay is", lambda bad=bad: funcga.observers.averaged(None, None, bad))
+    check_refused("gradient_noise()", lambda: funcga.observers.averaged(3.0, None, 0.9))
+    check_refused("where it takes a Fold", lambda: funcga.observers.Observer(funcga.mean, len))
 
 
 def test_an_average_keeps_numerator_and_denominator_apart(kit):
     number = lambda value: kit.arrays(np.float64(value))
     windows = [(8.0, 2.0, 1.0, 0.5), (float("nan"),) * 4, (6.0, -1.0, 2.0, 0.25), (1.0, 4.0, 0.5, 1.0)]
     noises = [
-        funcga.GradientNoise(*map(number, (trace, norm, trace / norm, error, norm_error, 0.0)))
+        funcga.observers.GradientNoise(*map(number, (trace, norm, trace / norm, error, norm_error, 0.0)))
         for trace, norm, error, norm_error in windows
     ]
     state, decay = None, 0.75
     for noise in noises:
-        average, state = funcga.averaged({"all": noise}, state, decay)
+        average, state = funcga.observers.averaged({"all": noise}, state, decay)
     kept = [window for window in windows if window[0] == window[0]]
     weights = np.array([decay ** (len(kept) - 1 - index) for index in range(len(kept))])
     trace, norm, error, norm_error = np.array(kept).T

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import Replicas, collectives, folded_in_place, replicated
+from jax_backend import Replicas, collectives, replicated
+from jax_backend.hlo import folded_in_place
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
 from tests.observe import oracle

@@ -105,7 +105,7 @@ def test_what_is_dropped_is_not_observed(kit):
 
 def test_a_loss_scale_is_divided_out(kit):
     gradients = numbers()
-    scaled = funcga.loss_scaled(optimizer(kit), init_scale=1024.0)
+    scaled = funcga.transforms.loss_scaled(optimizer(kit), init_scale=1024.0)
     tx = funcga.multi_steps(scaled, 5, observe=OBSERVE)
     state = tx.init(params(kit))
     for gradient, weight in zip(gradients, WEIGHTS, strict=True):
@@ -117,7 +117,7 @@ def test_a_loss_scale_is_divided_out(kit):
 def test_a_loss_scale_in_a_chain_is_divided_out():
     gradients = numbers()
     sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
-    scaled = torch_backend.chain(funcga.loss_scaled(sgd, init_scale=1024.0))
+    scaled = torch_backend.chain(funcga.transforms.loss_scaled(sgd, init_scale=1024.0))
     tx = funcga.multi_steps(scaled, 5, observe=OBSERVE)
     state = tx.init(params(TORCH))
     for gradient, weight in zip(gradients, WEIGHTS, strict=True):

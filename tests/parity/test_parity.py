@@ -213,7 +213,7 @@ def jax_loss(p, x, y):
     return jnp.square(jnp.tanh(x @ p["hidden"]) @ p["out"] - y).mean()
 
 
-problem = funcga.Problem(params, (x, y), torch_loss, jax_loss, optimizers=("adamw",))
+problem = funcga.checks.Problem(params, (x, y), torch_loss, jax_loss, optimizers=("adamw",))
 """
 
 
@@ -238,7 +238,7 @@ def test_a_problem_of_ones_own(tmp_path):
 
 def test_one_framework_is_enough(tmp_path):
     code, problem, verdict = mine(
-        tmp_path, "problem = funcga.Problem(params, (x, y), torch_loss)", "--dtype", "float64"
+        tmp_path, "problem = funcga.checks.Problem(params, (x, y), torch_loss)", "--dtype", "float64"
     )
     assert code == 0
     assert {c["what"] for c in problem["compared"]} == {
@@ -248,7 +248,7 @@ def test_one_framework_is_enough(tmp_path):
 
 
 def test_a_function_makes_the_problem_from_the_seed(tmp_path):
-    more = "\ndef make(seed):\n    return funcga.Problem({'w': numpy.full((3, 1), seed + 1.0)}, (x, y), lambda p, x, y: (x @ p['w'] - y).square().mean())\n"
+    more = "\ndef make(seed):\n    return funcga.checks.Problem({'w': numpy.full((3, 1), seed + 1.0)}, (x, y), lambda p, x, y: (x @ p['w'] - y).square().mean())\n"
     (tmp_path / "mine.py").write_text(MINE + more)
     options = "--dtype", "float64", "--n", 2
     losses = [
@@ -268,10 +268,10 @@ def other(p, x, y):
 def torch_loss(p, x, y):
     return (torch.tanh(x @ p["first.weight"].T) @ p["head.weight"].T - y).square().mean()
 
-rules = [funcga.Rule(r"first\\.(.*)", r"layer.\\1"), *funcga.rules.torch_to_flax]
+rules = [funcga.trees.Rule(r"first\\.(.*)", r"layer.\\1"), *funcga.trees.torch_to_flax]
 like = {"layer": {"kernel": jnp.zeros((3, 4))}, "head": {"kernel": jnp.zeros((4, 1))}}
 state = {"first.weight": torch.from_numpy(params["hidden"].T.copy()), "head.weight": torch.from_numpy(params["out"].T.copy())}
-problem = funcga.Problem(state, (x, y), torch_loss, other, jax_params=like, rules=rules, optimizers=("sgd",))
+problem = funcga.checks.Problem(state, (x, y), torch_loss, other, jax_params=like, rules=rules, optimizers=("sgd",))
 """,
     )
     assert code == 0
@@ -303,72 +303,72 @@ def test_over_replicas(tmp_path):
 
 WRONG = {
     "another normaliser": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda *a: 12 * jax_loss(*a))",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda *a: 12 * jax_loss(*a))",
         r"The models differ, in float64: in every micro-batch\. The loss itself differs, by 9\.2e-01; beyond the limit are 2 of 2 "
         r"gradients\. All are torch = 0\.0833333 x JAX: another normaliser, such as a mean against a sum\. "
         r"The training diverges: sgd ",
         {"model", "training"},
     ),
     "another activation": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square(jax.nn.soft_sign(x @ p['hidden']) @ p['out'] - y).mean())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square(jax.nn.soft_sign(x @ p['hidden']) @ p['out'] - y).mean())",
         r"The models differ, in float64: in every micro-batch\. The loss itself differs, by .*; beyond the limit are 2 of 2 "
         r"gradients; most in (hidden|out) ",
         {"model", "training"},
     ),
     "rows of one micro-batch": (
-        "y[5] = 9\nproblem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square(jnp.where(y > 5, 0, jnp.tanh(x @ p['hidden']) @ p['out'] - y)).mean())",
+        "y[5] = 9\nproblem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square(jnp.where(y > 5, 0, jnp.tanh(x @ p['hidden']) @ p['out'] - y)).mean())",
         r"in micro-batch 2 of 3, and not in the others: look at what those rows have",
         {"model", "training"},
     ),
     "a small constant": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x * (1 + 1e-5), y), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x * (1 + 1e-5), y), optimizers=())",
         r"The loss itself differs, by \d\.\de-0\d; beyond the limit are 2 of 2 gradients; most in (out|hidden) \(.*\), "
         r"(out|hidden) \(.*\)\. So little may be a constant or an approximation: the eps of a normalisation",
         {"model"},
     ),
     "another normaliser in one": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) * len(x), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) * len(x), optimizers=())",
         r"^The models differ, in float64: .* Accumulation is not exact for the loss of JAX with mean\(\).* The other "
         r"framework's is exact: the loss of JAX divides by something else, or couples its rows\.",
         {"model", "accumulation"},
     ),
     "in float32 alone": (
-        "problem = funcga.Problem(params, (x, y), lambda *a: torch_loss(*a) * (1.01 if a[1].dtype == torch.float32 else 1), lambda *a: jax_loss(*a) * (0.99 if a[1].dtype == 'float32' else 1), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), lambda *a: torch_loss(*a) * (1.01 if a[1].dtype == torch.float32 else 1), lambda *a: jax_loss(*a) * (0.99 if a[1].dtype == 'float32' else 1), optimizers=())",
         r"^The models differ, in float32: in every micro-batch\..* In float64 they agree, so it is not mere rounding\. .* "
         r"more than rounded arguments would do: something in this loss computes in less than float32",
         {"model", "rounding"},
     ),
     "float32 inside": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square((jnp.tanh(x @ p['hidden']) @ p['out']).astype('float32').astype(x.dtype) - y).mean(), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square((jnp.tanh(x @ p['hidden']) @ p['out']).astype('float32').astype(x.dtype) - y).mean(), optimizers=())",
         r"differs from the full batch by .*, and verify finds no mistake in the loss of JAX: it is the rounding of something "
         r"inside that computes in less than float64",
         {"model", "accumulation"},
     ),
     "a gradient that stops": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss({**p, 'hidden': jax.lax.stop_gradient(p['hidden'])}, x, y), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss({**p, 'hidden': jax.lax.stop_gradient(p['hidden'])}, x, y), optimizers=())",
         r"The loss is the same and its gradient is not; beyond the limit are 1 of 2 gradients, the last of them hidden: "
         r"backward passes come to it first",
         {"model"},
     ),
     "less precision inside": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x.astype('bfloat16').astype(x.dtype) if x.dtype == 'float32' else x, y), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x.astype('bfloat16').astype(x.dtype) if x.dtype == 'float32' else x, y), optimizers=())",
         r"JAX vs float64 \(float32\) differs by .*, which is more than rounding explains in sums of 16 terms, and more "
         r"than rounded arguments would do: something in this loss computes in less than float32\.",
         {"model", "rounding"},
     ),
     "a sum": (
-        "problem = funcga.Problem(params, (x, y), lambda *a: 12 * torch_loss(*a[:2], a[2]) * len(a[1]) / 12, lambda *a: jax_loss(*a) * len(a[1]), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), lambda *a: 12 * torch_loss(*a[:2], a[2]) * len(a[1]) / 12, lambda *a: jax_loss(*a) * len(a[1]), optimizers=())",
         r"Accumulation is not exact for this loss with mean\(\): over n = 3 micro-batches \(float64\) it differs from the "
         r"full batch by 6\.7e-01 in .*The loss is a sum over rows.* To fix it: .*fold=funcga\.per_weight\(\)",
         {"accumulation"},
     ),
     "batch statistics": (
-        "problem = funcga.Problem(params, (x, y), lambda p, x, y: torch_loss(p, (x - x.mean(0)) / x.std(0, correction=0), y), lambda p, x, y: jax_loss(p, (x - x.mean(0)) / x.std(0), y), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), lambda p, x, y: torch_loss(p, (x - x.mean(0)) / x.std(0, correction=0), y), lambda p, x, y: jax_loss(p, (x - x.mean(0)) / x.std(0), y), optimizers=())",
         r"Accumulation is not exact for this loss .*statistics",
         {"accumulation"},
     ),
     "not a number": (
-        "problem = funcga.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) + 0 * jnp.sqrt(p['out'] * 0).sum(), optimizers=())",
+        "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) + 0 * jnp.sqrt(p['out'] * 0).sum(), optimizers=())",
         r"out has NaN in JAX: 0 in torch, 4 in JAX\.",
         {"accumulation", "model", "rounding"},
     ),
@@ -410,7 +410,7 @@ def test_a_fold_in_less_precision_is_no_rounding(tmp_path, monkeypatch):
     from torch_backend import arrays
 
     monkeypatch.setattr(arrays, "accumulator_dtype", lambda dtype: torch.bfloat16 if dtype == torch.float32 else dtype)
-    code, _, verdict = mine(tmp_path, "problem = funcga.Problem(params, (x, y), torch_loss)")
+    code, _, verdict = mine(tmp_path, "problem = funcga.checks.Problem(params, (x, y), torch_loss)")
     assert code == 1
     assert verdict.startswith("The fold itself is wrong: torch vs NumPy (float32) differ by ")
 
@@ -418,7 +418,7 @@ def test_a_fold_in_less_precision_is_no_rounding(tmp_path, monkeypatch):
 def test_a_loss_that_is_ill_conditioned_is_no_mistake(tmp_path):
     more = """
 y = numpy.tanh(x @ params["hidden"]) @ params["out"] + 1e-2 * y
-problem = funcga.Problem(params, (x, y), torch_loss, jax_loss, optimizers=())
+problem = funcga.checks.Problem(params, (x, y), torch_loss, jax_loss, optimizers=())
 """
     code, problem, verdict = mine(tmp_path, more)
     assert code == 0
@@ -431,7 +431,7 @@ def test_noise_that_adam_divides_by_itself_is_set_aside(tmp_path):
     more = """
 params = {**params, "shift": numpy.ones((1,))}
 weigh = lambda s, shift, ns: ns(s + shift)
-problem = funcga.Problem(params, (x, y),
+problem = funcga.checks.Problem(params, (x, y),
     lambda p, x, y: (torch.softmax(x + p["shift"], -1) @ p["hidden"] @ p["out"] - y).square().mean(),
     lambda p, x, y: jnp.square(jax.nn.softmax(x + p["shift"]) @ p["hidden"] @ p["out"] - y).mean(), optimizers=("adamw",))
 """
@@ -444,9 +444,7 @@ problem = funcga.Problem(params, (x, y),
 
 
 def test_nothing_counts(tmp_path):
-    more = (
-        "problem = funcga.Problem(params, (x, y), torch_loss, jax_loss, weight=lambda x, y: 0 * len(x), optimizers=())"
-    )
+    more = "problem = funcga.checks.Problem(params, (x, y), torch_loss, jax_loss, weight=lambda x, y: 0 * len(x), optimizers=())"
     _, problem, verdict = mine(tmp_path, more, "--dtype", "float64")
     assert all(row["ok"] for c in of(problem, "fold") for row in c["rows"])
     assert "The fold itself is wrong" not in verdict
@@ -480,7 +478,7 @@ def test_rounding_that_training_makes_larger_is_no_mistake():
     from funcga._parity.run import Findings, Trajectory
 
     near, far = (Report((row("w", np.float64([1.0]), np.float64([1 + gap]), limit=1e-6),)) for gap in (0, 1e-3))
-    problem = funcga.Problem({}, (), abs, abs)
+    problem = funcga.checks.Problem({}, (), abs, abs)
     good, bad = [near, near], [near, far]
 
     def findings(narrow, wide):
@@ -518,7 +516,7 @@ def drawn(ns, micro_batches, updates):
         parts = range(micro_batches)
         compared += [Compared("model", "micro", dtype, micro_batches, near[dtype], micro_batch=k) for k in parts]
     trajectories = [Trajectory("sgd", dtype, 1, [1.0], [near[dtype]] * updates) for dtype in dtypes if updates]
-    problem = funcga.Problem({}, (), abs, abs)
+    problem = funcga.checks.Problem({}, (), abs, abs)
     findings = Findings(
         problem, dtypes, 1, [1] * micro_batches, [1.0] * micro_batches, {}, compared, trajectories, {}, {}
     )

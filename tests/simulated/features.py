@@ -246,7 +246,7 @@ def pure(problem: Problem, donate=False) -> Step:
     held = [params, tx.init(params)]
 
     def run():
-        params, state = funcga.apply(tx, grads, held[1], held[0], donate=donate)
+        params, state = funcga.transforms.apply(tx, grads, held[1], held[0], donate=donate)
         held[:] = [params, state]
 
     return run
@@ -254,8 +254,8 @@ def pure(problem: Problem, donate=False) -> Step:
 
 UPDATES = {
     "`torch.optim.AdamW.step`": torch_optimizer,
-    "`funcga.apply(from_optimizer(AdamW), ..., donate=True)`": lambda problem: pure(problem, donate=True),
-    "`funcga.apply(from_optimizer(AdamW), ...)`": pure,
+    "`funcga.transforms.apply(from_optimizer(AdamW), ..., donate=True)`": lambda problem: pure(problem, donate=True),
+    "`funcga.transforms.apply(from_optimizer(AdamW), ...)`": pure,
 }
 
 
@@ -276,7 +276,7 @@ def multi_steps(problem: Problem, made) -> Step:
 def windows_of_tokens(problem: Problem) -> Step:
     _, *batch = problem.drawn()
     cut = problem.microbatches(*batch)
-    return lambda: [*funcga.windows(cut, funcga.TargetWeight(10.0), weight=tokens)]
+    return lambda: [*funcga.windows(cut, funcga.transforms.TargetWeight(10.0), weight=tokens)]
 
 
 WINDOWS = {
@@ -285,10 +285,10 @@ WINDOWS = {
         problem, lambda tx, n: funcga.multi_steps(tx, n, drop="microbatch")
     ),
     "`multi_steps(loss_scaled(tx), n)`": lambda problem: multi_steps(
-        problem, lambda tx, n: funcga.multi_steps(funcga.loss_scaled(tx), n)
+        problem, lambda tx, n: funcga.multi_steps(funcga.transforms.loss_scaled(tx), n)
     ),
     "`loss_scaled(multi_steps(tx, n))`": lambda problem: multi_steps(
-        problem, lambda tx, n: funcga.loss_scaled(funcga.multi_steps(tx, n))
+        problem, lambda tx, n: funcga.transforms.loss_scaled(funcga.multi_steps(tx, n))
     ),
     "`windows(..., TargetWeight(...), weight=)`": windows_of_tokens,
 }

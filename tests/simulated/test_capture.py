@@ -47,7 +47,7 @@ def update(problem):
     params, (grads,) = gradients(problem)
     tx = torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1, capturable=True)
     state = tx.init(params)
-    return lambda: funcga.apply(tx, grads, state, params)
+    return lambda: funcga.transforms.apply(tx, grads, state, params)
 
 
 CAN = {name: feature.step for name, feature in FEATURES.items()} | {"an update": update}

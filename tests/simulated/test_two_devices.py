@@ -160,8 +160,8 @@ CASES = {
     "multi_steps, observe": multi_steps(
         lambda tx: funcga.multi_steps(tx, 4, drop="window", observe=funcga.gradient_noise())
     ),
-    "multi_steps, scaled": multi_steps(lambda tx: funcga.multi_steps(funcga.loss_scaled(tx), 4)),
-    "scaled multi_steps": multi_steps(lambda tx: funcga.loss_scaled(funcga.multi_steps(tx, 4))),
+    "multi_steps, scaled": multi_steps(lambda tx: funcga.multi_steps(funcga.transforms.loss_scaled(tx), 4)),
+    "scaled multi_steps": multi_steps(lambda tx: funcga.transforms.loss_scaled(funcga.multi_steps(tx, 4))),
     "clip": multi_steps(
         lambda tx: funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), tx), 4)
     ),

@@ -8,7 +8,7 @@ import pytest
 import funcga
 import jax_backend
 import torch_backend
-from funcga import Transform
+from funcga.transforms import Transform
 from tests.kits import JAX, TORCH
 from tests.problems import rng
 from tests.test_errors import check_refused
@@ -54,14 +54,14 @@ def equal(kit, left, right):
 def test_it_is_update_and_a_sum(kit, drop, scaled):
     if drop and scaled:
         pytest.skip("a loss scale drops windows itself")
-    inner = funcga.loss_scaled(descent(kit), init_scale=4.0) if scaled else descent(kit)
+    inner = funcga.transforms.loss_scaled(descent(kit), init_scale=4.0) if scaled else descent(kit)
     tx = funcga.multi_steps(inner, 3, drop=drop)
     params = other = kit.arrays(tree(0))
     state = twin = tx.init(params)
     for call in range(8):
         grads = kit.arrays(tree(call + 1, scale=np.nan if call == 4 else 4.0))
         before, count = params, int(state.updates)
-        params, state = funcga.apply(tx, grads, state, params, weight=call + 1)
+        params, state = funcga.transforms.apply(tx, grads, state, params, weight=call + 1)
         updates, twin = tx.update(grads, twin, other, weight=call + 1)
         other = apply_updates(kit)(other, updates)
         assert equal(kit, (params, state), (other, twin))
@@ -77,7 +77,7 @@ def test_with_optax_it_compiles_and_has_the_same_bits(n):
 
     @jax.jit
     def applied(params, state, grads):
-        return funcga.apply(tx, grads, state, params)
+        return funcga.transforms.apply(tx, grads, state, params)
 
     @jax.jit
     def summed(params, state, grads):
@@ -100,12 +100,14 @@ def test_a_call_that_only_accumulates_inside_of_jit():
     params["b"] = -jax.numpy.zeros(4)
     state = tx.init(params)
     grads = JAX.arrays(tree(1))
-    applied = jax.jit(lambda params, state: funcga.apply(tx, grads, state, params, weight=3))
+    applied = jax.jit(lambda params, state: funcga.transforms.apply(tx, grads, state, params, weight=3))
     unchanged, after = applied(params, state)
     assert equal(JAX, jax.numpy.signbit(unchanged["b"]), np.ones(4, bool))
     assert equal(JAX, (unchanged, after), (params, tx.accumulate(grads, state, weight=3)))
     # given away, in the order of the results
-    donating = jax.jit(lambda params, state: funcga.apply(tx, grads, state, params, weight=3), donate_argnums=(0, 1))
+    donating = jax.jit(
+        lambda params, state: funcga.transforms.apply(tx, grads, state, params, weight=3), donate_argnums=(0, 1)
+    )
     copies = jax.tree.map(jax.numpy.copy, (params, state))
     assert equal(JAX, donating(*copies), (params, after))
     assert all(leaf.is_deleted() for leaf in copies[0].values())
@@ -121,7 +123,7 @@ def test_with_optax_it_is_the_same_program():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    applied = lambda params, state, grads: funcga.apply(tx, grads, state, params)
+    applied = lambda params, state, grads: funcga.transforms.apply(tx, grads, state, params)
     programs = [str(jax.make_jaxpr(step)(params, state, params)) for step in (applied, summed)]
     assert programs[0] == programs[1]
 
@@ -131,9 +133,9 @@ def test_a_larger_tree_keeps_what_is_not_trained():
     trained, frozen = {**weights, "frozen": None}, JAX.arrays(np.ones(3, "float32"))
     tx = funcga.multi_steps(optax.sgd(0.1), 1)
     grads, state = {**JAX.arrays(tree(1)), "frozen": None}, tx.init(trained)
-    wanted, _ = funcga.apply(tx, grads, state, trained)
+    wanted, _ = funcga.transforms.apply(tx, grads, state, trained)
     for params, others in (({**weights, "frozen": frozen}, frozen), ({**weights, "frozen": "tanh"}, "tanh")):
-        after, _ = funcga.apply(tx, grads, state, params)
+        after, _ = funcga.transforms.apply(tx, grads, state, params)
         assert after["frozen"] is others
         assert equal(JAX, {**after, "frozen": None}, wanted)
 
@@ -145,13 +147,17 @@ def test_what_cannot_be():
         "donate=True is for torch. In JAX give the state away where you compile the step: jax.jit(step, "
         "donate_argnums=...)."
     )
-    for transform in (tx, funcga.multi_steps(tx, 1), funcga.loss_scaled(tx)):
+    for transform in (tx, funcga.multi_steps(tx, 1), funcga.transforms.loss_scaled(tx)):
         check_refused(
             text,
-            lambda transform=transform: funcga.apply(transform, params, transform.init(params), params, donate=True),
+            lambda transform=transform: funcga.transforms.apply(
+                transform, params, transform.init(params), params, donate=True
+            ),
         )
     check_refused(
-        "params are None, and apply returns what becomes of them: params, state = funcga.apply(tx, grads, state, params).",
-        lambda: funcga.apply(tx, params, tx.init(params), None),
+        "params are None, and apply returns what becomes of them: params, state = funcga.transforms.apply(tx, grads, state, params).",
+        lambda: funcga.transforms.apply(tx, params, tx.init(params), None),
     )
-    check_refused("tx is 3, which has no functions init and update.", lambda: funcga.apply(3, params, (), params))
+    check_refused(
+        "tx is 3, which has no functions init and update.", lambda: funcga.transforms.apply(3, params, (), params)
+    )

@@ -64,7 +64,7 @@ def by_grad_scaler(init_scale):
 def transform(init_scale):
     adamw = torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-2)
     clipped = torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)
-    return funcga.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
+    return funcga.transforms.loss_scaled(clipped, init_scale=init_scale, growth_interval=INTERVAL)
 
 
 def scaled_gradient(module):
@@ -131,7 +131,7 @@ def test_it_is_grad_scaler_step_for_step(way, init_scale):
 
 
 def test_a_window_that_is_not_finite_changes_nothing_but_the_scale(kit):
-    tx = funcga.loss_scaled(momentum(kit), init_scale=8.0, growth_interval=2)
+    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=8.0, growth_interval=2)
     params = kit.arrays({"w": np.ones(3, "float32")})
     state = tx.init(params)
     good, bad = (kit.arrays({"w": np.array([8, 16, v], "float32")}) for v in (8, np.nan))
@@ -156,7 +156,7 @@ def momentum(kit):
 
 
 def test_the_scale_does_not_grow_beyond_a_float32(kit):
-    tx = funcga.loss_scaled(momentum(kit), init_scale=2.0**127, growth_interval=1)
+    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=2.0**127, growth_interval=1)
     params = kit.arrays({"w": np.zeros(1, "float32")})
     _, state = tx.update(params, tx.init(params), params)
     assert (float(state.scale), int(state.growth)) == (2.0**127, 0)
@@ -188,7 +188,7 @@ def test_small_gradients_survive_in_float16(kit):
     loss_fn = lambda w, x: (w * x).mean() * 1e-4
     step = funcga.accumulate(funcga.grad(loss_fn, scaled=True), 2)
     np.testing.assert_array_equal(kit.leaves(funcga.grad(loss_fn)(*half)), 0)
-    tx = funcga.loss_scaled(momentum(kit), init_scale=2.0**15)
+    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=2.0**15)
     state = tx.init(half[0])
     updates, _ = tx.update(step(*half, loss_scale=state.scale), state, half[0])
     (update,) = kit.leaves(updates)
@@ -198,7 +198,7 @@ def test_small_gradients_survive_in_float16(kit):
 
 def test_one_program_for_all_scales_in_jax():
     traced, calls = counted(lambda w, x: ((w * x) ** 2).mean())
-    tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(1e-2, 0.9), growth_interval=1), 2)
+    tx = funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1e-2, 0.9), growth_interval=1), 2)
 
     @jax.jit
     def train_step(params, state, x):
@@ -235,7 +235,7 @@ def test_what_tx_cannot_do_leaves_donated_gradients_as_they_were():
     def fails(grads, state, params=None):
         raise RuntimeError("no")
 
-    scaled = funcga.loss_scaled(torch_backend.chain(funcga.Transform(lambda p: (), fails)))
+    scaled = funcga.transforms.loss_scaled(torch_backend.chain(funcga.transforms.Transform(lambda p: (), fails)))
     tx = funcga.multi_steps(scaled, 2, donate=True)
     grads = {"w": torch.tensor([3.0, 5.0])}
     state = tx.accumulate(grads, tx.init(grads))
@@ -246,14 +246,14 @@ def test_what_tx_cannot_do_leaves_donated_gradients_as_they_were():
 
 @pytest.mark.host
 def test_a_state_goes_on_from_a_file(kit, tmp_path):
-    tx = funcga.loss_scaled(momentum(kit), init_scale=4.0, growth_interval=3)
+    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=4.0, growth_interval=3)
     params = kit.arrays({"w": np.ones(2, "float32")})
     _, state = tx.update(params, tx.init(params), params)
-    again = funcga.from_state_dict(tx.init(params), funcga.to_numpy(funcga.to_state_dict(state)))
+    again = funcga.trees.from_state_dict(tx.init(params), funcga.to_numpy(funcga.trees.to_state_dict(state)))
     if kit is TORCH:
         torch.save(state, tmp_path / "state.pt")
         again = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert (type(again), float(again.scale), int(again.growth)) == (funcga.LossScaledState, 4, 1)
+    assert (type(again), float(again.scale), int(again.growth)) == (funcga.transforms.LossScaledState, 4, 1)
 
 
 BAD = {
@@ -270,7 +270,7 @@ BAD = {
 @pytest.mark.parametrize("text", BAD)
 def test_numbers_that_are_none(text):
     with pytest.raises(funcga.FuncgaError) as error:
-        funcga.loss_scaled(optax.sgd(1.0), **BAD[text])
+        funcga.transforms.loss_scaled(optax.sgd(1.0), **BAD[text])
     assert str(error.value) == text
 
 
@@ -288,7 +288,7 @@ def test_a_scale_that_cannot_be_divided_by(kit, found, as_array):
         funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=scale)
     assert str(error.value) == (
         f"loss_scale is {said}: it must be a finite number above 0, or a 0-d array of one, such as the scale of "
-        "funcga.loss_scaled: loss_scale=state.scale."
+        "funcga.transforms.loss_scaled: loss_scale=state.scale."
     )
 
 
@@ -303,7 +303,7 @@ def test_what_is_missing_or_of_another(kit):
     with pytest.raises(funcga.FuncgaError, match=r"loss_scale is float32\[2\]: it must be"):
         funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=w)
     with pytest.raises(funcga.FuncgaError) as error:
-        funcga.loss_scaled(momentum(kit)).update(w, (), w)
+        funcga.transforms.loss_scaled(momentum(kit)).update(w, (), w)
     assert str(error.value) == (
         "the state is of type tuple, and that of loss_scaled is a LossScaledState: state = tx.init(params); "
         "updates, state = tx.update(grads, state, params)."
@@ -313,7 +313,7 @@ def test_what_is_missing_or_of_another(kit):
 def test_replicas_in_jax_skip_a_window_together():
     """One of four overflows: the merged gradient does, and all of them back off."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = funcga.multi_steps(funcga.loss_scaled(optax.sgd(1.0), init_scale=8.0), 2, across="data")
+    tx = funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1.0), init_scale=8.0), 2, across="data")
     gradient = funcga.grad(lambda w, x: (w * x).mean(), scaled=True)
     specs, whole, cut = jax_backend.state_specs(tx), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
 
@@ -342,7 +342,7 @@ def sharded(group, kind):
     if kind != "plain":
         good, bad = (distribute_tensor(x, mesh, [Shard(0)]) for x in (good, bad))
     sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
-    tx = funcga.loss_scaled(sgd, init_scale=2.0, across=group if kind == "plain" else None)
+    tx = funcga.transforms.loss_scaled(sgd, init_scale=2.0, across=group if kind == "plain" else None)
     state, found = tx.init(good), []
     for grads in (good, bad, good):
         updates, state = tx.update(grads, state, good)
@@ -387,7 +387,7 @@ def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():
 
 
 def test_a_scale_never_becomes_0(kit):
-    tx = funcga.loss_scaled(momentum(kit), init_scale=2.0**-125)
+    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=2.0**-125)
     params = kit.arrays({"w": np.full(2, np.nan, "float32")})
     state = tx.init(params)
     for _ in range(3):
@@ -397,9 +397,9 @@ def test_a_scale_never_becomes_0(kit):
 
 MISUSED = {
     "drop is 'window', and the wrapped transform is a loss_scaled, which has to see what is not finite: its scale would never back off, and no window be an update. Leave drop out: it skips such windows itself.": lambda: (
-        funcga.multi_steps(funcga.loss_scaled(optax.sgd(1.0)), 2, drop="window")
+        funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1.0)), 2, drop="window")
     ),
-    "transforms[1] is a loss_scaled, and those before it would see gradients that are scaled: clipping would leave next to nothing of them. Put it around: funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)).": lambda: (
+    "transforms[1] is a loss_scaled, and those before it would see gradients that are scaled: clipping would leave next to nothing of them. Put it around: funcga.transforms.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)).": lambda: (
         torch_backend.chain(torch_backend.clip_grad_norm(1.0), transform(1.0))
     ),
     "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. Give it another name; or multiply the loss yourself, without scaled=True.": lambda: (

@@ -13,7 +13,7 @@ import torch
 import funcga
 import jax_backend
 import torch_backend
-from funcga import TargetWeight, Transform
+from funcga.transforms import TargetWeight, Transform
 from tests import problems
 from tests.kits import JAX, LIMITS, TORCH, difference
 

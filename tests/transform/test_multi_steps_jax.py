@@ -348,7 +348,7 @@ def test_skips_as_optaxs_own_multisteps_does_with_a_target_weight(big):
     skip = lambda updates, step, params: optax.skip_large_updates(updates, step, params, 1e6)
     theirs = optax.MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=skip)
     large = lambda g: ~(optax.tree.norm(g) < 1e3)
-    ours = multi_steps(optax.adam(0.1), funcga.TargetWeight(2), drop="microbatch", drop_if=large)
+    ours = multi_steps(optax.adam(0.1), funcga.transforms.TargetWeight(2), drop="microbatch", drop_if=large)
     start = {"a": jnp.float32(0)}
     params, state = train(ours, grads, start)
     expected, their_state = train(theirs, grads, start)
@@ -360,7 +360,7 @@ def test_skips_as_optaxs_own_multisteps_does_with_a_target_weight(big):
 def test_has_updated_is_right_after_a_skip():
     grads = [{"a": jnp.float32(g)} for g in (1, 2, NAN, NAN, 3, 4, NAN)]
     for jit in (jax.jit, lambda f: f):
-        tx = multi_steps(optax.sgd(1.0), funcga.TargetWeight(2), drop="microbatch")
+        tx = multi_steps(optax.sgd(1.0), funcga.transforms.TargetWeight(2), drop="microbatch")
         assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
         tx = multi_steps(optax.sgd(1.0), 2, drop="microbatch")
         assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
@@ -487,10 +487,12 @@ def test_sums_are_divided_by_the_tokens():
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
 def test_a_window_can_be_full_by_weight(jit):
     weight = [jnp.int32(tokens) for tokens in TOKENS]
-    assert emits(multi_steps(optax.sgd(1.0), funcga.TargetWeight(20)), jit=jit, weight=weight) == ".X...X...X.."
-    growing = funcga.TargetWeight(lambda updates: 20 + 30 * updates)
+    assert (
+        emits(multi_steps(optax.sgd(1.0), funcga.transforms.TargetWeight(20)), jit=jit, weight=weight) == ".X...X...X.."
+    )
+    growing = funcga.transforms.TargetWeight(lambda updates: 20 + 30 * updates)
     assert emits(multi_steps(optax.sgd(1.0), growing), jit=jit, weight=weight) == ".X...X......"
-    stepped = funcga.TargetWeight(lambda updates: jnp.where(updates < 1, 3, 120))
+    stepped = funcga.transforms.TargetWeight(lambda updates: jnp.where(updates < 1, 3, 120))
     assert emits(multi_steps(optax.sgd(1.0), stepped), jit=jit, weight=weight) == "X....X......"
 
 
@@ -598,7 +600,7 @@ def test_update_is_one_loop_of_at_most_one_turn_and_no_branch():
 def test_several_optimizers_at_once_under_vmap():
     """Each member of an ensemble has windows of its own."""
     several = jax.tree.map(lambda p: jnp.stack([p, 2 * p, p + 1]), PARAMS)
-    tx, weights = multi_steps(optax.adam(1e-1), funcga.TargetWeight(4)), jnp.asarray([1.0, 2.0, 4.0])
+    tx, weights = multi_steps(optax.adam(1e-1), funcga.transforms.TargetWeight(4)), jnp.asarray([1.0, 2.0, 4.0])
     step = lambda g, s, p, w: tx.update(g, s, p, weight=w)
     params, state = several, jax.vmap(tx.init)(several)
     for g in GRADS[:8]:

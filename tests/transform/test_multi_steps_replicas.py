@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import funcga
 import torch_backend
-from funcga import TargetWeight, Transform
+from funcga.transforms import TargetWeight, Transform
 from tests.processes import Failed, processes
 from tests.torch_backend.reduce.test_replicas import counted
 
@@ -311,8 +311,8 @@ def saved_after_an_update(group, how):
     tx = funcga.multi_steps(sgd(), 1, across=group)
     _, state = tx.update(gradient(params, rows), tx.init(params), params)
     both = [None] * group.size()
-    dist.all_gather_object(both, funcga.to_state_dict(state), group=group)
-    state = funcga.from_state_dict(tx.init(params), both[0])
+    dist.all_gather_object(both, funcga.trees.to_state_dict(state), group=group)
+    state = funcga.trees.from_state_dict(tx.init(params), both[0])
     updates, _ = tx.update(gradient(params, rows[group.rank() :: 2]), state, params)
     return updates
 

@@ -179,7 +179,7 @@ def test_a_target_weight_is_that_of_all_devices():
         total += weight
         if total >= target:
             windows, total = [*windows, []], 0.0
-    tx = multi_steps(adam(), funcga.TargetWeight(target), across="data")
+    tx = multi_steps(adam(), funcga.transforms.TargetWeight(target), across="data")
     params, state, _ = Stepped(tx).train()
     assert int(state.updates) == len(windows) - 1 >= 2
     assert difference(JAX, params, alone(adam(), windows[:-1])) < 1e-6

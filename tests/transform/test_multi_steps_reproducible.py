@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import funcga
-from funcga import Transform
+from funcga.transforms import Transform
 from tests.kits import JAX, TORCH
 from tests.processes import processes
 
@@ -54,7 +54,7 @@ def test_a_window_that_goes_on_in_the_other_framework_has_the_same_bits(first, s
     state, updates = states[0], None
     for k, (grad, weight) in enumerate(gradients()):
         if k == 5:
-            state = funcga.from_state_dict(states[1], funcga.to_state_dict(state))
+            state = funcga.trees.from_state_dict(states[1], funcga.trees.to_state_dict(state))
         kit, tx = (first, transforms[0]) if k < 5 else (second, transforms[1])
         updates, state = tx.update(kit.arrays(grad), state, weight=weight)
     for name, expected in updates_of(TORCH, range(COUNT)).items():

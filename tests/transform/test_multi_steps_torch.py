@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 import torch_backend
-from funcga import Fold, Monoid, Reducer, Transform, normalizers
+from funcga import Fold, Monoid, Reducer, normalizers
+from funcga.transforms import Transform
 from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
 from torch_backend import from_optimizer
 
@@ -310,7 +311,7 @@ def test_optax_on_tensors_resumes_in_jax():
         whole[kit, 8] = state, params
     for kit, other in ((TORCH, JAX), (JAX, TORCH)):
         state, params = whole[kit, 4]
-        by_path = funcga.from_state_dict(txs[other].init(to[other](tree(0))), funcga.to_state_dict(state))
+        by_path = funcga.trees.from_state_dict(txs[other].init(to[other](tree(0))), funcga.trees.to_state_dict(state))
         for resumed in (by_path, to[other](state)):
             now = to[other](params)
             for k in range(4, 8):

@@ -18,7 +18,7 @@ from tests.kits import JAX, TORCH
 from tests.processes import processes
 
 KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=["torch", "jax"])
-IDENTITY = funcga.Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
+IDENTITY = funcga.transforms.Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
 
 
 def cases():

@@ -10,22 +10,22 @@ import funcga
 
 
 def test_the_rules_are_those_of_the_papers():
-    assert funcga.linear_scaling(0.1, 256, 8192) == pytest.approx(3.2, rel=1e-15)  # Goyal et al. (2017)
-    assert funcga.sqrt_scaling(1e-3, 256, 1024) == 2e-3
-    for rule in (funcga.linear_scaling, funcga.sqrt_scaling):
+    assert funcga.transforms.linear_scaling(0.1, 256, 8192) == pytest.approx(3.2, rel=1e-15)  # Goyal et al. (2017)
+    assert funcga.transforms.sqrt_scaling(1e-3, 256, 1024) == 2e-3
+    for rule in (funcga.transforms.linear_scaling, funcga.transforms.sqrt_scaling):
         assert rule(0.1, 256, 256) == 0.1
         assert rule(rule(0.1, 256, 512), 512, 1024) == pytest.approx(rule(0.1, 256, 1024), rel=1e-15)
 
 
 def test_sizes_may_be_what_was_folded(kit):
     rows = kit.arrays(np.array(1024.0, "float32"))
-    assert float(funcga.linear_scaling(0.5, 256, rows)) == 2
-    assert float(funcga.sqrt_scaling(0.5, 256, rows)) == 1
+    assert float(funcga.transforms.linear_scaling(0.5, 256, rows)) == 2
+    assert float(funcga.transforms.sqrt_scaling(0.5, 256, rows)) == 1
 
 
 def test_the_warm_up_of_both_libraries_is_the_same():
     """From the learning rate of the small batch to that of the large one, in ten updates."""
-    lr, scaled = 0.1, funcga.linear_scaling(0.1, 256, 1024)
+    lr, scaled = 0.1, funcga.transforms.linear_scaling(0.1, 256, 1024)
     schedule = optax.linear_schedule(lr, scaled, 10)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=scaled)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=lr / scaled, total_iters=10)
@@ -46,7 +46,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-@pytest.mark.parametrize("rule", [funcga.linear_scaling, funcga.sqrt_scaling])
+@pytest.mark.parametrize("rule", [funcga.transforms.linear_scaling, funcga.transforms.sqrt_scaling])
 def test_numbers_that_are_none(rule, text):
     with pytest.raises(funcga.FuncgaError) as error:
         rule(*BAD[text])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import funcga
 import jax_backend
 import torch_backend
-from funcga import Transform
+from funcga.transforms import Transform
 from tests.kits import JAX, TORCH, difference
 from tests.problems import rng
 from tests.processes import processes
@@ -62,7 +62,7 @@ def by_hand(clip=math.inf):
 
 
 def betas(count, weight):
-    return 0.9, funcga.beta_for_half_life(weight, HALF_LIFE)
+    return 0.9, funcga.transforms.beta_for_half_life(weight, HALF_LIFE)
 
 
 def adamw(**options):
@@ -76,7 +76,7 @@ def of_optax():
     adam = optax.inject_hyperparams(optax.adamw)(RATE, b2=0.999, weight_decay=DECAY)
 
     def update(grads, state, params=None, *, weight):
-        beta = funcga.beta_for_half_life(weight, HALF_LIFE)
+        beta = funcga.transforms.beta_for_half_life(weight, HALF_LIFE)
         return adam.update(grads, state._replace(hyperparams={**state.hyperparams, "b2": beta}), params)
 
     return adam.init, update
@@ -113,12 +113,12 @@ TORCH_APPLY = torch_backend.apply_updates
 
 
 def in_one(kit, tx, donate=False):
-    call = lambda grads, state, params, t: funcga.apply(tx, grads, state, params, weight=t, donate=donate)
+    call = lambda grads, state, params, t: funcga.transforms.apply(tx, grads, state, params, weight=t, donate=donate)
     return trained(kit, tx, call, partial(flushed, kit, tx))
 
 
 def jitted(kit, tx):
-    call = jax.jit(lambda g, s, p, t: funcga.apply(tx, g, s, p, weight=t)[::-1], donate_argnums=(1,))
+    call = jax.jit(lambda g, s, p, t: funcga.transforms.apply(tx, g, s, p, weight=t)[::-1], donate_argnums=(1,))
     flush = jax.jit(partial(flushed, kit, tx))
     return trained(kit, tx, lambda *args: call(*args)[::-1], flush)
 
@@ -127,12 +127,12 @@ CASES = {
     "torch": (TORCH, lambda: funcga.multi_steps(adamw(), 3), in_two_calls),
     "torch, apply": (TORCH, lambda: funcga.multi_steps(adamw(), 3), in_one),
     "torch, donated": (TORCH, lambda: funcga.multi_steps(adamw(), 3, donate=True), lambda *a: in_one(*a, donate=True)),
-    "torch, scaled": (TORCH, lambda: funcga.multi_steps(funcga.loss_scaled(adamw(), init_scale=1.0), 3), in_one),
+    "torch, scaled": (TORCH, lambda: funcga.multi_steps(funcga.transforms.loss_scaled(adamw(), init_scale=1.0), 3), in_one),
     "torch, of groups": (TORCH, lambda: funcga.multi_steps(adamw(betas=(0.1, 0.1), groups=lambda _: {"betas": betas}), 3), in_one),
     "torch, a pair": (TORCH, lambda: funcga.multi_steps(paired(adamw()), 3), in_two_calls),
     "jax": (JAX, lambda: funcga.multi_steps(of_optax(), 3), in_two_calls),
     "jax, jitted": (JAX, lambda: funcga.multi_steps(of_optax(), 3), jitted),
-    "jax, scaled": (JAX, lambda: funcga.multi_steps(funcga.loss_scaled(of_optax(), init_scale=1.0), 3), jitted),
+    "jax, scaled": (JAX, lambda: funcga.multi_steps(funcga.transforms.loss_scaled(of_optax(), init_scale=1.0), 3), jitted),
 }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_behind_clipping_with_what_was_used_last():
     for (params, state), (expected, beta) in zip(in_one(TORCH, tx), by_hand(clip=0.5), strict=True):
         assert difference(TORCH, params, TORCH.arrays(expected)) <= 1e-12
         # A state that was saved and loaded says so, too.
-        loaded = funcga.from_state_dict(tx.init(params), funcga.to_state_dict(state))
+        loaded = funcga.trees.from_state_dict(tx.init(params), funcga.trees.to_state_dict(state))
         for saved in (state, loaded, pickle.loads(pickle.dumps(state))):
             (options,) = torch_backend.last_options(adam, saved.inner[1], params)
             assert options["betas"] == (0.9, beta)
@@ -168,7 +168,7 @@ def test_bitwise_as_a_loop_that_sets_the_group():
     state = tx.init(params)
     for tokens in (100, 2, 100_000, torch.tensor(30), np.float64(5.5)):
         grad = torch.randn(7)
-        params, state = funcga.apply(tx, {"p": grad}, state, params, weight=tokens)
+        params, state = funcga.transforms.apply(tx, {"p": grad}, state, params, weight=tokens)
         optimizer.param_groups[0]["betas"] = 0.9, 2.0 ** (-float(tokens) / HALF_LIFE)
         p.grad = grad
         optimizer.step()
@@ -205,8 +205,11 @@ def test_no_weight():
         tx.update, params, tx.init(params), params,
     )  # fmt: skip
     # Nothing is added to a state whose options do not ask for it.
-    assert {*funcga.to_state_dict(torch_backend.from_optimizer(torch.optim.SGD).init(params))} == {".count", ".started"}
-    assert math.isnan(funcga.to_state_dict(tx.init(params))[".weight"])
+    assert {*funcga.trees.to_state_dict(torch_backend.from_optimizer(torch.optim.SGD).init(params))} == {
+        ".count",
+        ".started",
+    }
+    assert math.isnan(funcga.trees.to_state_dict(tx.init(params))[".weight"])
     # And one that was saved before options asked for it goes on without.
     _, state = tx.update(params, tx.init(params)._replace(weight=()), params, weight=5)
     assert state.weight == ()

@@ -15,7 +15,8 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcga import shares_memory, to_jax, to_numpy, to_torch
+from funcga import to_jax, to_numpy, to_torch
+from funcga.trees import shares_memory
 from tests.kits import needs_cuda
 from tests.test_errors import check_refused
 

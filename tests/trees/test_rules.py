@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcga
-from funcga.rules import Rule, flax_to_torch, pairs, permuted, torch_to_flax
+from funcga._trees.rules import Rule, flax_to_torch, pairs, permuted, torch_to_flax
 from tests import problems
 
 
@@ -85,11 +85,11 @@ def test_layers_mean_the_same_with_the_weights_carried_over():
     ):
         there = jnp.moveaxis(jnp.asarray(given), 1, -1) if channels_last else jnp.asarray(given)
         like = jax.eval_shape(own.init, jax.random.key(0), there)
-        params = funcga.match(dict(layer.named_parameters()), like, rules=torch_to_flax)
+        params = funcga.trees.match(dict(layer.named_parameters()), like, rules=torch_to_flax)
         found = own.apply(params, there)
         expected = layer(torch.tensor(given)).detach().numpy()
         assert funcga.compare(jnp.moveaxis(found, -1, 1) if channels_last else found, expected).ok
-        back = funcga.match(params, layer.state_dict(), rules=flax_to_torch)
+        back = funcga.trees.match(params, layer.state_dict(), rules=flax_to_torch)
         assert funcga.compare(back, layer.state_dict()).worst.status == "equal"
 
 
@@ -105,7 +105,7 @@ def test_embeddings_and_running_statistics():
     module[1].running_mean += 0.5
     tokens = np.array([1, 4, 1])
     like = jax.eval_shape(Net().init, jax.random.key(0), tokens)
-    variables = funcga.match(module.state_dict(), like, rules=torch_to_flax)
+    variables = funcga.trees.match(module.state_dict(), like, rules=torch_to_flax)
     assert funcga.compare(Net().apply(variables, tokens), module(torch.tensor(tokens)).detach()).ok
     assert funcga.compare(module.state_dict(), variables, rules=torch_to_flax).ok
 
@@ -115,7 +115,7 @@ def test_nnx_states():
     model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     state = nnx.state(model)
     layer = torch.nn.Linear(3, 3)
-    moved = funcga.match(dict(layer.named_parameters()), state, rules=torch_to_flax)
+    moved = funcga.trees.match(dict(layer.named_parameters()), state, rules=torch_to_flax)
     assert type(moved) is type(state)
     nnx.update(model, moved)
     x = array(2, 3)
@@ -127,7 +127,7 @@ def test_equinox_modules_keep_what_is_no_array():
     model = equinox.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
     module = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
     rules = [Rule(r"0\.(.*)", r"layers.0.\1"), Rule(r"2\.(.*)", r"layers.1.\1")]
-    moved = funcga.match(module.state_dict(), model, rules=rules)
+    moved = funcga.trees.match(module.state_dict(), model, rules=rules)
     x = array(2)
     assert type(moved) is equinox.nn.MLP
     assert funcga.compare(moved(jnp.asarray(x)), module(torch.tensor(x)).detach()).ok
@@ -136,24 +136,24 @@ def test_equinox_modules_keep_what_is_no_array():
 def test_match_copies_and_keeps_dtypes_and_order(x64):
     given = {"b": np.ones(2), "a": np.zeros(3, "float32")}
     like = {"b": torch.ones(2), "a": torch.ones(3)}
-    moved = funcga.match(given, like)
+    moved = funcga.trees.match(given, like)
     assert [*moved] == ["b", "a"]
     assert [str(leaf.dtype) for leaf in moved.values()] == ["torch.float64", "torch.float32"]
     moved["b"].zero_()
     assert given["b"].sum() == 2
-    assert funcga.match({"x.y": torch.ones(2)}, {"x": {"y": jnp.zeros(2), "z": None}})["x"]["z"] is None
+    assert funcga.trees.match({"x.y": torch.ones(2)}, {"x": {"y": jnp.zeros(2), "z": None}})["x"]["z"] is None
 
 
 def test_what_stands_for_a_tensor_becomes_one():
     with torch.device("meta"):
         like = torch.nn.Linear(3, 2)
-    moved = funcga.match({"weight": array(2, 3), "bias": array(2)}, like.state_dict())
+    moved = funcga.trees.match({"weight": array(2, 3), "bias": array(2)}, like.state_dict())
     np.testing.assert_array_equal(moved["weight"].numpy(), array(2, 3))
 
 
 def test_a_tree_of_numpy_stays_one():
     given = {"0.weight": torch.ones(2, 3)}
-    moved = funcga.match(given, {"0": {"kernel": np.zeros((3, 2)), "name": "a"}}, rules=torch_to_flax)
+    moved = funcga.trees.match(given, {"0": {"kernel": np.zeros((3, 2)), "name": "a"}}, rules=torch_to_flax)
     assert moved["0"]["name"] == "a"
     assert type(moved["0"]["kernel"]) is np.ndarray
     moved["0"]["kernel"] += 1
@@ -199,7 +199,7 @@ def test_axes_may_be_a_function():
     """What no permutation can do: heads in axes of their own."""
     w = array(6, 4)
     heads = Rule(r"q\.weight", r"query.kernel", axes=lambda weight: weight.T.reshape(4, 2, 3))
-    moved = funcga.match({"q.weight": w}, {"query": {"kernel": jnp.zeros((4, 2, 3))}}, rules=[heads])
+    moved = funcga.trees.match({"q.weight": w}, {"query": {"kernel": jnp.zeros((4, 2, 3))}}, rules=[heads])
     np.testing.assert_array_equal(moved["query"]["kernel"][1, 1], w[3:, 1])
 
 
@@ -212,25 +212,25 @@ def refusal(call):
 def test_missing_and_new_paths_are_named():
     like = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "Dense_1": {"kernel": jnp.ones((2, 2))}}
     given = {"Dense_O": {"kernel": np.ones((2, 2))}, "Dense_1": {"kernel": np.ones((2, 2))}}
-    assert refusal(lambda: funcga.match(given, like)) == (
+    assert refusal(lambda: funcga.trees.match(given, like)) == (
         "the trees have different leaves: `like` has `Dense_0.kernel` (is it `Dense_O.kernel`?), which tree lacks, and "
         "tree has `Dense_O.kernel` (is it `Dense_0.kernel`?), which `like` lacks. Say what is called what: "
-        r"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
+        r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.trees.torch_to_flax]."
     )
     many = {f"x{k}": jnp.ones(1) for k in range(10)}
-    assert "and 2 more, which tree lacks, and tree has nothing, which" in refusal(lambda: funcga.match({}, many))
+    assert "and 2 more, which tree lacks, and tree has nothing, which" in refusal(lambda: funcga.trees.match({}, many))
 
 
 def test_shapes_that_do_not_fit():
-    text = refusal(lambda: funcga.match({"w": np.ones((2, 3), "float32")}, {"w": jnp.ones((3, 2))}))
+    text = refusal(lambda: funcga.trees.match({"w": np.ones((2, 3), "float32")}, {"w": jnp.ones((3, 2))}))
     assert text == (
         "`w` is float32[2, 3] and `w` of `like` is float32[3, 2]: the shapes differ. It fits with its axes permuted: "
-        "put funcga.Rule(r'w', r'w', axes='oi->io') before the other rules."
+        "put funcga.trees.Rule(r'w', r'w', axes='oi->io') before the other rules."
     )
-    rule = eval(text[text.index("funcga.Rule") : text.index(" before")])
-    assert funcga.match({"w": np.ones((2, 3))}, {"w": torch.ones(3, 2)}, rules=[rule])["w"].shape == (3, 2)
+    rule = eval(text[text.index("funcga.trees.Rule") : text.index(" before")])
+    assert funcga.trees.match({"w": np.ones((2, 3))}, {"w": torch.ones(3, 2)}, rules=[rule])["w"].shape == (3, 2)
     assert "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule" in refusal(
-        lambda: funcga.match({"w": np.ones(3)}, {"w": jnp.ones(4)})
+        lambda: funcga.trees.match({"w": np.ones(3)}, {"w": jnp.ones(4)})
     )
 
 
@@ -250,7 +250,7 @@ def test_axes_that_a_leaf_has_not():
     flat = Rule("a", "b", axes="oi->io")
     assert (
         "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a`, which these rules call `b`, is float64[3]"
-        in refusal(lambda: funcga.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat]))
+        in refusal(lambda: funcga.trees.match({"a": np.ones(3)}, {"b": torch.ones(3)}, rules=[flat]))
     )
 
 

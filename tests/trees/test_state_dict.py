@@ -52,9 +52,9 @@ def finished(kit, tx, state):
 
 def through_npz(state, like):
     file = io.BytesIO()
-    np.savez(file, **funcga.to_numpy(funcga.to_state_dict(state)))
+    np.savez(file, **funcga.to_numpy(funcga.trees.to_state_dict(state)))
     file.seek(0)
-    return funcga.from_state_dict(like, np.load(file, allow_pickle=False))
+    return funcga.trees.from_state_dict(like, np.load(file, allow_pickle=False))
 
 
 def through_torch(state, like):
@@ -68,14 +68,16 @@ def through_safetensors(state, like):
     pytest.importorskip("safetensors")
     from safetensors import torch as files
 
-    return funcga.from_state_dict(like, files.load(files.save(funcga.to_state_dict(state))))
+    return funcga.trees.from_state_dict(like, files.load(files.save(funcga.trees.to_state_dict(state))))
 
 
 def through_safetensors_numpy(state, like):
     pytest.importorskip("safetensors")
     from safetensors import numpy as files
 
-    return funcga.from_state_dict(like, files.load(files.save(funcga.to_numpy(funcga.to_state_dict(state)))))
+    return funcga.trees.from_state_dict(
+        like, files.load(files.save(funcga.to_numpy(funcga.trees.to_state_dict(state))))
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def sgd(kit, rate):
         moved = [0.9 * m + g for m, g in zip(flatten(state["momentum"])[0], leaves, strict=True)]
         return unflatten(structure, [-rate * m for m in moved]), {"momentum": unflatten(structure, moved)}
 
-    return funcga.Transform(lambda params: {"momentum": params}, update)
+    return funcga.transforms.Transform(lambda params: {"momentum": params}, update)
 
 
 @pytest.mark.parametrize(("kit", "other"), [(TORCH, JAX), (JAX, TORCH)], ids=["torch to jax", "jax to torch"])
@@ -129,8 +131,8 @@ def test_a_state_resumes_in_the_other_framework(kit, other):
     tx, there = (funcga.multi_steps(sgd(k, 0.5), 3) for k in (kit, other))
     state, on = halfway(kit, tx)
     like = there.init(tree(other, 0, names="abw"))
-    assert {*funcga.to_state_dict(like)} == {*funcga.to_state_dict(state)}
-    restored = funcga.from_state_dict(like, funcga.to_state_dict(state))
+    assert {*funcga.trees.to_state_dict(like)} == {*funcga.trees.to_state_dict(state)}
+    restored = funcga.trees.from_state_dict(like, funcga.trees.to_state_dict(state))
     converted = {TORCH: funcga.to_torch, JAX: funcga.to_jax}[other](state)
     for resumed in (restored, converted):
         updates, after = finished(other, there, resumed)
@@ -143,14 +145,14 @@ def test_a_state_resumes_in_the_other_framework(kit, other):
 
 
 def test_paths_name_what_is_there(kit):
-    found = funcga.to_state_dict(funcga.multi_steps(sgd(kit, 0.5), 3).init(tree(kit, 0)))
+    found = funcga.trees.to_state_dict(funcga.multi_steps(sgd(kit, 0.5), 3).init(tree(kit, 0)))
     assert {".inner['momentum']['w']['x']", ".window.accumulated['w']['x']", ".window.tally.weight[0]"} < {*found}
     assert {".window.tally.steps", ".window.rejected", ".offered", ".updates", ".updated"} < {*found}
 
 
 def test_what_does_not_fit_is_refused(kit):
     like = tree(kit, 0)
-    saved = funcga.to_state_dict(like)
+    saved = funcga.trees.to_state_dict(like)
     for bad, text in (
         ({k: v for k, v in saved.items() if "'w'" not in k}, "missing `['w']['x']`, new nothing"),
         ({**saved, "['c']": saved["['w']['x']"]}, "missing nothing, new `['c']`"),
@@ -162,21 +164,21 @@ def test_what_does_not_fit_is_refused(kit):
         ([1], "of type list"),
     ):
         with pytest.raises(funcga.FuncgaError) as error:
-            funcga.from_state_dict(like, bad)
+            funcga.trees.from_state_dict(like, bad)
         assert text in str(error.value)
 
 
 def test_arrays_go_where_the_others_lie():
     mesh = jax.make_mesh((4,), ("data",))
     like = {"w": jax.device_put(np.zeros((8, 2), "float32"), jax.NamedSharding(mesh, jax.P("data")))}
-    restored = funcga.from_state_dict(like, {"['w']": np.ones((8, 2), "float32")})
+    restored = funcga.trees.from_state_dict(like, {"['w']": np.ones((8, 2), "float32")})
     assert restored["w"].sharding == like["w"].sharding
     assert (restored["w"] == 1).all()
 
 
 def test_arrays_are_committed_to_a_device_only_if_the_others_are():
     like = {"w": jax.numpy.zeros(3), "v": jax.device_put(np.zeros(3, "float32"), jax.devices()[1])}
-    restored = funcga.from_state_dict(like, funcga.to_numpy(funcga.to_state_dict(like)))
+    restored = funcga.trees.from_state_dict(like, funcga.to_numpy(funcga.trees.to_state_dict(like)))
     assert not restored["w"].committed
     assert restored["v"].committed
     assert restored["v"].devices() == {jax.devices()[1]}
@@ -186,26 +188,30 @@ def test_arrays_are_committed_to_a_device_only_if_the_others_are():
 
 def test_numbers_of_python_stay_what_they_are(kit):
     like = {"state": tree(kit, 0), "done": 0, "rate": 0.0}
-    saved = {**funcga.to_numpy(funcga.to_state_dict(like)), "['done']": np.asarray(3), "['rate']": np.asarray(0.5)}
-    found = funcga.from_state_dict(like, saved)
+    saved = {
+        **funcga.to_numpy(funcga.trees.to_state_dict(like)),
+        "['done']": np.asarray(3),
+        "['rate']": np.asarray(0.5),
+    }
+    found = funcga.trees.from_state_dict(like, saved)
     assert (found["done"], found["rate"]) == (3, 0.5)
     assert (type(found["done"]), type(found["rate"])) == (int, float)
-    assert funcga.from_state_dict(like, {**saved, "['done']": 4})["done"] == 4
+    assert funcga.trees.from_state_dict(like, {**saved, "['done']": 4})["done"] == 4
     assert difference(kit, found["state"], like["state"]) == 0
 
 
 def test_strides_are_those_of_the_tree_to_fill():
     like = {"w": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), "t": torch.zeros(3, 2).T}
     saved = {"['w']": np.arange(96, dtype="float32").reshape(2, 3, 4, 4), "['t']": np.ones((2, 3), "float32")}
-    found = funcga.from_state_dict({k: torch.nn.Parameter(v) for k, v in like.items()}, saved)
+    found = funcga.trees.from_state_dict({k: torch.nn.Parameter(v) for k, v in like.items()}, saved)
     assert all(found[k].stride() == like[k].stride() and not found[k].requires_grad for k in like)
     assert found["w"].flatten().tolist() == list(range(96))
 
 
 def test_nothing_is_shared():
     like = {"w": torch.zeros(3)}
-    saved = funcga.to_state_dict({"w": torch.ones(3)})
-    restored = funcga.from_state_dict(like, saved)
+    saved = funcga.trees.to_state_dict({"w": torch.ones(3)})
+    restored = funcga.trees.from_state_dict(like, saved)
     saved["['w']"].zero_()
     assert (restored["w"] == 1).all()
     assert (like["w"] == 0).all()
@@ -219,14 +225,17 @@ def test_typed_keys_of_jax_go_through_a_file(tmp_path, impl):
     with jax.numpy_dtype_promotion("standard"):
         run = jax.jit(tx.update)
         _, state = run(params, tx.init(params), params)
-        np.savez(tmp_path / "state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
+        np.savez(tmp_path / "state.npz", **funcga.to_numpy(funcga.trees.to_state_dict(state)))
         with np.load(tmp_path / "state.npz") as stored:
-            again = funcga.from_state_dict(tx.init(params), stored)
+            again = funcga.trees.from_state_dict(tx.init(params), stored)
         np.testing.assert_array_equal(run(params, again, params)[0], run(params, state, params)[0])
     assert jax.tree.structure(again) == jax.tree.structure(state)
-    keys = {path: leaf for path, leaf in funcga.to_state_dict(state).items() if "key" in path}
+    keys = {path: leaf for path, leaf in funcga.trees.to_state_dict(state).items() if "key" in path}
     assert [str(key.dtype) for key in keys.values()] == ["uint32"]
-    typed = {**funcga.to_state_dict(state), **dict.fromkeys(keys, state.inner[0].rng_key)}  # as older ones have them
-    assert funcga.from_state_dict(state, typed).inner[0].rng_key == state.inner[0].rng_key
+    typed = {
+        **funcga.trees.to_state_dict(state),
+        **dict.fromkeys(keys, state.inner[0].rng_key),
+    }  # as older ones have them
+    assert funcga.trees.from_state_dict(state, typed).inner[0].rng_key == state.inner[0].rng_key
     with pytest.raises(funcga.FuncgaError, match="Nothing is cast"):
-        funcga.from_state_dict(state, {**typed, **{path: jnp.zeros(7, "uint32") for path in keys}})
+        funcga.trees.from_state_dict(state, {**typed, **{path: jnp.zeros(7, "uint32") for path in keys}})

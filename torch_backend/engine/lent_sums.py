@@ -8,6 +8,8 @@ gradients ever exists. The first gradient becomes the accumulator itself, unless
 hold its memory; a float32 accumulator of a 16-bit leaf begins with zeros, and takes each gradient
 in one mixed addition. A leaf whose fold is no sum has a hook instead, which folds its gradient in
 and frees it at once.
+
+Design note: docs/concepts/inside_torch.md.
 """
 
 import operator

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from funcga._call.totals import check_taken
-from funcga._statistics import described, fits, update
 from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
+from funcga.statistics import described, fits, update
 from torch_backend import _private, arrays
 from torch_backend.modules.checks import (
     Tensors,

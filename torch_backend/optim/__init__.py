@@ -67,9 +67,9 @@ def from_optimizer(
     parameters minus old ones, in the dtype of both, by the optimizer's own step on a copy, so that
     the state is bitwise identical to that of `optimizer.step()`. A parameter whose gradient is None
     is skipped, as torch does, and its update is 0. `donated` is the same, in the memory of the
-    state it is given, and it may write to the gradients. With `funcga.apply` the new parameters
-    come back instead of the difference, and are bitwise identical to those of `optimizer.step()`,
-    too.
+    state it is given, and it may write to the gradients. With `funcga.transforms.apply` the new
+    parameters come back instead of the difference, and are bitwise identical to those of
+    `optimizer.step()`, too.
 
     Refused are optimizers that evaluate the loss themselves, such as LBFGS, and SparseAdam, which
     takes no dense gradients: call their own step. Other extra arguments than `closure` are ignored,
@@ -90,10 +90,11 @@ def from_optimizer(
         **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a
             function is a schedule of the count of updates, from 0 on: `lr=lambda count: 1e-3 *
             0.9**count`. With a second parameter named weight it gets the weight of the window, too,
-            such as its tokens: `betas=lambda count, weight: (0.9, funcga.beta_for_half_life(weight,
-            10_000_000))`. multi_steps gives its total; else it is an argument, `tx.update(grads,
-            state, params, weight=tokens)`, a number or a 0-d tensor, for which the host waits if it
-            lies on a device. init calls such functions with a weight of 1.
+            such as its tokens: `betas=lambda count, weight: (0.9, beta_for_half_life(weight,
+            10_000_000))`, with `funcga.transforms.beta_for_half_life`. multi_steps gives its total;
+            else it is an argument, `tx.update(grads, state, params, weight=tokens)`, a number or a
+            0-d tensor, for which the host waits if it lies on a device. init calls such functions
+            with a weight of 1.
 
     Returns:
         The transform.

@@ -67,7 +67,8 @@ def chain(*transforms: object) -> DonatingTransform:
             raise FuncgaError(
                 f"transforms[{index}] is a loss_scaled, and those before it would see gradients "
                 "that are scaled: clipping would leave next to nothing of them. Put it around: "
-                "funcga.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw))."
+                "funcga.transforms.loss_scaled(torch_backend.chain("
+                "torch_backend.clip_grad_norm(1.0), adamw))."
             )
     if not links:
         raise FuncgaError(

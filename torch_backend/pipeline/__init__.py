@@ -8,6 +8,8 @@ The gradient function and a window of it are in `window.py`, and a schedule that
 any micro-batches in `schedule.py`. It stands on the engine's buffers, on the reduction over
 replicas and on what drives wrapped modules; nothing stands on it. Only torch has this package: in
 JAX stages are axes of a mesh in one program.
+
+Design note: docs/concepts/inside_pipelines.md.
 """
 
 from collections.abc import Sequence

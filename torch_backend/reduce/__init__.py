@@ -6,6 +6,8 @@ Only torch has this file: in JAX it is a psum after the loop.
 When its last micro-batch is folded, each replica says in a header what it has. So all of them know
 the total weight and the unit that weighted sums travel in, and that they take the same step. Then
 everything is sent, in one order on all replicas, before anything is waited for.
+
+Design note: docs/concepts/inside_replicas.md.
 """
 
 from collections import deque

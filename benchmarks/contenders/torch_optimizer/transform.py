@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.contenders.torch_optimizer import OPTIONS
 from benchmarks.torch_problem import Problem, Step
-from funcga import accumulate, apply, value_and_grad
+from funcga import accumulate, value_and_grad
+from funcga.transforms import apply
 from torch_backend import from_optimizer, pure_loss
 
 NAME, SOURCE, AGAINST = "funcga, `from_optimizer`, `apply(donate=True)`", None, None

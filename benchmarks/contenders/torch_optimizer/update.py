@@ -6,7 +6,8 @@ import torch
 
 from benchmarks.contenders.torch_optimizer import OPTIONS
 from benchmarks.torch_problem import Problem, Step
-from funcga import apply, multi_steps
+from funcga import multi_steps
+from funcga.transforms import apply
 from torch_backend import from_optimizer
 
 NAME, SOURCE, AGAINST = "funcga, `.backward()`, `multi_steps`: `apply(donate=True)`", None, None

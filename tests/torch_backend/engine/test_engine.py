@@ -1018,7 +1018,9 @@ def test_a_fold_of_each_element_may_have_several_arrays_as_its_result():
     for per_element in (True, False):
         fold = funcga.Fold(
             funcga.Reducer(lambda xp, v, w: (v * w, (v > 0) * 1), both, kinds=("float",), per_element=per_element),
-            funcga.Normalizer(lambda xp, sums, tally: Extent(sums[0], sums[1] * 1.0), per_element=per_element),
+            funcga.normalizers.Normalizer(
+                lambda xp, sums, tally: Extent(sums[0], sums[1] * 1.0), per_element=per_element
+            ),
         )
         loss_fn = torch_backend.pure_loss(module, lambda module, x: module(x).sin().mean())
         results.append(funcga.accumulate(funcga.grad(loss_fn), 3, fold=fold)(dict(module.named_parameters()), rows))

@@ -164,7 +164,9 @@ def test_every_layer_has_what_it_saw_of_all_micro_batches():
         copy.deepcopy(module)(part)
     hook.remove()
     for name, inputs in (("0", x), ("3", torch.cat(seen))):
-        expected = funcga.Pooled(torch.full((inputs.shape[1],), 11.0), inputs.mean(0), inputs.var(0, correction=0))
+        expected = funcga.normalizers.Pooled(
+            torch.full((inputs.shape[1],), 11.0), inputs.mean(0), inputs.var(0, correction=0)
+        )
         assert difference(TORCH, statistics[name], expected) <= LIMITS["float64"]
     one = buffers_after_one_batch(module, x)["3.running_var"]
     assert (torch_backend.running_buffers(module, statistics)["3.running_var"] - one).abs().max() > 1e-3
@@ -271,7 +273,7 @@ def test_refusals():
             "micro-batches that come one by one, in a funcga.Accumulator(funcga.pooled()).",
         ),
         (
-            lambda: buffers({"1": funcga.Pooled(x, x, x)}),
+            lambda: buffers({"1": funcga.normalizers.Pooled(x, x, x)}),
             "the statistics of `1` are count float64[11, 2, 4, 4], mean float64[11, 2, 4, 4]",
         ),
     ]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import funcga
 import torch_backend
-from funcga import Transform
+from funcga.transforms import Transform
 from tests.processes import processes
 from tests.torch_backend.optim.test_from_optimizer import (
     CASES,
@@ -52,7 +52,7 @@ def check_steps(tx, params, grads, expected, donate, slots=lambda state: state.s
     state = tx.init(params)
     for grad, (wanted, kept) in zip(grads, expected, strict=True):
         at, before, given = addresses(params), copy.deepcopy((params, state)), copy.deepcopy(grad)
-        after, new_state = funcga.apply(tx, given, state, params, donate=donate)
+        after, new_state = funcga.transforms.apply(tx, given, state, params, donate=donate)
         if donate:
             assert addresses(after) == at
         else:
@@ -125,7 +125,7 @@ def test_parameters_without_a_gradient_and_one_that_is_none(optimizer, donate):
     tx = from_optimizer(optimizer, lr=0.1)
     with_none = {"none": None, **params}
     given = {"none": None, **copy.deepcopy(grads[2])}
-    after, _ = funcga.apply(tx, given, tx.init(with_none), with_none, donate=donate)
+    after, _ = funcga.transforms.apply(tx, given, tx.init(with_none), with_none, donate=donate)
     assert after["none"] is None
     assert list(after) == list(with_none)
 
@@ -144,7 +144,7 @@ def test_the_parameters_of_a_module_are_stepped_in_place_and_keep_their_grads():
         for k, p in twin.named_parameters():
             p.grad = grads[k].clone() if k in grads else None
         made.step()
-        params, state = funcga.apply(tx, grads, state, params, donate=True)
+        params, state = funcga.transforms.apply(tx, grads, state, params, donate=True)
         assert same(dict(module.state_dict()), dict(twin.state_dict()))
     assert torch.equal(module[0].bias.grad, torch.full((4,), 7.0))
     assert module[0].bias.requires_grad
@@ -157,8 +157,8 @@ def test_tied_parameters_are_two():
     for params in ({"a": shared, "b": shared}, {"a": rows[:4], "b": rows[2:]}, {"a": torch.ones(1).expand(4)}):
         tx = from_optimizer(optim.SGD, lr=0.5, momentum=0.9)
         grads = {k: torch.full((4,), 1.0 + at) for at, k in enumerate(params)}
-        wanted, first = funcga.apply(tx, grads, tx.init(params), params)
-        found, second = funcga.apply(tx, grads, tx.init(params), params, donate=True)
+        wanted, first = funcga.transforms.apply(tx, grads, tx.init(params), params)
+        found, second = funcga.transforms.apply(tx, grads, tx.init(params), params, donate=True)
         assert same((found, flat(second.slots)), (wanted, flat(first.slots)))
 
 
@@ -197,14 +197,14 @@ def test_with_a_loss_scale_and_an_overflow(donate):
     scaled[2]["w"][0, 0] = torch.inf
     own = parameters(params)
     expected = [*steps(optim.AdamW([*own.values()], fused=True), own, grads[:2])]
-    tx = funcga.loss_scaled(from_optimizer(optim.AdamW, fused=True), init_scale=1024.0)
+    tx = funcga.transforms.loss_scaled(from_optimizer(optim.AdamW, fused=True), init_scale=1024.0)
     state = tx.init(params)
     for grad, (wanted, kept) in zip(scaled, expected, strict=False):
         at = addresses(params)
-        params, state = funcga.apply(tx, grad, state, params, donate=donate)
+        params, state = funcga.transforms.apply(tx, grad, state, params, donate=donate)
         assert same((params, flat(state.inner.slots)), (wanted, kept))
         assert (addresses(params) == at) == donate
-    skipped, after = funcga.apply(tx, scaled[2], state, params, donate=donate)
+    skipped, after = funcga.transforms.apply(tx, scaled[2], state, params, donate=donate)
     assert int(after.skipped) == 1
     assert all(skipped[k] is params[k] for k in params)
     assert repr(skipped) == repr(expected[1][0])  # the sign of a zero, too
@@ -222,7 +222,7 @@ def test_over_a_window(given, donate):
     state = tx.init(params)
     for at, grad in enumerate(grads):
         before, place = copy.deepcopy((params, state)), addresses(params)
-        after, new_state = funcga.apply(tx, copy.deepcopy(grad), state, params, donate=donate)
+        after, new_state = funcga.transforms.apply(tx, copy.deepcopy(grad), state, params, donate=donate)
         if at % 2 == 0:
             assert all(after[k] is params[k] for k in params)
         else:
@@ -245,7 +245,7 @@ def test_a_window_that_is_dropped_changes_no_bit(drop):
     before = repr(params)
     for _ in range(2):
         grad = {k: torch.full_like(g, torch.nan) for k, g in grads[0].items()}
-        after, state = funcga.apply(tx, grad, state, params)
+        after, state = funcga.transforms.apply(tx, grad, state, params)
         assert all(after[k] is params[k] for k in params)
     assert repr(params) == before
     assert int(state.updates) == 0
@@ -267,7 +267,7 @@ def test_narrow_parameters_are_stepped_in_float32_and_rounded_once(given, donate
             p.grad = grad[k].float()
         made.step()
         at = addresses(params)
-        params, state = funcga.apply(tx, grad, state, params, donate=donate)
+        params, state = funcga.transforms.apply(tx, grad, state, params, donate=donate)
         assert same(params, {k: p.detach().bfloat16() for k, p in own.items()})
         assert (addresses(params) == at) == donate
 
@@ -278,7 +278,7 @@ def test_narrow_parameters_are_stepped_in_float32_and_rounded_once(given, donate
         (lambda tx: tx, True, 0),
         (lambda tx: tx, False, 3),  # the parameters and two moments
         (lambda tx: chain(clip_grad_norm(1.0), tx), True, 0),
-        (lambda tx: funcga.loss_scaled(tx, init_scale=1.0), True, 0),
+        (lambda tx: funcga.transforms.loss_scaled(tx, init_scale=1.0), True, 0),
         (lambda tx: funcga.multi_steps(tx, 1), True, 0),
         (lambda tx: funcga.multi_steps(tx, 1, donate=True), False, 1),
     ],
@@ -286,9 +286,9 @@ def test_narrow_parameters_are_stepped_in_float32_and_rounded_once(given, donate
 def test_what_is_given_away_is_not_copied(wrap, donate, copies):
     params, grads = ({"w": torch.ones(1000), "v": torch.ones(1000)} for _ in range(2))
     tx = wrap(from_optimizer(optim.AdamW, fused=True))
-    params, state = funcga.apply(tx, copy.deepcopy(grads), tx.init(params), params)
+    params, state = funcga.transforms.apply(tx, copy.deepcopy(grads), tx.init(params), params)
     with Allocated() as made:
-        funcga.apply(tx, grads, state, params, donate=donate)
+        funcga.transforms.apply(tx, grads, state, params, donate=donate)
     assert copies * 8000 <= made.bytes < copies * 8000 + 300
 
 
@@ -301,16 +301,16 @@ def test_transforms_of_others_are_an_update_and_a_sum():
     wanted = torch_backend.apply_updates(params, update(grads[0], None)[0])
     for donate in (False, True):
         given, before = copy.deepcopy(params), copy.deepcopy(params)
-        after, state = funcga.apply(keeping, grads[0], before, given, donate=donate)
+        after, state = funcga.transforms.apply(keeping, grads[0], before, given, donate=donate)
         assert same((after, state), (wanted, before))
         tx = chain(keeping, from_optimizer(optim.SGD, lr=1.0))
         given = copy.deepcopy(params)
-        after, state = funcga.apply(tx, grads[0], tx.init(given), given, donate=donate)
+        after, state = funcga.transforms.apply(tx, grads[0], tx.init(given), given, donate=donate)
         assert same(state[0], params)
         torch.testing.assert_close(after["w"], params["w"] + 0.1 * grads[0]["w"])
     fresh = Transform(lambda params: (), lambda grads, state, params: (update(grads, state)[0], ()))
     given = copy.deepcopy(params)
-    after, _ = funcga.apply(fresh, grads[0], (), given, donate=True)
+    after, _ = funcga.transforms.apply(fresh, grads[0], (), given, donate=True)
     assert same(after, wanted)
     assert addresses(after) == addresses(given)
 
@@ -323,7 +323,7 @@ def test_inside_of_a_loss_that_is_differentiated():
 
     def outer(params, x, donate):
         grads = torch.func.grad(inner)(params, x)
-        return inner(funcga.apply(descent, grads, (), params, donate=donate)[0], x)
+        return inner(funcga.transforms.apply(descent, grads, (), params, donate=donate)[0], x)
 
     params, x = {"w": torch.arange(1.0, 4.0)}, torch.tensor([1.0, 0.5, 2.0])
     by_hand = torch.func.grad(lambda p, x: inner({"w": p["w"] - 0.1 * 2 * p["w"] * x**2}, x))(params, x)
@@ -345,21 +345,21 @@ def test_the_optimizer_that_is_kept_is_nobody_elses():
     for params in [*trees, *reversed(trees)]:
         grads = torch.utils._pytree.tree_map(lambda p: 2 * p, params)
         fresh = from_optimizer(optim.AdamW, lr=0.1)
-        expected.append(funcga.apply(fresh, grads, fresh.init(params), params)[0])
-        found.append(funcga.apply(tx, grads, tx.init(params), params)[0])
+        expected.append(funcga.transforms.apply(fresh, grads, fresh.init(params), params)[0])
+        found.append(funcga.transforms.apply(tx, grads, tx.init(params), params)[0])
     assert same(found, expected)
     # after an error, too
     state = tx.init([torch.ones(3)])
     broken = state._replace(slots=[{"step": torch.ones(())}], started=torch.tensor([True]))
     with pytest.raises(funcga.FuncgaError, match="state of another optimizer"):
-        funcga.apply(tx, [torch.ones(3)], broken, [torch.ones(3)])
-    assert same(funcga.apply(tx, [2 * torch.ones(3)], state, [torch.ones(3)])[0], expected[4])
+        funcga.transforms.apply(tx, [torch.ones(3)], broken, [torch.ones(3)])
+    assert same(funcga.transforms.apply(tx, [2 * torch.ones(3)], state, [torch.ones(3)])[0], expected[4])
 
 
 def test_nothing_of_the_callers_is_kept():
     tx = from_optimizer(optim.AdamW, lr=0.1)
     params = {"w": torch.ones(3)}
-    after, state = funcga.apply(tx, {"w": torch.ones(3)}, tx.init(params), params, donate=True)
+    after, state = funcga.transforms.apply(tx, {"w": torch.ones(3)}, tx.init(params), params, donate=True)
     seen = [weakref.ref(params["w"]), weakref.ref(after["w"]), weakref.ref(state.slots["w"]["exp_avg"])]
     del params, after, state
     gc.collect()
@@ -388,7 +388,7 @@ def generated(seed):
                 lambda tx: funcga.multi_steps(tx, draw.randrange(1, 3), donate=draw.random() < 0.3),
             ]
         )
-        tx = wrap(tx) if not isinstance(tx, funcga.MultiSteps) else tx
+        tx = wrap(tx) if not isinstance(tx, funcga.transforms.MultiSteps) else tx
     shapes = [draw.choice([(), (1,), (3,), (2, 3), (0,), (3, 1)]) for _ in range(draw.randrange(1, 4))]
     leaf = lambda shape: draw.choice([torch.randn(shape), torch.randn(shape[::-1]).permute([*range(len(shape))][::-1])])
     params = {f"w{index}": leaf(shape) for index, shape in enumerate(shapes)}
@@ -401,16 +401,16 @@ def generated(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_is_combined_nothing_is_written_to_unless_it_is_given_away(seed):
     tx, params, grads = generated(seed)
-    gives_state = isinstance(tx, funcga.MultiSteps) and tx.update.donate
+    gives_state = isinstance(tx, funcga.transforms.MultiSteps) and tx.update.donate
     left, state = params, tx.init(params)
     right = {k: p.detach().clone() for k, p in params.items()}
     other = tx.init(right)
     for grad in grads:
         before = copy.deepcopy((grad, left)), repr(state)
-        after, new_state = funcga.apply(tx, grad, state, left)
+        after, new_state = funcga.transforms.apply(tx, grad, state, left)
         assert repr((grad, left)) == repr(before[0])
         assert gives_state or repr(state) == before[1]
-        right, other = funcga.apply(tx, copy.deepcopy(grad), other, right, donate=True)
+        right, other = funcga.transforms.apply(tx, copy.deepcopy(grad), other, right, donate=True)
         assert same(right, after if after is not left else {k: p.detach() for k, p in after.items()})
         assert repr(other) == repr(new_state)
         left, state = after, new_state
@@ -425,9 +425,9 @@ def on_shards(group):
     left, right = tx.init(plain), tx.init(whole)
     for at, grad in enumerate(grads[:4]):
         before = {k: p.to_local().data_ptr() for k, p in plain.items()}
-        plain, left = funcga.apply(tx, place(grad), left, plain, donate=at > 1)
+        plain, left = funcga.transforms.apply(tx, place(grad), left, plain, donate=at > 1)
         assert (before == {k: p.to_local().data_ptr() for k, p in plain.items()}) == (at > 1)
-        whole, right = funcga.apply(tx, grad, right, whole)
+        whole, right = funcga.transforms.apply(tx, grad, right, whole)
     return all(torch.equal(plain[k].full_tensor(), whole[k]) for k in whole)
 
 
@@ -443,7 +443,7 @@ def over_ranks(group):
         mine, state = {k: p.clone() for k, p in params.items()}, None
         state = tx.init(mine)
         for at in range(2):
-            mine, state = funcga.apply(
+            mine, state = funcga.transforms.apply(
                 tx, {k: g.clone() for k, g in grads[2 * rank + at].items()}, state, mine, donate=donate
             )
         own = parameters(params)

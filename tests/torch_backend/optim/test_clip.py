@@ -69,7 +69,7 @@ def test_the_norm_keeps_its_dtype_and_its_state_can_be_restored(dtype, tmp_path)
     is_wide = dtype in (torch.float64, torch.complex128)
     assert state.norm.dtype == (torch.float64 if is_wide else torch.float32)
     assert torch.allclose(state.norm, torch.tensor(3.0, dtype=state.norm.dtype).sqrt(), atol=0.005)
-    restored = funcga.from_state_dict(tx.init(params), funcga.to_state_dict(state))
+    restored = funcga.trees.from_state_dict(tx.init(params), funcga.trees.to_state_dict(state))
     assert torch.equal(restored.norm, state.norm)
     torch.save(state, tmp_path / "state.pt")
     assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True).norm, state.norm)
@@ -79,12 +79,12 @@ def test_a_state_that_was_saved_without_a_norm():
     params = {"w": torch.tensor([3.0, 4.0])}
     adamw = torch_backend.from_optimizer(torch.optim.AdamW)
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw), 1)
-    saved = funcga.to_state_dict(tx.update(params, tx.init(params), params)[1])
+    saved = funcga.trees.to_state_dict(tx.update(params, tx.init(params), params)[1])
     del saved[".inner[0].norm"]
     with pytest.raises(funcga.FuncgaError, match=r"\.inner\[0\]\.norm"):
-        funcga.from_state_dict(tx.init(params), saved)
+        funcga.trees.from_state_dict(tx.init(params), saved)
     initial = tx.init(params)
-    state = funcga.from_state_dict(initial, {**funcga.to_state_dict(initial), **saved})
+    state = funcga.trees.from_state_dict(initial, {**funcga.trees.to_state_dict(initial), **saved})
     assert state.inner[0].norm.isnan()
     older = state._replace(inner=((), state.inner[1]))
     for before in (state, older):
@@ -93,7 +93,7 @@ def test_a_state_that_was_saved_without_a_norm():
 
 def test_the_last_norm_stays_where_there_is_no_update():
     tx = torch_backend.clip_grad_norm(1.0)
-    tx = funcga.loss_scaled(tx, init_scale=4.0)
+    tx = funcga.transforms.loss_scaled(tx, init_scale=4.0)
     state = tx.init([torch.ones(2)])
     for grad, norm in (([12.0, 16.0], 5.0), ([torch.nan, 1.0], 5.0), ([0.0, 2.0], 1.0)):
         _, state = tx.update([torch.tensor(grad)], state)

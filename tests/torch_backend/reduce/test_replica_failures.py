@@ -543,7 +543,7 @@ def test_leaves_of_one_element_or_none():
 
 def with_moments(group):
     tx = funcga.multi_steps(
-        funcga.Transform(lambda p: (), lambda g, s, p=None: (g, s)), 2, fold=funcga.moments(), across=group
+        funcga.transforms.Transform(lambda p: (), lambda g, s, p=None: (g, s)), 2, fold=funcga.moments(), across=group
     )
     params, found = {"w": torch.zeros(3), "b": torch.zeros(())}, []
     state = tx.init(params)

@@ -325,7 +325,9 @@ def test_any_weights_on_any_rank(weights, streams):
 def counts(group, dtype):
     """Totals that no float32 holds."""
     weight = 2**40 + 1 + dist.get_rank(group)
-    fold = funcga.Fold(funcga.reducers.sum, funcga.Normalizer(lambda xp, reduced, tally: reduced + tally.weight))
+    fold = funcga.Fold(
+        funcga.reducers.sum, funcga.normalizers.Normalizer(lambda xp, reduced, tally: reduced + tally.weight)
+    )
     step = funcga.accumulate(
         lambda x: {"total": x.sum().double() * 0, "grads": torch.ones(100, dtype=dtype)},
         2,

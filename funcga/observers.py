@@ -1,14 +1,16 @@
-"""`gradient_noise`: how much the gradients of micro-batches differ, and so how large a batch is
-worth its cost.
+"""What `observe=` takes, and what it returns: noise, norms and dropped micro-batches of a window.
 
-For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the
-weighted mean of them. If each row's gradient has the mean G and the covariance Sigma, then y_i =
-b_i |g_i|^2 has the expectation tr(Sigma) + b_i |G|^2, and |g|^2 that of |G|^2 + tr(Sigma) / B. So
-two numbers can be solved for:
+`gradient_noise` says how much the gradients of micro-batches differ, and so how large a batch is
+worth its cost; `gradient_norms` and `dropped` look at each micro-batch. The classes are those of
+what they return, and `Observer` is for observers of your own.
 
-    tr(Sigma) = (sum of y_i - B |g|^2) / (n - 1)        |G|^2 = |g|^2 - tr(Sigma) / B
-
-For equal b_i this is appendix A.1 of McCandlish et al. (2018), and it is unbiased for any.
+Example:
+    >>> grad_fn = funcga.grad(lambda w, x: (w * x).mean())
+    >>> observe = {"norms": funcga.gradient_norms(), "dropped": funcga.dropped()}
+    >>> step = funcga.accumulate(grad_fn, 2, observe=observe)
+    >>> grads, observed = step(torch.tensor(1.0), torch.tensor([2.0, -4.0]))
+    >>> type(observed["norms"]) is funcga.observers.GradientNorms
+    True
 """
 
 from collections.abc import Callable
@@ -20,8 +22,20 @@ from funcga._fold import is_quantity
 from funcga._observe import Observed, Observer
 from funcga._types import Array, Namespace, Scalar, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import Fold
+from funcga.folds import Fold, concat
 from funcga.reducers import Reducer
+
+__all__ = [
+    "GradientNoise",
+    "GradientNorms",
+    "NoiseAverage",
+    "Observed",
+    "Observer",
+    "averaged",
+    "dropped",
+    "gradient_noise",
+    "gradient_norms",
+]
 
 
 class GradientNoise(NamedTuple):
@@ -107,6 +121,14 @@ def _powers(xp: Namespace, squares: Array, weight: Scalar) -> Array:
 _FOLD = Fold(Reducer(_powers, monoids.sum, kinds=("float",), over_steps=True), normalizers.identity)
 
 
+# For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the
+# weighted mean of them. If each row's gradient has the mean G and the covariance Sigma, then y_i =
+# b_i |g_i|^2 has the expectation tr(Sigma) + b_i |G|^2, and |g|^2 that of |G|^2 + tr(Sigma) / B. So
+# two numbers can be solved for:
+#
+#     tr(Sigma) = (sum of y_i - B |g|^2) / (n - 1)        |G|^2 = |g|^2 - tr(Sigma) / B
+#
+# For equal b_i this is appendix A.1 of McCandlish et al. (2018), and it is unbiased for any.
 def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     (y, yy, by, b, bb, n), mean_squared = observed.folded, observed.result
     # One micro-batch says nothing: NaN, of which everything else follows.
@@ -151,9 +173,10 @@ class NoiseAverage(NamedTuple):
     with zeros.
 
     Example:
-        >>> state = funcga.NoiseAverage(*[jnp.zeros(())] * 5)
-        >>> noise = funcga.GradientNoise(*map(jnp.asarray, (8.0, 2.0, 4.0, 1.0, 1.0, 2.0)))
-        >>> average, state = jax.jit(funcga.averaged, static_argnums=2)(noise, state, 0.9)
+        >>> from funcga.observers import GradientNoise, NoiseAverage, averaged
+        >>> state = NoiseAverage(*[jnp.zeros(())] * 5)
+        >>> noise = GradientNoise(*map(jnp.asarray, (8.0, 2.0, 4.0, 1.0, 1.0, 2.0)))
+        >>> average, state = jax.jit(averaged, static_argnums=2)(noise, state, 0.9)
         >>> round(float(average.scale), 3)
         4.0
     """
@@ -188,10 +211,11 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         FuncgaError: The noise is none, or the decay is out of its range.
 
     Example:
-        >>> noise = funcga.GradientNoise(*map(torch.tensor, (8.0, 2.0, 4.0, 1.0, 1.0, 2.0)))
+        >>> from funcga.observers import GradientNoise, averaged
+        >>> noise = GradientNoise(*map(torch.tensor, (8.0, 2.0, 4.0, 1.0, 1.0, 2.0)))
         >>> state = None
         >>> for window in range(4):
-        ...     average, state = funcga.averaged(noise, state, decay=0.9)
+        ...     average, state = funcga.observers.averaged(noise, state, decay=0.9)
         >>> average.scale
         tensor(4.)
     """
@@ -210,7 +234,7 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
     if not isinstance(noise, GradientNoise):
         raise FuncgaError(
             f"noise is of type {type(noise).__name__}. Pass what gradient_noise() observes, a "
-            "GradientNoise or a dict of them: funcga.averaged(noise, state, decay=0.99)."
+            "GradientNoise or a dict of them: funcga.observers.averaged(noise, state, decay=0.99)."
         )
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
     says = noise.trace == noise.trace  # not NaN
@@ -231,3 +255,89 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
     errors = xp.sqrt(variance) / weight, xp.sqrt(norm_variance) / weight
     noise = _with_scale(xp, trace / weight, norm_squared / weight, *errors)
     return noise, NoiseAverage(*after)
+
+
+class GradientNorms(NamedTuple):
+    """What `gradient_norms` says.
+
+    Attributes:
+        microbatches: The norm of each micro-batch's gradient, [n], in order; over replicas one
+            replica after the other. 0 for a micro-batch of weight 0, whatever its gradient, and NaN
+            for one that is dropped.
+        mean: The norm of the gradient that the step returns, before anything clips it.
+
+    Example:
+        >>> grad_fn = funcga.grad(lambda w, x: (w * x).mean())
+        >>> step = funcga.accumulate(grad_fn, 2, observe=funcga.gradient_norms())
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, -4.0]))
+        (tensor(-1.), GradientNorms(microbatches=tensor([2., 4.]), mean=tensor(1.)))
+    """
+
+    microbatches: Array
+    mean: Array
+
+
+def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observer:
+    """An observer for `observe=`: the norm of each micro-batch's gradient, and that of their mean,
+    before clipping.
+
+    All norms are in the units of what the step returns: that of one micro-batch is the norm of what
+    the step would return if all of the batch were like it. So the norm of the mean is never above
+    the largest. A loss scale is divided out.
+
+    Args:
+        groups: As in `gradient_noise`: then the observation is a dict of a `GradientNorms` for each
+            group.
+
+    Returns:
+        The Observer, whose observation is a `GradientNorms`.
+
+    Raises:
+        FuncgaError: groups is no function.
+
+    Example:
+        >>> loss_fn = lambda params, x: (params["a"] * x + params["b"]).mean()
+        >>> norms = funcga.gradient_norms(groups=lambda path: path)
+        >>> step = funcga.accumulate(funcga.grad(loss_fn), 2, observe=norms)
+        >>> params = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
+        >>> grads, norms = step(params, torch.tensor([3.0, -3.0]))
+        >>> norms["a"]
+        GradientNorms(microbatches=tensor([3., 3.]), mean=tensor(0.))
+    """
+    return Observer(concat(), _norms, groups=groups)
+
+
+def _norms(xp: Namespace, observed: Observed) -> GradientNorms:
+    # One micro-batch after the other, each with all of its groups.
+    squares = observed.folded.reshape(-1, observed.result.shape[0])
+    return GradientNorms(
+        observed.factor * xp.sqrt(squares), observed.factor * xp.sqrt(observed.result)
+    )
+
+
+def dropped() -> Observer:
+    """An observer for `observe=`: how many micro-batches of the window `drop=` has left out, on all
+    replicas.
+
+    With drop="window", that is none, or all of them. It is a 0-d integer array, on the device of
+    the gradients: nothing waits for it.
+
+    Returns:
+        The Observer, whose observation is the number.
+
+    Example:
+        >>> grad_fn = funcga.grad(lambda w, x: (w * x).mean())
+        >>> step = funcga.accumulate(grad_fn, 3, drop="microbatch", observe=funcga.dropped())
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, float("nan"), 4.0]))
+        (tensor(3.), tensor(1))
+    """
+    return Observer(concat(), _count, measure=_nothing, degree=0)
+
+
+def _nothing(xp: Namespace, leaf: Array) -> Array:
+    return xp.zeros_like(abs(leaf.reshape(-1)[:1]).sum())  # real where the leaf is complex
+
+
+def _count(xp: Namespace, observed: Observed) -> Array:
+    # What is collected of a micro-batch that is dropped is NaN.
+    return xp.isnan(observed.folded).sum()[None]

@@ -1,12 +1,4 @@
-"""Rules: what a leaf of one library is called in another, and how its axes lie there.
-
-Example:
-    >>> torch_params = {"fc.weight": np.ones((2, 3))}
-    >>> flax_params = {"fc": {"kernel": np.zeros((3, 2))}}
-    >>> filled = funcga.match(torch_params, flax_params, rules=funcga.rules.torch_to_flax)
-    >>> filled["fc"]["kernel"].shape
-    (3, 2)
-"""
+"""Rules: what a leaf of one library is called in another, and how its axes lie there."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +31,9 @@ class Rule:
             the axes are none.
 
     Example:
-        >>> rules = [funcga.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.rules.torch_to_flax]
-        >>> funcga.match({"fc1.bias": np.ones(2)}, {"Dense_0": {"bias": np.zeros(2)}}, rules=rules)
+        >>> rules = [funcga.trees.Rule(r"fc1\.(.*)", r"Dense_0.\1"), *funcga.trees.torch_to_flax]
+        >>> tree, like = {"fc1.bias": np.ones(2)}, {"Dense_0": {"bias": np.zeros(2)}}
+        >>> funcga.trees.match(tree, like, rules=rules)
         {'Dense_0': {'bias': array([1., 1.])}}
     """
 
@@ -58,7 +51,7 @@ class Rule:
             raise FuncgaError(
                 f"Rule({self.pattern!r}, {self.replacement!r}) is no regular expression with its "
                 f"replacement: {error}. "
-                rf"Write funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), for instance."
+                rf"Write funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), for instance."
             ) from error
         if not _is_axes(self.axes):
             raise FuncgaError(
@@ -78,8 +71,8 @@ def as_rules(rules: object) -> tuple[Rule, ...]:
     checked = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     if not isinstance(rules, Iterable) or not all(isinstance(rule, Rule) for rule in checked):
         raise FuncgaError(
-            f"rules={rules!r} is no list of rules. Write rules=[funcga.Rule(r'fc1\\.(.*)', "
-            "r'Dense_0.\\1'), *funcga.rules.torch_to_flax], for instance."
+            f"rules={rules!r} is no list of rules. Write rules=[funcga.trees.Rule(r'fc1\\.(.*)', "
+            "r'Dense_0.\\1'), *funcga.trees.torch_to_flax], for instance."
         )
     return checked
 

@@ -1,8 +1,10 @@
-"""Objects by `FILE.py:NAME`, as the command line names what a user has written."""
+"""What the commands share: objects by `FILE.py:NAME`, and what is installed."""
 
 import difflib
+import importlib.metadata
 import importlib.util
 import inspect
+import platform
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
+from funcga import __version__
+from funcga._backend.dispatch import load
+from funcga._tables import rich_table
 from funcga.errors import FuncgaError
 
 
@@ -29,7 +34,7 @@ def load_object(
     The file is run as Python runs a script, with its own folder first in sys.path, but not as
     `__main__`. Raises FuncgaError for whatever the file raises, and if there is no such file or
     name: then it offers the names of what can be run, or else the definition, such as `problem =
-    funcga.Problem(...)`.
+    funcga.checks.Problem(...)`.
     """
     # A colon may also stand in a path, so the name begins after ".py:".
     file, _, name = where.partition(".py:")
@@ -102,3 +107,78 @@ def blamed(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         text, where = str(error.msg), f" (line {error.lineno} of {error.filename})"
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
+
+
+# -- versions and devices, as `python -m funcga info` shows them
+
+PACKAGES = (
+    "torch",
+    "jax",
+    "jaxlib",
+    "optax",
+    "numpy",
+    "ml_dtypes",
+    "rich",
+    "matplotlib",
+    "scikit-learn",
+    "flax",
+    "equinox",
+    "transformers",
+)
+
+
+def _version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The versions of what the figures of a report depend on, by name."""
+    names = ("torch", "jax", "jaxlib", "optax", "numpy")
+    ours = {"python": platform.python_version(), "funcga": __version__}
+    return ours | {name: version for name in names if (version := _version(name))}
+
+
+def devices() -> dict[str, list[str]]:
+    """The devices of each framework that is installed, which this imports."""
+    return {name: load(name).arrays.devices() for name in ("torch", "jax") if _is_found(name)}
+
+
+def show() -> None:
+    """None; prints the versions and the devices as a table."""
+    from rich.console import Console
+
+    # The frameworks alone have devices.
+    devices_of = devices()
+    lines = [["python", platform.python_version(), platform.platform()], ["funcga", __version__]]
+    lines += [
+        [name, _version(name) or "not installed", ", ".join(devices_of.get(name, ()))]
+        for name in PACKAGES
+    ]
+    Console(highlight=False).print(rich_table(("package", "version", "devices"), lines))
+
+
+def check_installed(*modules: str) -> None:
+    """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
+    missing = [_DISTRIBUTIONS.get(module, module) for module in modules if not _is_found(module)]
+    if missing:
+        raise FuncgaError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and "
+            f"this command needs {'it' if len(missing) == 1 else 'them'}: pip install "
+            "'funcga[parity]'"
+        )
+
+
+# Where a package is not installed by the name that it is imported by.
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    # A ValueError where it is None in sys.modules, as a package that must not be imported is.
+    except (ImportError, ValueError):
+        return False

@@ -1,7 +1,16 @@
-"""Trees that are filled by path: `match`, across models and frameworks, and state dicts, from
-files.
+"""Trees matched by path: `match` and its renaming rules, state dicts, and `shares_memory`.
 
 `match` takes dotted paths, so that trees of different frameworks and containers have one spelling.
+A `Rule` says what a leaf is called in the other tree, and how its axes lie there. `torch_to_flax`
+and `flax_to_torch` are such rules for the layers of torch.nn and flax: linear, convolutional,
+normalisation and embedding layers.
+
+Example:
+    >>> torch_params = {"fc.weight": np.ones((2, 3))}
+    >>> flax_params = {"fc": {"kernel": np.zeros((3, 2))}}
+    >>> rules = funcga.trees.torch_to_flax
+    >>> funcga.trees.match(torch_params, flax_params, rules=rules)["fc"]["kernel"].shape
+    (3, 2)
 """
 
 import re
@@ -18,10 +27,29 @@ from funcga._backend.prefixes import (
     paths_and_leaves,
     paths_apart,
 )
-from funcga._trees import ExportError, converted, owner_of, side, walkers
+from funcga._trees import ExportError, converted, owner_of, shares_memory, side, walkers
+from funcga._trees.rules import (
+    AXES,
+    Pair,
+    Rule,
+    as_rules,
+    flax_to_torch,
+    pairs,
+    permuted,
+    torch_to_flax,
+)
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
-from funcga.rules import AXES, Pair, Rule, as_rules, pairs, permuted
+
+__all__ = [
+    "Rule",
+    "flax_to_torch",
+    "from_state_dict",
+    "match",
+    "shares_memory",
+    "to_state_dict",
+    "torch_to_flax",
+]
 
 
 def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
@@ -35,7 +63,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
             tensor on torch's meta device, real arrays come back. What else it holds is kept. Shapes
             are its.
         rules: What the leaves of `tree` are called in `like`, and how their axes lie there (see
-            `funcga.rules`).
+            `funcga.trees`).
 
     Returns:
         A tree like `like`.
@@ -47,7 +75,8 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     Example:
         >>> tree = {"layer.weight": torch.ones(2, 3)}
         >>> like = {"layer": {"kernel": jax.ShapeDtypeStruct((3, 2), "float32")}}
-        >>> funcga.match(tree, like, rules=funcga.rules.torch_to_flax)["layer"]["kernel"].shape
+        >>> rules = funcga.trees.torch_to_flax
+        >>> funcga.trees.match(tree, like, rules=rules)["layer"]["kernel"].shape
         (3, 2)
     """
     # Which paths there must be, which there are, and which goes to which.
@@ -90,7 +119,7 @@ def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rul
             f"the trees have different leaves: `like` has "
             f"{listed(_with_close(missing, new), 8)}, which tree lacks, and tree has "
             f"{listed(_with_close(new, missing), 8)}, which `like` lacks. Say what is called what: "
-            rf"rules=[funcga.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.rules.torch_to_flax]."
+            rf"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.trees.torch_to_flax]."
         )
     return [*matches.values()]
 
@@ -124,7 +153,7 @@ def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     # A shape that fits when it is transposed is most likely a weight of the other library.
     for axes, permute in AXES.items():
         if len(shape) > 1 and tuple(shape[axis] for axis in permute(len(shape))) == wanted:
-            rule = f"funcga.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
+            rule = f"funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
             return f"It fits with its axes permuted: put {rule} before the other rules."
     return (
         "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule whose axes= "
@@ -249,7 +278,7 @@ def to_state_dict(tree: Tree) -> dict[str, Array]:
 
     Example:
         >>> state = optax.adam(1e-3).init({"w": jnp.ones(2)})
-        >>> np.savez("state.npz", **funcga.to_numpy(funcga.to_state_dict(state)))
+        >>> np.savez("state.npz", **funcga.to_numpy(funcga.trees.to_state_dict(state)))
     """
     backend = backend_of([tree], lambda: ["tree"])
     leaves = zip(leaf_paths(tree, backend.trees), backend.trees.flatten(tree)[0], strict=True)
@@ -273,13 +302,13 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
 
     Example:
         >>> tx = optax.adam(1e-3)
-        >>> saved = funcga.to_state_dict(tx.init({"w": jnp.ones(2)}))
-        >>> state = funcga.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
+        >>> saved = funcga.trees.to_state_dict(tx.init({"w": jnp.ones(2)}))
+        >>> state = funcga.trees.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
     if not isinstance(state_dict, Mapping):
         raise FuncgaError(
             f"state_dict is of type {type(state_dict).__name__}; it is a dict of path to array, as "
-            f"funcga.to_state_dict(state) returns it."
+            f"funcga.trees.to_state_dict(state) returns it."
         )
     # None has a path, too, but is in no state dict.
     backend = backend_of([like], lambda: ["like"])

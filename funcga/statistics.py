@@ -3,6 +3,15 @@ running ones after it.
 
 Statistics are nested dicts in which each layer is {"mean": array, "var": array}, as flax's
 `batch_stats` are.
+
+Example:
+    >>> moments = lambda x: {"mean": x.mean(0), "var": x.var(0)}
+    >>> batch = lambda x: funcga.statistics.batch_moments(moments(x), len(x))
+    >>> x = jnp.arange(8.0).reshape(4, 2)
+    >>> pooled = funcga.accumulate(batch, 2, in_axes=0, fold=funcga.pooled())(x)
+    >>> old, options = {"mean": jnp.zeros(2), "var": jnp.ones(2)}, {"share": 0.5, "unbiased": False}
+    >>> funcga.statistics.running_statistics(old, pooled, **options)["mean"]
+    Array([1.5, 2. ], dtype=float32)
 """
 
 import numbers
@@ -16,6 +25,8 @@ from funcga._fold import is_quantity
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
+
+__all__ = ["batch_moments", "running_statistics"]
 
 
 def batch_moments(statistics: Tree, count: Scalar) -> Tree:
@@ -38,7 +49,8 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
-        >>> funcga.batch_moments({"mean": x.mean(0), "var": x.var(0, correction=0)}, len(x))
+        >>> statistics = {"mean": x.mean(0), "var": x.var(0, correction=0)}
+        >>> funcga.statistics.batch_moments(statistics, len(x))
         tensor([[2.],
                 [2.],
                 [1.]])
@@ -84,9 +96,10 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
         FuncgaError: The share is out of its range, or the trees do not match.
 
     Example:
+        >>> from funcga.statistics import running_statistics
         >>> old = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
-        >>> new = funcga.Pooled(jnp.full(2, 8.0), jnp.ones(2), jnp.ones(2))
-        >>> funcga.running_statistics(old, new, share=0.01, unbiased=False)["mean"]  # as in flax
+        >>> new = funcga.normalizers.Pooled(jnp.full(2, 8.0), jnp.ones(2), jnp.ones(2))
+        >>> running_statistics(old, new, share=0.01, unbiased=False)["mean"]  # as in flax
         Array([0.01, 0.01], dtype=float32)
     """
     arrays = backend_of([statistics, pooled], lambda: ["statistics", "pooled"]).arrays
@@ -97,7 +110,7 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
             raise FuncgaError(
                 f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
                 f"{described(new, arrays)}. Give a Pooled of that shape: what fold=funcga.pooled() "
-                "makes of funcga.batch_moments(...)."
+                "makes of funcga.statistics.batch_moments(...)."
             )
         return dict(
             zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True)

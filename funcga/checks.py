@@ -1,0 +1,35 @@
+"""What checks take and return.
+
+`funcga.compare` returns a `Report`, `funcga.verify` a `Verdict` and `funcga.plan` a `Plan`; `python
+-m funcga parity` takes a `Problem`.
+
+Example:
+    >>> report: funcga.checks.Report = funcga.compare({"w": torch.ones(2)}, {"w": torch.ones(2)})
+    >>> report.ok
+    True
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# Each tool loads when it is used, and can be taken away.
+if TYPE_CHECKING:
+    from funcga._compare.report import Report
+    from funcga._parity import Problem
+    from funcga._plan import Plan
+    from funcga._verify import Verdict
+else:
+    _LATER = {
+        "Plan": "funcga._plan",
+        "Problem": "funcga._parity",
+        "Report": "funcga._compare.report",
+        "Verdict": "funcga._verify",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module 'funcga.checks' has no attribute {name!r}")
+        return vars(import_module(_LATER[name]))[name]
+
+
+__all__ = ["Plan", "Problem", "Report", "Verdict"]
