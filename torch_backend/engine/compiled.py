@@ -76,10 +76,6 @@ class MicroStep:
             torch._dynamo.mark_static_address(total)
         return totals
 
-    def give_back(self, totals: list[torch.Tensor]) -> None:
-        """Keeps sums for a later window."""
-        self.static_sums.append(totals)
-
 
 def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
     """`micro_step(sums, params, inside, buffers, argnums, args, kwargs, factor, selects)`, which
@@ -331,7 +327,7 @@ class CompiledSums:
     def copies(self) -> list[torch.Tensor]:
         """The sums that last, in memory that no later window writes to."""
         copies = [total.clone() for total in self.totals]
-        self.step.give_back(self.totals)
+        self.step.static_sums.append(self.totals)
         return copies
 
 

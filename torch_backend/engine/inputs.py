@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,7 @@ class Inputs:
     def _name(self, index: int) -> str:
         raise NotImplementedError
 
+    @cached_property
     def surroundings(self) -> Surroundings:
         """What functions of the loss may write to in backward passes of their own."""
         paths = lambda: [

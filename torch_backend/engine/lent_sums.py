@@ -11,7 +11,7 @@ and frees it at once.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -254,8 +254,10 @@ class LentSums:
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole
         # there.
-        handles = [
-            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting))
+        handles: list[RemovableHandle] = [
+            self.leaves[leaf_index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._take, leaf_index, weight, waiting)
+            )
             for leaf_index in waiting
         ]
         try:
@@ -333,11 +335,6 @@ class LentSums:
                     "instance, and what was accumulated in it. Leave that line out: gradients are "
                     "returned, not kept in the module."
                 )
-
-
-def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    return handle
 
 
 def is_alone(gradient: torch.Tensor) -> bool:

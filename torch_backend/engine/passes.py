@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.foreign_leaves import Surroundings, gradients_aside, python_functions
+from torch_backend.engine.foreign_leaves import gradients_aside, python_functions
 from torch_backend.engine.inputs import Inputs, Leaves, tensors_of
 from torch_backend.gradients import is_constant, switched_off
 from torch_backend.modules.functional import call_log, recomputing
@@ -163,7 +162,7 @@ class Pass:
         inputs leads to a leaf, and some functions refuse a restricted pass. So the whole pass is
         run, as a hand-written loop would run it. `foreign`: the other leaves of the loss's graph.
         """
-        around = self.surroundings
+        around = self.inputs.surroundings
         by_id = {id(leaf): leaf for leaf in (*foreign, *around.leaves)}
         for leaf in inputs:
             by_id.pop(id(leaf), None)
@@ -176,11 +175,6 @@ class Pass:
                 leaf for key, leaf in by_id.items() if leaf.grad is not None and key not in in_graph
             ]
         around.check(written)
-
-    @cached_property
-    def surroundings(self) -> Surroundings:
-        """What functions of the loss may write to in backward passes of their own."""
-        return self.inputs.surroundings()
 
 
 class Arrivals:
