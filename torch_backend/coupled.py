@@ -30,16 +30,21 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.inputs import DifferentiatedArguments, OwnParameters, detached
+from torch_backend.engine.inputs import (
+    DifferentiatedArguments,
+    OwnParameters,
+    detached,
+    with_a_blank_row,
+)
 from torch_backend.engine.window import Engine
-from torch_backend.loop import Calls, accumulate, cut, folded, untraced, window_of, with_totals
+from torch_backend.loop import Calls, accumulate, cut, run_window, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
-from torch_backend.modules.layers import Walk, called
+from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import LossOfModule, ModuleGradient
-from torch_backend.wrapped.window import WrappedGradient, with_a_blank_row
+from torch_backend.wrapped.window import WrappedGradient
 
 Args = tuple[Tree, ...]
 Kwargs = dict[str, Tree]
@@ -109,7 +114,7 @@ class _Parameters:
             return wraps(self.summary_fn, updated=())(of_arguments)
 
         def of_module(module: nn.Module, *batch: Tree, **kwargs: Tree) -> Tree:
-            summarise = partial(called, source.loss_fn, module)
+            summarise = partial(call_loss, source.loss_fn, module)
             if self.own is not None:
                 return loss(summarise, batch, kwargs)
             without_params = lambda _, *batch, **kwargs: summarise(*batch, **kwargs)
@@ -206,7 +211,7 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             ):
                 return parameters.in_one_graph(args, kwargs)
             microbatches = ((arguments, *each) for each in cuts)
-            summaries = folded(
+            summaries = run_window(
                 first.program, first, microbatches, lambda: arguments, kwargs, devices
             )
         if not is_wrapped:
@@ -222,7 +227,7 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             return replace(arguments, parts=(*arguments.parts, loss))
 
         microbatches = ((numbered(number), *each) for number, each in enumerate(cuts))
-        _, grads = folded(second, window, microbatches, lambda: numbered(None), kwargs, devices)
+        _, grads = run_window(second, window, microbatches, lambda: numbered(None), kwargs, devices)
         # The loss is the same on every replica, and so is its own gradient.
         leaves, structure = trees.flatten([*grads] if parameters.own is None else [grads])
         leaves = [
@@ -245,7 +250,7 @@ class _FirstPass(Calls):
         backend, own = parameters.backend, parameters.own
         across = parameters.owner.merged_over(parameters.job.program.across)
         summarise = (
-            parameters.summary_fn if own is None else partial(called, own.loss_fn, own.module)
+            parameters.summary_fn if own is None else partial(call_loss, own.loss_fn, own.module)
         )
         program = parameters.job.first(backend, grad_fn=summarise, across=across)
         super().__init__(

@@ -25,7 +25,7 @@ from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine import Window, ordered
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.compiled import CompiledSteps, MicroStep, micro_step_of, of_compiled_loss
+from torch_backend.engine.compiled import compiled_steps_of, of_compiled_loss
 from torch_backend.engine.dropping import (
     DroppingBuffers,
     buffers_of,
@@ -33,8 +33,8 @@ from torch_backend.engine.dropping import (
     put_back,
     statistics_of,
 )
-from torch_backend.engine.inputs import DifferentiatedArguments, detached
-from torch_backend.engine.layout import Kept, Layout
+from torch_backend.engine.inputs import DifferentiatedArguments, detached, with_a_blank_row
+from torch_backend.engine.layout import Layout, StepCache
 from torch_backend.engine.passes import Pass
 from torch_backend.engine.window import Engine
 from torch_backend.modules import trainable
@@ -43,7 +43,6 @@ from torch_backend.randomness import devices_of, generator_states, put_generator
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.replicas import Listener
 from torch_backend.wrapped.gradient import ModuleGradient, calling
-from torch_backend.wrapped.window import with_a_blank_row
 
 
 def window_of(program: Program, backend: Backend) -> Window:
@@ -63,41 +62,24 @@ def window_of(program: Program, backend: Backend) -> Window:
         gradient: GradientFunction | None = grad_fn
     else:
         gradient = of_compiled_loss(grad_fn) if runs_autograd else None
-    if gradient is None or not runs_autograd or program.dropping is not None:
-        return _calls_of(program, gradient, backend, reductions, runs_autograd)
-    kept = program.memory.keep(Kept)
-    inputs = DifferentiatedArguments(gradient, backend, kept.indices_of)
-    # Without torch._dynamo nothing is compiled.
-    step = _micro_step_of(program, gradient) if "torch._dynamo" in sys.modules else None
-    if step is not None:
-        # A compiled micro-step visits the module by itself, so that no visit lasts for the window.
-        return Engine(program, Pass(inputs), kept, shortcut=CompiledSteps(step, program))
-    is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
-    return Engine(program, Pass(inputs, is_uninterrupted), kept, next(iter(reductions), None))
-
-
-def _micro_step_of(program: Program, gradient: GradientFunction) -> MicroStep | None:
-    """The compiled micro-step of a loss, which adds gradients that nobody else sees."""
-    is_seen = program.across is not None or program.observers is not None
-    return None if is_seen else micro_step_of(gradient)
-
-
-def _calls_of(
-    program: Program,
-    gradient: GradientFunction | None,
-    backend: Backend,
-    reductions: list[Reduction],
-    runs_autograd: bool,
-) -> Window:
-    """The window that calls grad_fn for each micro-batch; `gradient`, if funcga made it."""
     if gradient is None:
-        return Calls(program, program.grad_fn, reductions)
+        return Calls(program, grad_fn, reductions)
     if not runs_autograd:
         return Calls(program, gradient.bound(backend), reductions, gradient)
-    # Autograd cannot take back what it has added, so each gradient is computed alone, and looked at
-    # first.
-    alone = partial(value_alone, gradient, backend)
-    return Calls(program, alone, reductions, gradient, records=True)
+    if program.dropping is not None:
+        # Autograd cannot take back what it has added, so each gradient is computed alone, and
+        # looked at first.
+        alone = partial(value_alone, gradient, backend)
+        return Calls(program, alone, reductions, gradient, records=True)
+    cache = program.memory.keep(StepCache)
+    inputs = DifferentiatedArguments(gradient, backend, cache.indices_of)
+    # Without torch._dynamo nothing is compiled.
+    steps = compiled_steps_of(program, gradient) if "torch._dynamo" in sys.modules else None
+    if steps is not None:
+        # A compiled micro-step visits the module by itself, so that no visit lasts for the window.
+        return Engine(program, Pass(inputs), cache, shortcut=steps)
+    is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
+    return Engine(program, Pass(inputs, is_uninterrupted), cache, next(iter(reductions), None))
 
 
 def _window_of_module(program: Program, gradient: ModuleGradient, backend: Backend) -> Window:
@@ -160,12 +142,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 # Views take no memory. Between two backward passes, where nothing of this is in the
                 # caches, each would take three times as long.
                 views = iter([arguments.cut(start, count, []) for start, count in cuts])
-            return folded(program, window, microbatches, lambda: arguments, kwargs, devices, views)
+            return run_window(
+                program, window, microbatches, lambda: arguments, kwargs, devices, views
+            )
 
     # Without torch._dynamo nothing is compiled, and there is nothing to look at.
-    if "torch._dynamo" in sys.modules and (program.across is not None or runs_as_it_is(program)):
-        return untraced(fold)
-    return fold
+    return untraced(fold) if "torch._dynamo" in sys.modules and is_untraced(program) else fold
 
 
 class LastCut:
@@ -244,13 +226,15 @@ def cut(
     return starts(groups(rows, n, size)) if rows else (), devices
 
 
-def runs_as_it_is(program: Program) -> bool:
-    """Whether torch.compile runs this call as it is, and would compile functions of the engine's
-    one by one.
+def is_untraced(program: Program) -> bool:
+    """Whether torch.compile must not trace this call: where replicas merge; and where it runs the
+    call as it is, and would compile functions of the engine's one by one.
 
     So it does with every later step once it has failed to trace one: it remembers the code, not the
     function.
     """
+    if program.across is not None:
+        return True
     is_own = isinstance(program.grad_fn, GradientFunction)
     return is_own and not torch.compiler.is_compiling() and callable(_private.compiling())
 
@@ -309,12 +293,10 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             )
             without = lambda: program.read((*leading, *[None] * (count - len(leading))), backend)
             microbatches = _read(program, window, leading, items, backend)
-            return folded(program, window, microbatches, without, kwargs)
+            return run_window(program, window, microbatches, without, kwargs)
 
     # Without torch._dynamo nothing is compiled, and there is nothing to look at.
-    if "torch._dynamo" in sys.modules and (program.across is not None or runs_as_it_is(program)):
-        return untraced(fold)
-    return fold
+    return untraced(fold) if "torch._dynamo" in sys.modules and is_untraced(program) else fold
 
 
 def _read(
@@ -401,7 +383,7 @@ def untraced(
     return untraced
 
 
-def folded(
+def run_window(
     program: Program,
     window: Window,
     microbatches: Iterator[Microbatch],

@@ -238,7 +238,7 @@ class Channel:
         # A second communicator of NCCL would take some 100 MB of each device.
         return self.group if device.type == "cpu" else group
 
-    def settle(self) -> None:
+    def send_owed(self) -> None:
         """Sends what is owed to the others, before anything new."""
         while self.owed:
             self.owed.pop(0)()
@@ -271,7 +271,7 @@ class Channel:
         """
         return bool(mark != 0)
 
-    def gathered(self, mine: object) -> list[Any]:
+    def all_gather(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
         # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
         # padded to the longest.
@@ -282,7 +282,7 @@ class Channel:
         rows = self._all_gather(padded)()
         return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
-    def told_by(self, source: int, mine: object) -> Any:
+    def broadcast_from(self, source: int, mine: object) -> Any:
         """What one replica says: any object that can be pickled."""
         with explained():
             data = _pickled(mine)
@@ -378,7 +378,7 @@ def check_replicas(params: Tree, across: Any) -> None:
     replicas = replicas_of(across)
     # Messages that an earlier window still owes come first, or replicas would read them as this
     # one's.
-    replicas.channel.settle()
+    replicas.channel.send_owed()
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
     # Of an array a hash travels, however large it is; it is compared among the ranks that have the
     # leaf.
@@ -390,7 +390,7 @@ def check_replicas(params: Tree, across: Any) -> None:
             leaves.items(), _ranks_of_leaves(params, replicas), strict=True
         )
     }
-    said = replicas.channel.gathered(mine)
+    said = replicas.channel.all_gather(mine)
     check_alike(
         [{path: kind for path, (kind, *_) in each.items()} for each in said],
         "have different parameters",

@@ -195,11 +195,11 @@ class _Echo(Channel):
         """The numbers of all."""
         return lambda: [mine] * self.count
 
-    def gathered(self, mine: object) -> list[Any]:
+    def all_gather(self, mine: object) -> list[Any]:
         """What each replica says."""
         return [mine] * self.count
 
-    def told_by(self, source: int, mine: object) -> object:
+    def broadcast_from(self, source: int, mine: object) -> object:
         """What one replica says."""
         return mine
 

@@ -18,6 +18,7 @@ from funcga._backend import Backend
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from torch_backend import _private, trees
+from torch_backend.engine.foreign_leaves import reach
 from torch_backend.engine.inputs import (
     DifferentiatedArguments,
     Inputs,
@@ -26,7 +27,6 @@ from torch_backend.engine.inputs import (
     unsplit,
 )
 from torch_backend.engine.lent_sums import are_alone
-from torch_backend.engine.others import reach
 from torch_backend.engine.passes import Pass, check_no_grads
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
@@ -102,7 +102,7 @@ class Alone:
             raise inputs.unreached()
         inputs.check_unchanged()
         each, ids = iter(gradients), {*map(id, leaves)}
-        grads = [_like(argument, each) for argument in inputs.leaves.values()]
+        grads = [_tree_of(argument, each) for argument in inputs.leaves.values()]
         gradient = inputs.gradient
         aux = self._aux(aux, ids) if gradient.has_aux else None
         return gradient.compose(loss if self.leads_elsewhere else loss.detach(), aux, grads)
@@ -112,22 +112,22 @@ class Alone:
     ) -> list[torch.Tensor]:
         """The gradients of the leaves, by a backward pass."""
         if not (loss.requires_grad and leaves):
-            return _taken(leaves)
-        others: list[torch.Tensor] = []
+            return _own_grads(leaves)
+        foreign: list[torch.Tensor] = []
         custom = False
         if self.keeps_graphs or self.passes.has_functions:
-            others, custom = reach(loss, {*map(id, leaves)})
-        self.leads_elsewhere = self.keeps_graphs and _foreign(others)
+            foreign, custom = reach(loss, {*map(id, leaves)})
+        self.leads_elsewhere = self.keeps_graphs and _foreign(foreign)
         if self.leads_elsewhere:
             if custom:  # it may run a backward pass of its own, of which nothing would be recorded
                 raise _NotByAutogradError
             with _refused_recomputing():
                 return recorded_gradients(loss, leaves)
         if custom:
-            self.passes.run_by_hand(loss, 1.0, leaves, others)
+            self.passes.run_by_hand(loss, 1.0, leaves, foreign)
         else:
             self.passes.run(loss, 1.0, leaves)
-        return _taken(leaves)
+        return _own_grads(leaves)
 
     def _aux(self, aux: Tree, ids: set[int]) -> Tree:
         """The aux, whose tensors have a graph only where it leads to somebody else's tensor."""
@@ -174,7 +174,7 @@ def _foreign(leaves: list[torch.Tensor]) -> bool:
     return not all(hasattr(leaf, "_stands_in") for leaf in leaves)
 
 
-def _taken(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def _own_grads(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """The gradients that are left in the leaves, in memory of their own; zeros where there is
     none.
     """
@@ -195,7 +195,7 @@ def _taken(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return gradients
 
 
-def _like(argument: Leaves, gradients: Iterator[torch.Tensor]) -> Tree:
+def _tree_of(argument: Leaves, gradients: Iterator[torch.Tensor]) -> Tree:
     """The tree of an argument with the next gradients in the place of its leaves; None stays
     None.
     """

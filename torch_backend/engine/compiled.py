@@ -8,10 +8,9 @@ graph computes the loss and its gradients, and adds these to accumulators that a
 place. The accumulators are zeros at first, and no gradient becomes one. The weight of a micro-batch
 is an input, too, so one graph serves for every micro-batch of a shape, whatever n.
 
-It is taken where nothing else has to see a gradient: all folds of gradients are sums of one kind,
-no parameter has a hook, nothing is observed or threaded, there is no process group, no autocast, no
-saved-tensor hook, and the loss has neither aux nor a scale. If torch.compile refuses the micro-step
-as a whole, the loss is compiled alone, as it was given, and autograd adds its gradients.
+It is taken where nothing else has to see a gradient: `against_in_step` and `against_in_window` say
+what would, and `sums_kind_of` what the sums have to be. If torch.compile refuses the micro-step as
+a whole, the loss is compiled alone, as it was given, and autograd adds its gradients.
 """
 
 import itertools
@@ -52,9 +51,9 @@ class MicroStep:
         self.is_refused = False  # whether torch.compile has refused it once
         self.replays = compiled.replays
         self.run = compiled.compile_whole(_body(compiled.function))
-        self.lasting: list[list[torch.Tensor]] = []
+        self.static_sums: list[list[torch.Tensor]] = []
 
-    def taken(
+    def static_zeros(
         self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
     ) -> list[torch.Tensor]:
         """Zeros like the leaves, where those of an earlier window were: a CUDA graph writes to
@@ -64,22 +63,18 @@ class MicroStep:
             (leaf.shape, leaf.stride(), leaf.device, dtype)
             for leaf, dtype in zip(leaves, dtypes, strict=True)
         ]
-        for index, totals in enumerate(self.lasting):
+        for index, totals in enumerate(self.static_sums):
             if likes == [
                 (total.shape, total.stride(), total.device, total.dtype) for total in totals
             ]:
                 # Another thread finds others, so that no two windows have the same.
-                del self.lasting[index]
+                del self.static_sums[index]
                 torch._foreach_zero_(totals)
                 return totals
         totals = zeros(leaves, dtypes)
         for total in totals:
             torch._dynamo.mark_static_address(total)
         return totals
-
-    def give_back(self, totals: list[torch.Tensor]) -> None:
-        """Keeps sums for a later window."""
-        self.lasting.append(totals)
 
 
 def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
@@ -134,20 +129,22 @@ def _body(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
 _MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep | None] = WeakKeyDictionary()
 
 
-def micro_step_of(gradient: GradientFunction) -> MicroStep | None:
-    """The MicroStep of a gradient function whose loss is compiled; None for any other."""
+def compiled_steps_of(program: Program, gradient: GradientFunction) -> "CompiledSteps | None":
+    """What folds the micro-batches of a program whose loss is compiled; None where autograd has
+    to.
+    """
     loss_fn = gradient.loss_fn
-    if isinstance(loss_fn, PureLoss):
-        if loss_fn.buffers or loss_fn.statistics:
-            return None
-        loss_fn = loss_fn.loss_fn
-    if gradient.has_aux or gradient.scaled or not isinstance(loss_fn, types.FunctionType):
+    loss_fn = loss_fn.loss_fn if isinstance(loss_fn, PureLoss) else loss_fn
+    if not isinstance(loss_fn, types.FunctionType):
         return None
     # One for all steps, so that another n compiles nothing anew.
     if loss_fn not in _MICRO_STEPS:
         compiled = _private.compiled_of(loss_fn)
         _MICRO_STEPS[loss_fn] = None if compiled is None else MicroStep(compiled)
-    return _MICRO_STEPS[loss_fn]
+    step = _MICRO_STEPS[loss_fn]
+    if step is None or any(against_in_step(program, gradient).values()):
+        return None
+    return CompiledSteps(step, program)
 
 
 _GRADIENTS: WeakKeyDictionary[GradFn, GradientFunction | None] = WeakKeyDictionary()
@@ -179,18 +176,18 @@ def _compiled_likewise(loss_fn: LossFn, compile: Callable[[LossFn], LossFn]) -> 
     return compile(loss_fn)
 
 
-class Kind(NamedTuple):
+class SumsKind(NamedTuple):
     """What the sums of a window are like: the dtype of each, and whether they are weighted."""
 
     dtypes: list[torch.dtype]
     weighted: bool
 
 
-def kind_of(
+def sums_kind_of(
     fold: Any, gradient: GradientFunction, arguments: Sequence[Leaves], backend: Backend
-) -> Kind | None:
-    """The Kind of the sums of gradients by these arguments; None if they are no sums, or sums of
-    two kinds.
+) -> SumsKind | None:
+    """The SumsKind of gradients by these arguments; None if they are no sums, or sums of two
+    kinds.
     """
     if not all(_is_plain(leaf) for argument in arguments for leaf in argument.leaves):
         return None
@@ -210,7 +207,7 @@ def kind_of(
         [leaf_fold.accumulator_dtype for leaf_fold in folds],
     )
     is_one_sum = kinds in ({"weighted"}, {"plain"}) and {*dtypes} <= {*_FLOATS}
-    return Kind(dtypes, kinds == {"weighted"}) if is_one_sum else None
+    return SumsKind(dtypes, kinds == {"weighted"}) if is_one_sum else None
 
 
 def _is_plain(leaf: torch.Tensor | None) -> bool:
@@ -220,18 +217,6 @@ def _is_plain(leaf: torch.Tensor | None) -> bool:
         and type(leaf) in (torch.Tensor, nn.Parameter)
         and leaf.layout is torch.strided
         and leaf.dtype in _FLOATS
-    )
-
-
-def is_watched() -> bool:
-    """Whether something around the step is to see what autograd does, or casts what the loss
-    computes.
-    """
-    return (
-        _private.is_any_autocast_enabled()
-        or _private.saves_by_hooks()
-        or _private.dispatch_modes() > 0
-        or torch.is_anomaly_enabled()
     )
 
 
@@ -245,26 +230,19 @@ class CompiledSums:
     def __init__(
         self,
         step: MicroStep,
-        kind: Kind,
+        kind: SumsKind,
         leaves_of: Mapping[int, Leaves],
-        loss_fn: LossFn,
         visit: Visit | None,
         weighs: bool,
     ):
-        self.step, self.kind, self.argnums, self.visit, self.weighs = (
-            step,
-            kind,
-            (*leaves_of,),
-            visit,
-            weighs,
-        )
-        self.inside = (
-            loss_fn.calling if isinstance(loss_fn, PureLoss) and visit is not None else None
-        )
+        self.step, self.kind, self.argnums = step, kind, (*leaves_of,)
+        self.visit, self.weighs = visit, weighs
+        loss = None if visit is None else visit.loss
+        self.inside = loss.calling if isinstance(loss, PureLoss) else None
         self.buffers: Mapping[str, torch.Tensor] = {}
         if visit is not None and visit.with_buffers:
             self.buffers = dict(visit.loss.module.named_buffers())
-        # None of them is None, as `kind_of` has seen.
+        # None of them is None, as `sums_kind_of` has seen.
         leaves = [
             leaf.detach()
             for argument in leaves_of.values()
@@ -278,13 +256,15 @@ class CompiledSums:
                 for argument in leaves_of.values()
             ]
         )
-        self.lasts = step.replays and _is_on_cuda(leaves)
-        if self.lasts:
+        self.is_static = step.replays and _is_on_cuda(leaves)
+        if self.is_static:
             _keep_where_they_are(
                 leaves,
                 [original for argument in leaves_of.values() for original in argument.originals],
             )
-        self.totals = step.taken(leaves, kind.dtypes) if self.lasts else zeros(leaves, kind.dtypes)
+        self.totals = (
+            step.static_zeros(leaves, kind.dtypes) if self.is_static else zeros(leaves, kind.dtypes)
+        )
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
     def add(
@@ -344,10 +324,10 @@ class CompiledSums:
         """Whether nothing but zeros has been added."""
         return not any(bool(total.any()) for total in self.totals)
 
-    def released(self) -> list[torch.Tensor]:
+    def copies(self) -> list[torch.Tensor]:
         """The sums that last, in memory that no later window writes to."""
         copies = [total.clone() for total in self.totals]
-        self.step.give_back(self.totals)
+        self.step.static_sums.append(self.totals)
         return copies
 
 
@@ -373,11 +353,11 @@ def _is_on_cuda(leaves: Sequence[torch.Tensor]) -> bool:
 
 
 @dataclass(eq=False)
-class _LastKind:
+class _LastSumsKind:
     """What the sums of the last window were like, for leaves of a `key`."""
 
     key: object = None
-    kind: Kind | None = None
+    kind: SumsKind | None = None
 
 
 class _CompiledBuffers(Buffers):
@@ -394,9 +374,39 @@ class _CompiledBuffers(Buffers):
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, out of the reach of a next window, for which sums may stay."""
-        if self.sums.lasts:
-            self._hold(self.sums.released())
+        if self.sums.is_static:
+            self._hold(self.sums.copies())
         return super().result(state)
+
+
+# --- where autograd adds the gradients of a compiled loss after all: why, and whether it is so
+
+
+def against_in_step(program: Program, gradient: GradientFunction) -> dict[str, object]:
+    """What stands against compiled micro-steps in all windows of a step."""
+    loss = gradient.loss_fn
+    returns_state = isinstance(loss, PureLoss) and (loss.buffers or loss.statistics)
+    return {
+        "replicas merge the sums": program.across is not None,
+        "observers measure each gradient": program.observers is not None,
+        "the loss has aux": gradient.has_aux,
+        "the loss is scaled": gradient.scaled,
+        "the loss returns buffers or statistics": returns_state,
+    }
+
+
+def against_in_window(engine: Engine, arguments: Arguments) -> dict[str, object]:
+    """What stands against compiled micro-steps in a window."""
+    return {
+        "a hook on a parameter is to see each gradient": engine.inputs.hooked,
+        "leaves are made for each micro-batch": not engine.inputs.are_whole,
+        "the loss may call collectives": engine.listener is not None,
+        "state is threaded": arguments.state,
+        "autocast casts what the loss computes": _private.is_any_autocast_enabled(),
+        "hooks see the tensors that autograd saves": _private.saves_by_hooks(),
+        "a mode sees each operator": _private.dispatch_modes(),
+        "anomalies are detected": torch.is_anomaly_enabled(),
+    }
 
 
 class CompiledSteps:
@@ -406,7 +416,6 @@ class CompiledSteps:
 
     def __init__(self, step: MicroStep, program: Program):
         self.step, self.program = step, program
-        self.has_begun = False
         self.sums: CompiledSums | None = None  # None where autograd adds the gradients
 
     def buffers_of(self, layout: Layout) -> Buffers:
@@ -422,8 +431,7 @@ class CompiledSteps:
         weight: Scalar,
     ) -> bool:
         """Folds one micro-batch in by a compiled micro-step; False if autograd has to."""
-        if not self.has_begun:
-            self.has_begun = True
+        if self.sums is None and engine.sums is None:
             self._begin(engine, arguments)
         sums, gradient, share, unit = self.sums, engine.inputs.gradient, None, 1.0
         if sums is None:
@@ -455,9 +463,7 @@ class CompiledSteps:
         in computing them.
         """
         inputs = engine.inputs
-        if self.step.is_refused or inputs.hooked or not inputs.are_whole:
-            return
-        if engine.listener is not None or arguments.state or is_watched():
+        if self.step.is_refused or any(against_in_window(engine, arguments).values()):
             return
         visit = inputs.visit if isinstance(inputs.visit, Visit) else None
         if visit is not None:
@@ -465,12 +471,11 @@ class CompiledSteps:
             visit.give_back()
         kind, weighs = self._kind(inputs), self.program.weight is not None
         if kind is not None:
-            loss_fn = inputs.gradient.loss_fn
-            self.sums = CompiledSums(self.step, kind, inputs.leaves, loss_fn, visit, weighs)
+            self.sums = CompiledSums(self.step, kind, inputs.leaves, visit, weighs)
 
-    def _kind(self, inputs: Inputs) -> Kind | None:
+    def _kind(self, inputs: Inputs) -> SumsKind | None:
         """What the sums of this window are like."""
-        last, leaves_of = self.program.memory.keep(_LastKind), [*inputs.leaves.values()]
+        last, leaves_of = self.program.memory.keep(_LastSumsKind), [*inputs.leaves.values()]
         key = [
             (
                 argument.structure,
@@ -480,7 +485,7 @@ class CompiledSteps:
         ]
         if last.key != key:
             last.key = key
-            last.kind = kind_of(self.program.fold, inputs.gradient, leaves_of, inputs.backend)
+            last.kind = sums_kind_of(self.program.fold, inputs.gradient, leaves_of, inputs.backend)
         return last.kind
 
     def _leave_to_autograd(self, engine: Engine) -> None:

@@ -12,8 +12,8 @@ themselves, whose `.grad`s are put aside meanwhile.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +21,17 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import Argument, Arguments, argument_names
+from funcga._call.arguments import CARRY, Argument, Arguments, argument_names
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Structure, Tree
+from funcga._types import Array, GradFn, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor
-from torch_backend.engine.others import GradsWatch, Surroundings, left_alone
+from torch_backend.engine.foreign_leaves import GradsWatch, Surroundings, gradients_aside
 from torch_backend.gradients import put_hooks
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_no_params, check_unfrozen
-from torch_backend.modules.layers import Walk, called
+from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.modules.visits import IN_USE
 
 # A context that the loss is called in, which gives the function to call.
@@ -95,6 +95,7 @@ class Inputs:
     def _name(self, index: int) -> str:
         raise NotImplementedError
 
+    @cached_property
     def surroundings(self) -> Surroundings:
         """What functions of the loss may write to in backward passes of their own."""
         paths = lambda: [
@@ -290,8 +291,8 @@ class OwnParameters(Inputs):
         self.tensors = [*params.values()]
         if not are_plain(leaves):
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, OWN))
-        stack.enter_context(left_alone(params.values()))
-        self.visit = nullcontext(partial(called, self.gradient.loss_fn, self.module))
+        stack.enter_context(gradients_aside(params.values()))
+        self.visit = nullcontext(partial(call_loss, self.gradient.loss_fn, self.module))
 
     def _name(self, index: int) -> str:
         return "parameters"
@@ -309,6 +310,27 @@ class OwnParameters(Inputs):
 def unsplit(args: tuple[Tree, ...], gradient: GradFn, backend: Backend) -> Arguments:
     """The arguments as a single micro-batch, of which nothing is split."""
     return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), gradient, backend)
+
+
+def with_a_blank_row(arguments: Arguments) -> Arguments:
+    """The arguments of an empty batch, with one row of zeros in it."""
+
+    def blank(leaf: Array, axis: object) -> Array:
+        if leaf is None or axis is None or axis is CARRY:
+            return leaf
+        shape = [*leaf.shape]
+        shape[axis] = 1  # type: ignore[call-overload]
+        return leaf.new_zeros(shape)
+
+    parts = [
+        part._replace(
+            leaves=[blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
+        )
+        if part.axes
+        else part
+        for part in arguments.parts
+    ]
+    return replace(arguments, parts=tuple(parts))
 
 
 def tensors_of(leaves: Mapping[int, Leaves]) -> list[torch.Tensor]:

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from funcga._call import Program
+from funcga._call.arguments import Arguments
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
@@ -54,7 +56,7 @@ class InBackward:
         self.leaf_indices = [*leaves]
         self.added: list[Added] = []
         self.dtensors: list[int] = []  # sums that are added on their mesh, and not by autograd
-        self.others: list[int] = []  # folds that are no sums
+        self.not_sums: list[int] = []  # folds that are no sums
         present = {leaf_index: leaf for leaf_index, leaf in leaves.items() if leaf is not None}
         self.present = [*present]
         for position, (leaf_index, leaf) in enumerate(present.items()):
@@ -66,7 +68,7 @@ class InBackward:
         # In float16, and in dtypes of 8 bits, a gradient times a weight overflows too early, and so
         # it does if it has a scale already.
         kinds = {layout.kinds[leaf_index] for leaf_index in self.sums}
-        self.only_weighted = "plain" not in kinds and not self.others
+        self.only_weighted = "plain" not in kinds and not self.not_sums
         is_kept_apart = self.dtensors or scaled or any(map(_is_narrow, present.values()))
         self.takes_weights = self.only_weighted and not is_kept_apart
 
@@ -76,7 +78,7 @@ class InBackward:
         """
         kind = layout.kinds[leaf_index]
         if kind is None:
-            self.others.append(leaf_index)
+            self.not_sums.append(leaf_index)
         elif is_dtensor(leaf):
             self.dtensors.append(leaf_index)
         else:
@@ -202,7 +204,7 @@ def _kind_of(leaf: torch.Tensor | None) -> object:
 _KINDS_OF_OTHERS: list[Callable[[Any], object]] = [_kind_of]
 
 
-class Kept:
+class StepCache:
     """What a step keeps from one window to the next: its last layout, for outputs of a `key`; and
     which arguments are differentiated, by how many there are.
     """
@@ -215,25 +217,24 @@ class Kept:
 
     def layout_of(
         self,
+        program: Program,
+        arguments: Arguments,
         gradient: GradientFunction,
         value: tuple[torch.Tensor, Tree],
         leaves: Mapping[int, Leaves],
         whole: Collection[int],
-        bind: Callable[[Tree], tuple[Outputs, list[Any]]],
         check: Callable[[Outputs], None],
-        has_state: bool,
     ) -> Layout:
         """The layout of outputs of a `value`, the loss and its aux, and gradients like these
         leaves.
 
         That of the last window if it fits. The backward pass adds the gradients of the arguments
-        that are `whole`. `bind(output)` is the Outputs of a first one, with its leaves, and `check`
-        raises FuncgaError if they cannot be.
+        that are `whole`. `check` raises FuncgaError for Outputs that cannot be.
         """
         loss = value[0]
         in_window = [leaf for argnum in leaves if argnum in whole for leaf in leaves[argnum].leaves]
         key, kinds = None, list[list[object]]()
-        if len(whole) == len(leaves) and not (gradient.has_aux or has_state):
+        if len(whole) == len(leaves) and not (gradient.has_aux or arguments.state):
             # Then the loss and the leaves alone tell what the output is.
             is_plain = {*map(type, in_window)} <= {torch.Tensor, nn.Parameter}
             looks = _KINDS if is_plain else _KINDS_OF_OTHERS
@@ -253,59 +254,34 @@ class Kept:
                 ):
                     return self.layout
             kinds = [[*map(look, in_window)] for look in looks]
-        self.layout = self._layout_of(gradient, value, leaves, whole, in_window, bind, check)
+        # Before the first backward pass there are no gradients. The leaves stand in for them: they
+        # are alike.
+        like = gradient.compose(*value, [argument.tree for argument in leaves.values()])
+        outputs, output_leaves = program.bind(like, arguments)
+        check(outputs)
+        self.layout = _layout_of(outputs, len(output_leaves), gradient, value, leaves, whole)
         self.key, self.kinds = key, kinds
         return self.layout
 
-    def _layout_of(
-        self,
-        gradient: GradientFunction,
-        value: tuple[torch.Tensor, Tree],
-        leaves: Mapping[int, Leaves],
-        whole: Collection[int],
-        in_window: Sequence[torch.Tensor | None],
-        bind: Callable[[Tree], tuple[Outputs, list[Any]]],
-        check: Callable[[Outputs], None],
-    ) -> Layout:
-        """A new one."""
-        (loss, aux), compose = value, gradient.compose
-        # Before the first backward pass there are no gradients. The leaves stand in for them: they
-        # are alike.
-        outputs, output_leaves = bind(
-            compose(loss, aux, [argument.tree for argument in leaves.values()])
-        )
-        check(outputs)
-        in_backward = _in_backward(
-            leaves,
-            whole,
-            len(output_leaves) if gradient.with_value else None,
-            gradient.leaves_before,
-        )
-        trees_of_rest = [
-            () if argnum in whole else argument.tree for argnum, argument in leaves.items()
-        ]
-        structure = trees.flatten(compose(loss, aux, trees_of_rest))[1]
-        leaves_in_backward = dict(zip(in_backward, in_window, strict=True))
-        return Layout(outputs, leaves_in_backward, structure, gradient.scaled, pure=False)
 
-
-def _in_backward(
-    leaves: Mapping[int, Leaves], whole: Collection[int], count: int | None, first: int
-) -> list[int]:
-    """The leaf indices of the gradients of whole arguments, in an output of `count` leaves.
-
-    The gradients follow the value, argument by argument; where there is none, and `count` is None,
-    they come `first`.
-    """
-    start = (
-        first
-        if count is None
-        else count - sum(len(argument.leaves) for argument in leaves.values())
-    )
-    in_backward: list[int] = []
+def _layout_of(
+    outputs: Outputs,
+    count: int,
+    gradient: GradientFunction,
+    value: tuple[torch.Tensor, Tree],
+    leaves: Mapping[int, Leaves],
+    whole: Collection[int],
+) -> Layout:
+    """The layout of outputs of `count` leaves."""
+    # The gradients follow the value, argument by argument; where there is none, they come first.
+    start = gradient.leaves_before
+    if gradient.with_value:
+        start = count - sum(len(argument.leaves) for argument in leaves.values())
+    in_backward: dict[int, torch.Tensor | None] = {}
     for argnum, argument in leaves.items():
-        end = start + len(argument.leaves)
         if argnum in whole:
-            in_backward += range(start, end)
-        start = end
-    return in_backward
+            in_backward |= enumerate(argument.leaves, start)
+        start += len(argument.leaves)
+    rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
+    structure = trees.flatten(gradient.compose(*value, rest))[1]
+    return Layout(outputs, in_backward, structure, gradient.scaled, pure=False)

@@ -13,7 +13,7 @@ Design note: docs/concepts/inside_torch.md.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.engine.buffers import Buffers, Merge
-from torch_backend.engine.others import applied, reach
+from torch_backend.engine.foreign_leaves import python_functions, reach
 from torch_backend.engine.passes import Pass, check_no_grads, ran_backward
 
 # Read for all leaves at once, these take a fraction of the time.
@@ -54,13 +54,13 @@ class LentSums:
         passes: Pass,
         mixed: Merge | None = None,
     ):
-        self.buffers, self.layout = buffers, buffers.layout
+        self.buffers, self.how = buffers, buffers.layout.backward
         self.leaves, self.inputs = leaves, tuple(leaves.values())
         self.passes, self.mixed = passes, mixed
         # The window has run a loss already, and no backward pass.
         check_no_grads(self.inputs)
         # The leaves that autograd adds to sums: as a rule all.
-        added = self.layout.backward.added
+        added = self.how.added
         self.adding = (
             self.inputs
             if len(added) == len(self.inputs)
@@ -69,7 +69,7 @@ class LentSums:
         # From here until `release` buffers and leaves share the accumulators: autograd adds to
         # `leaf.grad` in place.
         reduced = buffers.reduced
-        if self.layout.backward.widens or {*map(type, reduced)} != {type(None)}:
+        if self.how.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
         self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
         # Whether autograd adds to the accumulators of weighted sums, and not only of plain ones.
@@ -79,7 +79,7 @@ class LentSums:
 
     def _attach_begun(self, reduced: list[Any]) -> None:
         """Gives the leaves the accumulators that there are before the first gradient."""
-        for leaf, (_, index, _, wide) in zip(self.adding, self.layout.backward.added, strict=True):
+        for leaf, (_, index, _, wide) in zip(self.adding, self.how.added, strict=True):
             if wide is not None:
                 # A sum in a wider dtype begins with zeros: autograd could only begin it in the
                 # gradient's own dtype.
@@ -99,15 +99,11 @@ class LentSums:
         """Notes how far the sums have come: which accumulators there are, and whether a pass
         needs hooks.
         """
-        accumulators = [*map(self.buffers.reduced.__getitem__, self.layout.backward.added_sums)]
+        accumulators = [*map(self.buffers.reduced.__getitem__, self.how.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
-        self.needs_hooks = bool(
-            not self.attached
-            or self.layout.backward.others
-            or self.layout.backward.dtensors
-            or self.mixed
-        )
+        hooked = self.how.not_sums or self.how.dtensors or self.mixed
+        self.needs_hooks = bool(hooked or not self.attached)
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
         self.accumulators: list[torch.Tensor] = (
             accumulators if self.begun and not self.needs_hooks else []
@@ -154,8 +150,8 @@ class LentSums:
                 self._attach(has_weight)
             passes, inputs = self.passes, (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
-                self._add_zeros(self.layout.backward.others, weight)
-            elif self.needs_hooks or passes.autocast or applied.last is not passes.since:
+                self._add_zeros(self.how.not_sums, weight)
+            elif self.needs_hooks or passes.autocast or python_functions.last is not passes.since:
                 self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
@@ -187,7 +183,7 @@ class LentSums:
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate
         # in its backward pass, and other processes wait for that. The gradients that they send here
         # have their weights, so they are added.
-        if self.layout.backward.only_weighted and not moves and share == 0:
+        if self.how.only_weighted and not moves and share == 0:
             is_alone = not (dist.is_available() and dist.is_initialized())
             return (None, True) if is_alone else (0.0, communicates)
         if may_seed and holds(loss.dtype, share):
@@ -196,7 +192,7 @@ class LentSums:
 
     def _takes_weights(self, communicates: bool) -> bool:
         """Whether the cotangent of a pass may be a weight."""
-        if not self.layout.backward.takes_weights or self.passes.inputs.hooked:
+        if not self.how.takes_weights or self.passes.inputs.hooked:
             return False
         return communicates or not self.passes.autocast
 
@@ -205,7 +201,7 @@ class LentSums:
         come with the weight.
         """
         self.check_grads()
-        for added in self.layout.backward.added:
+        for added in self.how.added:
             is_attached = has_weight or added.plain
             self.inputs[added.position].grad = (
                 self.buffers.reduced[added.leaf_index] if is_attached else None
@@ -224,19 +220,17 @@ class LentSums:
         """A pass outside of autocast, or with hooks, or in which functions written in Python may
         run their own.
         """
-        layout = self.layout
         # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
-        waiting = {*layout.backward.others, *layout.backward.dtensors}
+        waiting = {*self.how.not_sums, *self.how.dtensors}
         if not has_weight:
-            waiting.update(added.leaf_index for added in layout.backward.added if not added.plain)
-        others: list[torch.Tensor] = []
+            waiting.update(added.leaf_index for added in self.how.added if not added.plain)
         custom = False
         if self.passes.has_functions:
-            others, custom = reach(loss, {*map(id, inputs)})
+            foreign, custom = reach(loss, {*map(id, inputs)})
         if custom:
             # A leaf may get several gradients in such a pass, so each is taken when the pass is
             # over, without a hook.
-            self.passes.run_by_hand(loss, seed, inputs, others)
+            self.passes.run_by_hand(loss, seed, inputs, foreign)
         elif not waiting:
             self.passes.run(loss, seed, inputs)
         else:
@@ -246,11 +240,10 @@ class LentSums:
 
     def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
         """Folds in what no hook has taken, and zeros where no gradient came."""
-        for leaf_index in [
-            leaf_index for leaf_index in waiting if self.leaves[leaf_index].grad is not None
-        ]:
-            self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
-        self._add_zeros(waiting.intersection(self.layout.backward.others), weight)
+        for leaf_index in [*waiting]:
+            if self.leaves[leaf_index].grad is not None:
+                self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
+        self._add_zeros(waiting.intersection(self.how.not_sums), weight)
 
     def _run_hooked(
         self,
@@ -263,8 +256,10 @@ class LentSums:
         """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole
         # there.
-        handles = [
-            _after(self.leaves[leaf_index], partial(self._take, leaf_index, weight, waiting))
+        handles: list[RemovableHandle] = [
+            self.leaves[leaf_index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._take, leaf_index, weight, waiting)
+            )
             for leaf_index in waiting
         ]
         try:
@@ -285,7 +280,7 @@ class LentSums:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
         reduced, sums, gradients = (
             self.buffers.reduced,
-            self.layout.backward.added_sums,
+            self.how.added_sums,
             [*map(_GRAD, self.adding)],
         )
         arrived = [
@@ -320,11 +315,9 @@ class LentSums:
             self.check_grads()
         for leaf in self.inputs:
             leaf.grad = None
-        self.accumulators, layout, reduced = [], self.layout, self.buffers.reduced
+        self.accumulators, layout, reduced = [], self.buffers.layout, self.buffers.reduced
         # No loss of the window depended on what has no accumulator yet: its sum is 0.
-        for leaf_index in (
-            layout.backward.sums if layout.backward.dtensors or not self.begun else ()
-        ):
+        for leaf_index in self.how.sums if self.how.dtensors or not self.begun else ():
             if reduced[leaf_index] is None:
                 dtype = layout.folds[leaf_index].accumulator_dtype
                 reduced[leaf_index] = torch.zeros_like(
@@ -333,7 +326,7 @@ class LentSums:
 
     def check_grads(self) -> None:
         """Raises FuncgaError if an accumulator no longer stands where autograd adds to it."""
-        for added in self.layout.backward.added:
+        for added in self.how.added:
             is_attached = self.attached or added.plain
             if self.inputs[added.position].grad is not (
                 self.buffers.reduced[added.leaf_index] if is_attached else None
@@ -343,11 +336,6 @@ class LentSums:
                     "instance, and what was accumulated in it. Leave that line out: gradients are "
                     "returned, not kept in the module."
                 )
-
-
-def _after(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    return handle
 
 
 def is_alone(gradient: torch.Tensor) -> bool:

@@ -4,12 +4,14 @@ Only torch has this file: in JAX a measure is one more value of the program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
 
+from funcga._call import Program
+from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._observe.readings import Readings
 from funcga._types import Array, Scalar, Tree
@@ -27,17 +29,14 @@ class Observing:
     cotangent of the pass.
     """
 
-    def __init__(
-        self, readings: Readings, leaves: Mapping[int, torch.Tensor], nothing: torch.Tensor
-    ):
-        """`leaves` are those of backward passes, by their leaf indices in the output; `nothing`
-        is a 0.
-        """
-        self.readings = readings
+    def __init__(self, observed: "ObservedGradient", leaves: Mapping[int, torch.Tensor]):
+        """`leaves` are those of backward passes, by their leaf indices in the output."""
+        readings = self.readings = observed.readings
         # Measures of micro-batches, each with its weight and what the gradients were multiplied by.
         self.notes: list[tuple[torch.Tensor, Scalar, Scalar]] = []
         self.takes_norms = readings.are_norms and not any(map(is_dtensor, leaves.values()))
         # The measures of a leaf that no gradient comes to.
+        nothing = observed.before[0][0]
         self.nothing = (
             nothing if self.takes_norms else nothing.repeat(len(readings.observers.measures))
         )
@@ -47,7 +46,7 @@ class Observing:
             if readings.count + index in leaves
         }
         # These are no leaves of the window: a micro-batch leaves their gradients to be added.
-        self.left = [index for index in readings.in_value if index not in hooked]
+        self.not_hooked = [index for index in readings.in_value if index not in hooked]
         # If there are no groups, short gradients, which are many, wait for the end of the pass, to
         # be measured all at once, as one leaf. They only have to be put into a list, and its own
         # method is the cheapest hook.
@@ -89,16 +88,16 @@ class Observing:
         )
         self.arrived[index].append(row.to(self.nothing.device))
 
-    def told(self, to_add: Sequence[Any], weight: Scalar, seed: Scalar | None) -> list[Array]:
+    def measures(self, to_add: Sequence[Any], weight: Scalar, seed: Scalar | None) -> list[Array]:
         """What the observers are told of the last micro-batch, whose gradients came times `seed`.
 
         `to_add` are the leaves of the output that autograd has not added.
         """
         with torch.no_grad():
-            for in_value in self.left:
+            for in_value in self.not_hooked:
                 self._measure(in_value, to_add[self.readings.count + in_value])
         self.note(weight, seed)
-        return self.noted()[0][0]
+        return self.take_notes()[0][0]
 
     def note(self, weight: Scalar, seed: Scalar | None) -> None:
         """Keeps the measures of the last micro-batch, where autograd has added all of its
@@ -127,7 +126,7 @@ class Observing:
         self.notes.append((measures[:, None] if self.takes_norms else measures, weight, seed))
 
     @torch.no_grad()
-    def noted(self) -> list[tuple[list[Array], Scalar]]:
+    def take_notes(self) -> list[tuple[list[Array], Scalar]]:
         """(what the observers are told, its weight) of each micro-batch that is noted, of which
         nothing is kept.
         """
@@ -154,14 +153,27 @@ class Observing:
 class ObservedGradient(GradientFunction):
     """A gradient function whose output begins with what is measured of the gradient."""
 
-    inner: GradientFunction | None = None
-    before: tuple[Array, ...] = ()
+    inner: GradientFunction = field(kw_only=True)
+    readings: Readings = field(kw_only=True)
+    before: tuple[Array, ...] = field(kw_only=True)  # zeros in the place of what is measured
 
     @staticmethod
-    def of(inner: GradientFunction, readings: Readings, like: torch.Tensor) -> "ObservedGradient":
-        """That of a gradient function; `like` is on the device of the gradient."""
-        values = {each.name: getattr(inner, each.name) for each in fields(GradientFunction)}
-        return ObservedGradient(**values, inner=inner, before=readings.placeholders(like))
+    def of(
+        program: Program,
+        inner: GradientFunction,
+        value: tuple[torch.Tensor, Tree],
+        grads: Sequence[Tree],
+        arguments: Arguments,
+    ) -> "ObservedGradient":
+        """That of a gradient function, for the observers of a program.
+
+        `value` has a first loss and its aux, and `grads` are like the gradients.
+        """
+        loss, aux = value
+        readings = program.readings(inner.compose(loss, aux, grads), arguments)
+        values = [getattr(inner, each.name) for each in fields(GradientFunction)]
+        before = readings.placeholders(loss)
+        return ObservedGradient(*values, inner=inner, readings=readings, before=before)
 
     @property
     def leaves_before(self) -> int:
@@ -170,5 +182,13 @@ class ObservedGradient(GradientFunction):
 
     def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
         """What is measured, zeros in its place, and what the gradient function returns."""
-        assert self.inner is not None
         return self.before, self.inner.compose(loss, aux, grads)
+
+
+def with_gradients(program: Program, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
+    """The result of a window, (value, gradients), with its gradients changed."""
+    if program.observers is None:
+        value, grads = result
+        return value, change(grads)
+    before, (value, grads) = result
+    return before, (value, change(grads))

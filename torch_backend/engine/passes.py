@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,10 +23,10 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
+from torch_backend.engine.foreign_leaves import gradients_aside, python_functions
 from torch_backend.engine.inputs import Inputs, Leaves, tensors_of
-from torch_backend.engine.others import Surroundings, applied, left_alone
 from torch_backend.gradients import is_constant, switched_off
-from torch_backend.modules.functional import noted, recomputing
+from torch_backend.modules.functional import call_log, recomputing
 from torch_backend.replacements import replacements
 
 _T = TypeVar("_T")
@@ -45,7 +44,8 @@ class Pass:
 
     `is_uninterrupted`: whether a visit to a module may last for the window, as no code of the
     user's runs between two micro-batches. `stack`: the contexts that last as long as the window.
-    `since`: what `applied.last` is as long as no function written in Python has been applied.
+    `since`: what `python_functions.last` is as long as no function written in Python is
+    applied.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
     `arrivals` watches the pass for a first gradient.
     """
@@ -53,21 +53,22 @@ class Pass:
     inputs: Inputs
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
-    has_begun = False
+    autocast: Sequence[str] = field(default=(), init=False)
+    has_begun = on_host = False
 
     def __enter__(self) -> Self:
-        self.noted_around = noted.calls, noted.last  # those of a loss around this window
-        noted.last = () if self.is_uninterrupted else None
+        self.log_around = call_log.calls, call_log.last  # those of a loss around this window
+        call_log.last = () if self.is_uninterrupted else None
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can never have a gradient, so the whole window runs
             # outside of it.
             self.stack.enter_context(torch.inference_mode(False))
         self.stack.enter_context(replacements)
-        self.since = applied.last if applied.is_noted else None
+        self.since = python_functions.last if python_functions.is_noted else None
         return self
 
     def __exit__(self, *error: Any) -> None:
-        noted.calls, noted.last = self.noted_around
+        call_log.calls, call_log.last = self.log_around
         self.stack.__exit__(*error)
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would
         # outlive them.
@@ -79,7 +80,6 @@ class Pass:
         self.has_begun = True
         self.inputs.begin(arguments, args, self.stack, stays and self.is_uninterrupted)
         leaves = self.inputs.tensors
-        self.autocast: Sequence[str] = ()
         if _private.is_any_autocast_enabled():
             self.autocast = autocasting({leaf.device.type for leaf in leaves})
         self.on_host = all(map(_IS_CPU, leaves))
@@ -90,7 +90,7 @@ class Pass:
         self, loss_fn: Callable[..., Any], args: list[Tree], kwargs: dict[str, Tree]
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss, its aux, the loss times its scale, which is differentiated)."""
-        noted.calls, scale, gradient = [], None, self.inputs.gradient
+        call_log.calls, scale, gradient = [], None, self.inputs.gradient
         # Watches for a first gradient, until a leaf has got one.
         self.arrivals: Arrivals | None = None if gradient.reached else Arrivals(gradient)
         if kwargs or gradient.scaled:
@@ -111,7 +111,7 @@ class Pass:
     def backwards(self, leaves: Mapping[int, Leaves], run: Callable[[], _T]) -> _T:
         """What `run()` returns, which runs the backward pass of the last loss to these leaves."""
         # A checkpoint runs parts of the loss again: it needs the parameters in the module then.
-        with recomputing(not self.has_functions) if noted.calls else recording_loss():
+        with recomputing(not self.has_functions) if call_log.calls else recording_loss():
             try:
                 # Hooks are put on the leaves only now: a loss that has switched one off is found
                 # out here at once.
@@ -130,7 +130,7 @@ class Pass:
     @property
     def has_functions(self) -> bool:
         """Whether functions written in Python may have been applied since the window began."""
-        return applied.last is not self.since
+        return python_functions.last is not self.since
 
     def run(
         self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...]
@@ -152,7 +152,7 @@ class Pass:
         loss: torch.Tensor,
         seed: float | torch.Tensor,
         inputs: tuple[torch.Tensor, ...],
-        others: list[torch.Tensor],
+        foreign: list[torch.Tensor],
     ) -> None:
         """`torch.autograd.backward(loss, seed)`, and no leaf but the inputs has another `.grad`
         afterwards.
@@ -160,28 +160,21 @@ class Pass:
         Functions written in Python may run backward passes of their own, as a reentrant checkpoint
         does. A pass that is restricted to the leaves skips such a function silently if none of its
         inputs leads to a leaf, and some functions refuse a restricted pass. So the whole pass is
-        run, as a hand-written loop would run it. `others`: the other leaves of the loss's graph.
+        run, as a hand-written loop would run it. `foreign`: the other leaves of the loss's graph.
         """
-        around = self.surroundings
-        foreign = {id(leaf): leaf for leaf in (*others, *around.leaves)}
+        around = self.inputs.surroundings
+        by_id = {id(leaf): leaf for leaf in (*foreign, *around.leaves)}
         for leaf in inputs:
-            foreign.pop(id(leaf), None)
-        in_graph = {*map(id, others)}
+            by_id.pop(id(leaf), None)
+        in_graph = {*map(id, foreign)}
         # What the whole pass leaves in the `.grad`s of others is read before they get their own
         # back.
-        with left_alone([*foreign.values()]):
+        with gradients_aside([*by_id.values()]):
             self.run(loss, seed, ())
             written = [
-                leaf
-                for key, leaf in foreign.items()
-                if leaf.grad is not None and key not in in_graph
+                leaf for key, leaf in by_id.items() if leaf.grad is not None and key not in in_graph
             ]
         around.check(written)
-
-    @cached_property
-    def surroundings(self) -> Surroundings:
-        """What functions of the loss may write to in backward passes of their own."""
-        return self.inputs.surroundings()
 
 
 class Arrivals:

@@ -8,8 +8,7 @@ backward pass. `Buffers` hold what has been folded, in the way that a `Layout` s
 the output. `LentSums` let autograd add to them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -27,9 +26,9 @@ from torch_backend.engine.inputs import (
     OwnParameters,
     detached,
 )
-from torch_backend.engine.layout import Kept, Layout
+from torch_backend.engine.layout import Layout, StepCache
 from torch_backend.engine.lent_sums import LentSums
-from torch_backend.engine.observing import ObservedGradient, Observing
+from torch_backend.engine.observing import ObservedGradient, Observing, with_gradients
 from torch_backend.engine.passes import Pass, check_no_grads
 from torch_backend.replicas import Listener
 
@@ -68,11 +67,11 @@ class Engine:
         self,
         program: Program,
         passes: Pass,
-        kept: Kept,
+        cache: StepCache,
         reduction: Merge | None = None,
         shortcut: Shortcut | None = None,
     ):
-        self.program, self.passes, self.kept, self.reduction = program, passes, kept, reduction
+        self.program, self.passes, self.cache, self.reduction = program, passes, cache, reduction
         self.shortcut = shortcut
         self.inputs = passes.inputs
         self.detached = passes.inputs.detached
@@ -159,20 +158,20 @@ class Engine:
             () if index in self.inputs.leaves else _gradients(argument)
             for index, argument in leaves.items()
         ]
-        value = self.folded.compose(loss, aux, gradients)
+        value = self.gradient_fn.compose(loss, aux, gradients)
         to_add: list[Any] = [None] * len(buffers.outputs.folds)
         rest = buffers.layout.rest.head.leaves(value, f"micro-batch {buffers.steps + 1}")
         for leaf_index, leaf in zip(buffers.layout.rest.leaf_indices, rest, strict=True):
             to_add[leaf_index] = leaf
         if observing is not None:
-            self._add_noted(observing)
-            told = observing.told(to_add, weight, self.sums.seed)
+            self._add_notes(observing)
+            told = observing.measures(to_add, weight, self.sums.seed)
             to_add[: len(told)] = told
         return buffers.add(to_add, weight)
 
-    def _add_noted(self, observing: Observing) -> None:
+    def _add_notes(self, observing: Observing) -> None:
         """Folds in what observers are told of the micro-batches that are noted."""
-        for told, weight in observing.noted():
+        for told, weight in observing.take_notes():
             for leaf_index, leaf in enumerate(told):
                 self.buffers.add_leaf(leaf_index, leaf, weight)
 
@@ -189,20 +188,19 @@ class Engine:
         for it.
         """
         program, trees_of_leaves = self.program, [argument.tree for argument in leaves.values()]
-        self.folded = self.inputs.gradient  # the gradient function whose output is folded
+        self.gradient_fn = self.inputs.gradient  # the gradient function whose output is folded
         if program.observers is not None:
-            readings = program.readings(
-                self.inputs.gradient.compose(loss, aux, trees_of_leaves), arguments
+            self.gradient_fn = ObservedGradient.of(
+                program, self.gradient_fn, (loss, aux), trees_of_leaves, arguments
             )
-            self.folded = observed = ObservedGradient.of(self.inputs.gradient, readings, loss)
-        layout = self.kept.layout_of(
-            self.folded,
+        layout = self.cache.layout_of(
+            program,
+            arguments,
+            self.gradient_fn,
             (loss, aux),
             leaves,
             self.inputs.leaves,
-            partial(program.bind, arguments=arguments),
             lambda _: self.inputs.check_dense(leaves),
-            bool(arguments.state),
         )
         self.buffers = (Buffers if self.shortcut is None else self.shortcut.buffers_of)(layout)
         # The dtype of the loss, if it is all that is added beside the gradients, and None
@@ -214,10 +212,10 @@ class Engine:
         )
         self.lone_dtype = layout.outputs.dtypes[layout.outputs.before] if is_lone else None
         if self.reduction is not None:
-            self._begin_merge(self.reduction, self.folded.compose(loss, aux, trees_of_leaves))
+            self._begin_merge(self.reduction, self.gradient_fn.compose(loss, aux, trees_of_leaves))
         in_backward = dict(zip(layout.backward.present, self.inputs.tensors, strict=True))
-        if program.observers is not None:
-            self.observing = Observing(readings, in_backward, observed.before[0][0])
+        if isinstance(self.gradient_fn, ObservedGradient):
+            self.observing = Observing(self.gradient_fn, in_backward)
         mixed = self.reduction if self.reduction is not None and self._mixes else None
         return LentSums(self.buffers, in_backward, self.passes, mixed)
 
@@ -261,7 +259,7 @@ class Engine:
             raise self.inputs.unreached()
         self.inputs.check_unchanged()
         if self.observing is not None:
-            self._add_noted(self.observing)
+            self._add_notes(self.observing)
         # The leaves give the accumulators back: from here on only the buffers hold them.
         self.sums.release()
         if not {*map(type, self.buffers.reduced)} <= _PLAIN:
@@ -278,15 +276,7 @@ class Engine:
         result = buffers.result(reduction.finish(state))
         if self._sharded is None:
             return result
-        return self._with_gradients(result, self._sharded.on_meshes)
-
-    def _with_gradients(self, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
-        """A result for a module's own parameters, with other gradients."""
-        if self.program.observers is None:
-            value, grads = result
-            return value, change(grads)
-        before, (value, grads) = result
-        return before, (value, change(grads))
+        return with_gradients(self.program, result, self._sharded.on_meshes)
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
@@ -300,7 +290,7 @@ class Engine:
             # The others say what their shards are like, and here the parameters are.
             own = self.inputs.leaves[OWN].tree
             bind = lambda value: self.program.bind(
-                self._with_gradients(value, lambda _: own), arguments
+                with_gradients(self.program, value, lambda _: own), arguments
             )[0]
             known = own
         buffers = self.reduction.take_part(Buffers, bind, trees.flatten(known)[0])

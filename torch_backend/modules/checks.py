@@ -89,7 +89,7 @@ def check_not_scripted(module: nn.Module) -> None:
 # --- modules that are wrapped to reduce their gradients
 
 
-class Kind(NamedTuple):
+class WrapperKind(NamedTuple):
     """A way to wrap a module: where its class is, its name, and the class of ours that knows it,
     `module:class`.
     """
@@ -101,25 +101,27 @@ class Kind(NamedTuple):
 
 
 _KINDS = (
-    Kind("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel", "ddp:DDP"),
-    Kind(
+    WrapperKind(
+        "torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel", "ddp:DDP"
+    ),
+    WrapperKind(
         "torch.distributed.fsdp",
         "FullyShardedDataParallel",
         "FullyShardedDataParallel",
         "fsdp:FSDP1",
     ),
-    Kind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
-    Kind(
+    WrapperKind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
+    WrapperKind(
         "torch.distributed._composable.replicate_with_fsdp",
         "ReplicateModule",
         "replicate",
         "fsdp:FSDP2",
     ),
-    Kind("torch.distributed.fsdp", "FSDPModule", "fully_shard", "fsdp:FSDP2"),
+    WrapperKind("torch.distributed.fsdp", "FSDPModule", "fully_shard", "fsdp:FSDP2"),
 )
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def wrapper_kind_of(module: nn.Module) -> WrapperKind | None:
     """How the module is wrapped to reduce its gradients; None if it is not."""
     # A wrapper whose module is not imported can wrap nothing, so nothing is imported here.
     for kind in _KINDS:
@@ -159,13 +161,13 @@ def check_wrapped_before(module: nn.Module) -> None:
         )
 
 
-def _wrapped_in(module: nn.Module) -> Iterator[tuple[str, Kind]]:
+def _wrapped_in(module: nn.Module) -> Iterator[tuple[str, WrapperKind]]:
     """(words for where, how) of the module and those inside that are wrapped to reduce
     gradients.
     """
     # Nothing is wrapped before processes know each other.
     for name, inner in module.named_modules() if _is_distributed() else ():
-        kind = kind_of(inner)
+        kind = wrapper_kind_of(inner)
         if kind is not None:
             yield f"the part `{name}` of it is" if name else "it is", kind
 

@@ -34,7 +34,7 @@ Slot = tuple[tuple[Space, str], str]
 Planned = tuple[list[str], list[Slot]]
 
 
-class _Noted(threading.local):
+class _CallLog(threading.local):
     """What a window of the engine notes of calls.
 
     `calls` are those of the present loss: the `__dict__` of the module, the places in it, and what
@@ -47,7 +47,7 @@ class _Noted(threading.local):
     last: tuple[()] | tuple[nn.Module, tuple[object, ...], Planned] | None = None
 
 
-noted = _Noted()
+call_log = _CallLog()
 
 
 class Plan:
@@ -157,8 +157,8 @@ def call(
     names, slots = planned
     places = [(space[kind], key) for (space, kind), key in slots]
     values = [tensors[name] for name in names]
-    if noted.calls is not None and torch.is_grad_enabled():
-        noted.calls.append((module.__dict__, places, values))
+    if call_log.calls is not None and torch.is_grad_enabled():
+        call_log.calls.append((module.__dict__, places, values))
     originals = _put(places, values)
     try:
         return module(
@@ -192,12 +192,12 @@ def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) ->
         module, torch.jit.ScriptModule | nn.DataParallel
     ):
         return None
-    asked, last = (ties, *tensors), noted.last
+    asked, last = (ties, *tensors), call_log.last
     if last and last[0] is module and last[1] == asked:
         return last[2]
     planned = _looked_up(module, tensors, asked)
     if last is not None and planned is not None:
-        noted.last = module, asked, planned
+        call_log.last = module, asked, planned
     return planned
 
 
@@ -242,7 +242,7 @@ def recomputing(puts_back: bool) -> Iterator[None]:
     backward passes of their own, and that these write to the module's own parameters is to be seen.
     """
     latest: dict[int, tuple[list[Place], list[torch.Tensor]] | None] = {}
-    for space, places, tensors in noted.calls if noted.calls and puts_back else ():
+    for space, places, tensors in call_log.calls if call_log.calls and puts_back else ():
         earlier = latest.get(id(space), (places, tensors))
         is_same = earlier is not None and (
             earlier[1] is tensors or [*map(id, earlier[1])] == [*map(id, tensors)]

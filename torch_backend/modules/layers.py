@@ -434,7 +434,7 @@ def _watched(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
     return layers
 
 
-def called(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs: object) -> R:
+def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwargs: object) -> R:
     """`loss_fn(module, *args, **kwargs)`.
 
     Raises FuncgaError if loss_fn does not take so many arguments, and for one value per channel of

@@ -21,7 +21,15 @@ from torch_backend.modules.checks import (
     check_hooks_called,
     check_not_wrapped,
 )
-from torch_backend.modules.layers import Own, Walk, Watch, called, check_no_max_norm, named, own_of
+from torch_backend.modules.layers import (
+    Own,
+    Walk,
+    Watch,
+    call_loss,
+    check_no_max_norm,
+    named,
+    own_of,
+)
 
 Table = dict[str, torch.Tensor | None]
 Space = dict[str, Table]  # the `__dict__` of a part
@@ -71,7 +79,7 @@ class Visit:
             space[PARAMETERS] = stand_in.copy()
         # Around the loss of a module without buffers there is nothing to do.
         acts = self.buffers or self.loss.buffers or self.watch is not None
-        return self if acts else partial(called, self.loss.loss_fn, self.loss.module)
+        return self if acts else partial(call_loss, self.loss.loss_fn, self.loss.module)
 
     def __exit__(self, *error: object) -> None:
         for space, original in zip(self.with_parameters, self.parameters, strict=True):
@@ -144,7 +152,7 @@ class Visit:
             else {}
         )
         with _NOTHING if self.watch is None else self.watch.watching():
-            output = called(loss.loss_fn, loss.module, *args, **kwargs)
+            output = call_loss(loss.loss_fn, loss.module, *args, **kwargs)
         if self.watch is not None:
             return with_state(output, self.watch.statistics())
         if not loss.buffers:

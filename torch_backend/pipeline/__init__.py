@@ -19,7 +19,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, check_callable, check_count
 from torch_backend.pipeline.schedule import Pipeline, ScheduleFactory, Stage
-from torch_backend.pipeline.window import PipelineGradient
+from torch_backend.pipeline.window import PipelineGradient, Unwrapped
 from torch_backend.wrapped import check_covered, wrapper_of
 from torch_backend.wrapped.ddp import Wrapper
 
@@ -109,8 +109,8 @@ def pipeline_value_and_grad(
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")
     module = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in pipeline.stages})
-    wrapper = wrapper_of(module, "every")
-    if wrapper is not None:
+    wrapper = wrapper_of(module, "every") or Unwrapped([], "a pipeline", "every")
+    if wrapper.wrapped:
         _check_wrapper(wrapper, module)
     return PipelineGradient(module, loss_fn, has_aux, False, pipeline, n_microbatches, wrapper)
 

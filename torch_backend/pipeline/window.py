@@ -11,8 +11,8 @@ last stage, which tells them at the end of the window.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -23,27 +23,21 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._fold.outputs import Outputs
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import trees
-from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.inputs import Leaves, detached
-from torch_backend.engine.layout import Kept
-from torch_backend.engine.others import left_alone
-from torch_backend.modules import trainable
-from torch_backend.modules.checks import check_no_params, check_wrapped_before
+from torch_backend import arrays, trees
+from torch_backend.engine.inputs import OwnParameters, detached, with_a_blank_row
+from torch_backend.engine.passes import Pass
+from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.modules.layers import Walk
-from torch_backend.modules.visits import IN_USE
 from torch_backend.pipeline.schedule import Pipeline
-from torch_backend.reduce import Reduction
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import Progress
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import InTurn, Replicas, channel_of
+from torch_backend.replicas import Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import check_folds, check_no_stream, put, taken, with_a_blank_row
+from torch_backend.wrapped.window import OwnGrads, check_no_stream
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -58,6 +52,7 @@ class Microbatch:
     target: Tree
     kwargs: dict[str, Tree]
     weight: Scalar | None
+    arguments: Arguments  # of the first one
 
     @property
     def rows(self) -> int:
@@ -74,73 +69,46 @@ class PipelineWindow:
 
     records = looks_ahead = may_be_short = True
 
-    def __init__(
-        self,
-        program: Program,
-        gradient: ModuleGradient,
-        backend: Backend,
-        pipeline: Pipeline,
-        count: int | None,
-        wrapper: Wrapper | None,
-    ):
-        self.program, self.gradient, self.backend = program, gradient, backend
-        self.pipeline, self.wrapper, self.parts = pipeline, wrapper, gradient.parts
+    def __init__(self, program: Program, gradient: "PipelineGradient", backend: Backend):
+        self.program, self.gradient = program, gradient
+        walk = program.memory.keep(Walk)
+        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
+        self.detached = self.passes.inputs.detached
         # micro-batches of a step of the schedule; None if all of the window are one.
-        self.count = count or program.n
+        self.count = gradient.n_microbatches or program.n
         across = gradient.merged_over(program.across)
-        several = (
-            across
-            if isinstance(across, InTurn)
-            else []
-            if across is None
-            else [program.replicas(backend)]
-        )
-        progress = program.memory.keep(Progress, program.memory.step)
-        self.reductions = [Reduction(progress, replicas) for replicas in several]
+        self.reductions: list[Reduction] = []
+        if across is not None:
+            self.reductions = reductions_of(replace(program, across=across), backend)
         # The processes that have the stages merge nothing, and meet before each step of the
         # schedule.
-        self.stages = Reduction(progress, Replicas(pipeline.group))
-        self.stack = ExitStack()
+        progress = program.memory.keep(Progress, program.memory.step)
+        self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
+        wrapper, every = gradient.wrapper, [self.stages, *self.reductions]
+        self.grads = OwnGrads(
+            program,
+            self.passes,
+            wrapper,
+            every,
+            wrapper.sums_in,
+            "a pipeline",
+            Unwrapped.remedy,
+        )
+        self.last_stage = LastStage(self.passes, gradient, self.grads)
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
-        # The loss and aux of each, on the last stage.
-        self.values: Values = []
-        self.error: Exception | None = None  # the first one of the loss
         self.steps = 0  # of the schedule
         self.arguments: Arguments | None = None  # of the first micro-batch
-        self.buffers: Buffers | None = None
-
-    def detached(self, args: tuple[Tree, ...], leading: bool = False) -> tuple[Tree, ...]:
-        """The arguments without graphs."""
-        check_no_params(args, self.gradient.module)
-        return tuple([detached(arg, recorded=True) for arg in args])
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-            if self.wrapper is not None:
-                stack.enter_context(self.wrapper.window())
-            stack.enter_context(
-                IN_USE.using(self.program.memory.keep(Walk).ids(self.gradient.module))
-            )
-            self.params: dict[str, torch.Tensor] = {**trainable(self.gradient.module)}
-            inner = [] if self.wrapper is None else self.wrapper.leaves()
-            # The user's `.grad`s are put aside, and come back when the stack closes.
-            stack.enter_context(left_alone([*self.params.values(), *inner]))
-            self.stack = stack.pop_all()
+        self.grads.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self.stack:
-            if error[0] is not None:
-                for reduction in (self.stages, *self.reductions):
-                    reduction.give_up()
-                # Also where no step has begun here: what follows has to be the same in all
-                # processes.
-                self.pipeline.forget()
-                if self.wrapper is not None:
-                    self.wrapper.recover()
+        if error[0] is not None:
+            # Also where no step has begun here: what follows has to be the same in all processes.
+            self.gradient.pipeline.forget()
+        self.grads.__exit__(*error)
 
     # --- micro-batches
 
@@ -166,13 +134,19 @@ class PipelineWindow:
         self.weights.append(weight)
         if last or len(self.waiting) == self.count:
             self._run()
-        if last and self.wrapper is not None and self.program.n is not None:
-            # Replicas with more rows have more micro-batches, and these stages reduce in every
-            # step.
-            for _ in range(-(-self.program.n // (self.count or 1)) - self.steps):
-                self.waiting = [self._microbatch(args, kwargs, None)]
-                self._run()
+        if last:
+            self._fill_up(args, kwargs)
         return []
+
+    def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+        """Runs steps that add nothing while other replicas have micro-batches: what wraps stages
+        reduces in every step.
+        """
+        is_wrapped = bool(self.gradient.wrapper.wrapped)
+        steps = -(-(self.program.n or 1) // (self.count or 1)) if is_wrapped else 1
+        while self.steps < steps:
+            self.waiting = [self._microbatch(args, kwargs, None)]
+            self._run()
 
     def _microbatch(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None
@@ -187,26 +161,23 @@ class PipelineWindow:
                 "several targets are one tree: "
                 f'step(x, {{"labels": y, "mask": mask}}).'
             )
-        return Microbatch(tuple(inputs), target, kwargs, weight)
+        assert self.arguments is not None
+        return Microbatch(tuple(inputs), target, kwargs, weight, self.arguments)
 
     def _run(self) -> None:
         """A step of the schedule with the micro-batches that wait, filled up."""
-        for reduction in (self.stages, *(self.reductions if self.wrapper is not None else ())):
+        wrapper, pipeline = self.gradient.wrapper, self.gradient.pipeline
+        for reduction in (self.stages, *(self.reductions if wrapper.wrapped else ())):
             reduction.meet(False)
         # A window that does not say how many it has is not shorter than the last one, for which a
         # schedule is built.
-        at_least = max(self.pipeline.count, self.pipeline.stages[0].num_stages)
+        at_least = max(pipeline.count, pipeline.stages[0].num_stages)
         missing = (self.count or max(len(self.waiting), at_least)) - len(self.waiting)
         inputs = [microbatch.inputs for microbatch in self.waiting]
         inputs += [inputs[0]] * missing
-        # The loss of the first micro-batch may be computed once more than the others, to learn
-        # shapes.
-        values: dict[int, tuple[torch.Tensor, Tree]] = {}
+        loss = partial(self.last_stage.loss, self.waiting, len(self.last_stage.values))
         with self._reducing():
-            self.pipeline.run(
-                inputs, lambda output, index: self._loss(output, index, values), self._together
-            )
-        self.values += [values[index] for index in sorted(values)]
+            pipeline.run(inputs, loss, self._together)
         self.steps, self.waiting = self.steps + 1, []
 
     def _together(self, needed: bool) -> bool:
@@ -215,12 +186,11 @@ class PipelineWindow:
 
         In its first step a schedule runs one pass more than otherwise, to learn shapes.
         """
-        if self.wrapper is None or not self.wrapper.in_step:
-            return needed
-        for group in self.wrapper.groups()[0]:
+        wrapper = self.gradient.wrapper
+        for group in wrapper.groups()[0] if wrapper.in_step else ():
             channel = channel_of(group)
-            channel.settle()
-            needed = any(channel.gathered(needed))
+            channel.send_owed()
+            needed = any(channel.all_gather(needed))
         return needed
 
     @contextmanager
@@ -231,63 +201,10 @@ class PipelineWindow:
         The schedule itself prepares DDP for the last backward pass. The forward pass in which it
         learns shapes must not: the first backward pass would be taken for the last.
         """
-        with ExitStack() as stack:
-            if self.wrapper is not None:
-                stack.enter_context(self.wrapper.synchronising(self.params))
-            if isinstance(self.wrapper, DDP):
-                stack.enter_context(self.wrapper.waiting())
+        wrapper = self.gradient.wrapper
+        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
+        with wrapper.synchronising(self.grads.params), waiting:
             yield
-
-    def _loss(
-        self, output: Tree, index: int, values: dict[int, tuple[torch.Tensor, Tree]]
-    ) -> torch.Tensor:
-        """What is differentiated of a micro-batch: its loss times its weight.
-
-        An error of it is kept. Were it raised here, the other stages would wait for gradients.
-        """
-        if index < len(self.waiting) and self.error is None:
-            try:
-                return self._weighed(output, self.waiting[index], index, values)
-            except Exception as error:
-                self.error = error
-        return _zero(self._tensors(output))
-
-    def _weighed(
-        self,
-        output: Tree,
-        microbatch: Microbatch,
-        index: int,
-        values: dict[int, tuple[torch.Tensor, Tree]],
-    ) -> torch.Tensor:
-        rows = self.pipeline.rows
-        leaves, structure = self.backend.trees.flatten(output)
-        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
-            raise FuncgaError(
-                f"the last stage returned {', '.join(map(self.backend.arrays.describe, leaves))} "
-                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
-                "output. Reduce over rows in loss_fn, which does not see the rows that a "
-                "micro-batch is filled up with."
-            )
-        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
-        visible = self.backend.trees.unflatten(structure, leaves)
-        value = self.gradient.loss_fn(visible, microbatch.target, **microbatch.kwargs)
-        loss, aux = self.parts.split(value, self.backend)
-        values[index] = loss.detach(), detached(aux, recorded=True)
-        self._make_room(loss.detach(), aux)
-        weight = microbatch.weight
-        wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        if weight is not None and not self.is_weighted:
-            return wide
-        if isinstance(weight, torch.Tensor):
-            # The host cannot see whether it is 0, and a cotangent of 0 times a NaN is NaN.
-            for leaf in self._tensors(visible):
-                leaf.register_hook(partial(_where_counted, weight))  # type: ignore[no-untyped-call]
-        elif not weight:  # nothing of it counts, not even a NaN
-            return _zero(self._tensors(output))
-        return wide.mul(weight)
-
-    def _tensors(self, output: Tree) -> list[torch.Tensor]:
-        return [leaf for leaf in self.backend.trees.flatten(output)[0] if leaf.requires_grad]
 
     # --- the result
 
@@ -299,91 +216,98 @@ class PipelineWindow:
         """
         check_no_stream(self.program)
         self.arguments = with_a_blank_row(arguments)
-        args = self.arguments.cut(0, 1, state)
-        steps = 1 if self.wrapper is None else -(-(self.program.n or 1) // (self.count or 1))
-        for _ in range(steps):
-            self.waiting = [self._microbatch(args, kwargs, None)]
-            self._run()
+        self._fill_up(self.arguments.cut(0, 1, state), kwargs)
         return self.result(state)
 
     def result(self, state: list[Array]) -> Tree:
         """The normalised result, in the structure of grad_fn's output: the value is the same in
         every process.
         """
-        values = self._values_of_all()
+        values, grads = self.last_stage.values_of_all(self.weights), self.grads
         self.stages.is_over, self.stages.history.finished = True, self.stages.window
-        self._make_room(*values[0])
-        buffers = self.buffers
-        assert buffers is not None
+        assert self.arguments is not None
+        grads.bind(*values[0], self.arguments)
         with torch.no_grad():
-            for (loss, aux), weight in zip(values, self.weights, strict=False):
-                buffers.add(self._leaves(loss, aux), weight)
-            gradients = [
-                taken(p, self.wrapper is not None and self.wrapper.fresh)
-                for p in self.params.values()
-            ]
-            sums = local_tensors(gradients)  # of a DTensor only the local shard is divided
-            # A wrapper has divided the sums by the number of replicas.
-            scale = 1.0 if self.wrapper is None else self.wrapper.scale
-            put(buffers, sums, scale)
+            for value, weight in zip(values, self.weights, strict=False):
+                grads.bound.add(grads.leaves(*value), weight)
+            grads.take()
+            grads.put()
             for reduction in self.reductions:
-                beside = [None] * len(sums) if self.wrapper is not None else gradients
-                reduction.begin(buffers, [*self._leaves(*values[0])[: -len(sums) or None], *beside])
+                if not self.gradient.wrapper.wrapped:
+                    head = grads.leaves(*values[0])[: -len(grads.sums)]
+                    reduction.begin(grads.bound, [*head, *grads.gradients])
                 reduction.finish([])
-            if self.reductions and not buffers.steps:
+            if self.reductions and not grads.bound.steps:
                 raise nothing_to_fold()
-            value, folded = buffers.result(state)
-        named = zip(self.params, gradients, sums, strict=True)
-        grads = {
-            name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
-            for name, gradient, shard in named
-        }
-        return value, grads
+            return grads.result(state)
 
-    def _values_of_all(self) -> Values:
+
+class LastStage:
+    """The losses of a window's micro-batches, where this process has the last stage.
+
+    `values`: the loss and the aux of each, by its number. `error`: the first one of a loss.
+    """
+
+    def __init__(self, passes: Pass, gradient: "PipelineGradient", grads: OwnGrads):
+        self.passes, self.gradient, self.grads = passes, gradient, grads
+        self.values: dict[int, tuple[torch.Tensor, Tree]] = {}
+        self.error: Exception | None = None
+
+    def loss(
+        self, microbatches: Sequence[Microbatch], first: int, output: Tree, index: int
+    ) -> torch.Tensor:
+        """What is differentiated of a micro-batch of a step: its loss times its weight. `first`:
+        the number of the first one.
+
+        An error of it is kept. Were it raised here, the other stages would wait for gradients.
+        """
+        if index < len(microbatches) and self.error is None:
+            try:
+                return self._weighed(output, microbatches[index], first + index)
+            except Exception as error:
+                self.error = error
+        return _zero(_recorded(output))
+
+    def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
+        rows = self.gradient.pipeline.rows
+        leaves, structure = trees.flatten(output)
+        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
+            raise FuncgaError(
+                f"the last stage returned {', '.join(map(arrays.describe, leaves))} "
+                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
+                "output. Reduce over rows in loss_fn, which does not see the rows that a "
+                "micro-batch is filled up with."
+            )
+        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
+        visible = trees.unflatten(structure, leaves)
+        args = [visible, microbatch.target]
+        loss, aux, _ = self.passes.forward(self.gradient.loss_fn, args, microbatch.kwargs)
+        # The loss of the first micro-batch may be computed once more than the others, to learn
+        # shapes.
+        self.values[number] = loss.detach(), detached(aux, recorded=True)
+        self.grads.bind(loss.detach(), aux, microbatch.arguments)
+        weight = microbatch.weight
+        wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        if weight is not None and not self.grads.is_weighted:
+            return wide
+        if isinstance(weight, torch.Tensor):
+            # The host cannot see whether it is 0, and a cotangent of 0 times a NaN is NaN.
+            for leaf in _recorded(visible):
+                leaf.register_hook(partial(_where_counted, weight))  # type: ignore[no-untyped-call]
+        elif not weight:  # nothing of it counts, not even a NaN
+            return _zero(_recorded(output))
+        return wide.mul(weight)
+
+    def values_of_all(self, weights: Sequence[Scalar]) -> Values:
         """The loss and the aux of every micro-batch, from the last stage. Raises FuncgaError if
         that has failed.
         """
-        device = next((p.device for p in self.params.values()), torch.device("cpu"))
-        values = self.values if self.pipeline.has_last else None
-        return _of_last_stage(self.weights, values, self.error, self.pipeline.group, device)
-
-    def _leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array | None]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where autograd
-        adds them.
-        """
-        head = self.layout.rest.head.leaves(self.parts.compose(loss, aux, [()]), "a micro-batch")
-        return [*head, *[None] * len(self.params)]
-
-    def _make_room(self, loss: torch.Tensor, aux: Tree) -> None:
-        """Makes room for an output with this loss, once. Raises FuncgaError for folds that a
-        pipeline cannot do.
-        """
-        if self.buffers is not None:
-            return
-        arguments = self.arguments
-        assert arguments is not None
-        structure = self.backend.trees.flatten(self.params)[1]
-        leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
-        bind = lambda value: self.program.bind(value, arguments)
-        self.layout = self.program.memory.keep(Kept).layout_of(
-            self.parts, (loss, aux), leaves, leaves, bind, self._check, False
+        device = next((p.device for p in self.grads.params.values()), torch.device("cpu"))
+        pipeline = self.gradient.pipeline
+        values = [self.values[number] for number in sorted(self.values)]
+        return _of_last_stage(
+            weights, values if pipeline.has_last else None, self.error, pipeline.group, device
         )
-        folds = [
-            self.layout.outputs.folds[leaf_index]
-            for leaf_index in self.layout.backward.leaf_indices[:1]
-        ]
-        self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
-        self.buffers = Buffers(self.layout)
-
-    def _check(self, outputs: Outputs) -> None:
-        wrapper = self.wrapper
-        dtypes = [p.dtype if wrapper is None else wrapper.sums_in(p) for p in self.params.values()]
-        name, remedy = (
-            "a pipeline",
-            "Keep parameters in float32, and let stages compute under torch.autocast.",
-        )
-        check_folds(outputs, self.params, dtypes, name, remedy)
 
 
 def _of_last_stage(
@@ -409,7 +333,7 @@ def _of_last_stage(
     shown = tuple([None if isinstance(w, torch.Tensor) else float(w) for w in weights])
     text = None if error is None else f"{type(error).__name__}: {error}"
     sent = None if values is None or text is not None else _moved(values, torch.device("cpu"))
-    said = channel_of(group).gathered((shown, values is not None, sent, text))
+    said = channel_of(group).all_gather((shown, values is not None, sent, text))
     if error is not None:
         raise error
     last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
@@ -449,6 +373,10 @@ def _spelled(weights: Sequence[float | None]) -> str:
     return f"({shown}{', ...' if len(weights) > 6 else ''})"
 
 
+def _recorded(output: Tree) -> list[torch.Tensor]:
+    return [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
+
+
 def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.where(weight.to(gradient.device) != 0, gradient, 0)
 
@@ -461,17 +389,33 @@ def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
+class Unwrapped(Wrapper):
+    """What reduces the gradients of stages that nothing wraps: funcga, if anybody."""
+
+    remedy = "Keep parameters in float32, and let stages compute under torch.autocast."
+
+    def groups(self) -> list[list[dist.ProcessGroup]]:
+        """No group."""
+        return [[]]
+
+    def window(self) -> AbstractContextManager[None]:
+        """Nothing changes."""
+        return nullcontext()
+
+    def recover(self) -> None:
+        """There is nothing to forget."""
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineGradient(ModuleGradient):
     """The gradient function of the stages that this process has. Made by `pipeline_value_and_grad`.
 
-    `module` has the stages by their indices, and `wrapper` is what wraps them; None if nothing
-    does.
+    `module` has the stages by their indices, and `wrapper` is what wraps them.
     """
 
     pipeline: Pipeline
     n_microbatches: int | None
-    wrapper: Wrapper | None
+    wrapper: Wrapper
 
     @property
     def kind(self) -> str:
@@ -487,15 +431,13 @@ class PipelineGradient(ModuleGradient):
         micro-batch.
         """
         self.check_not_traced()
-        if self.wrapper is None:
+        if not self.wrapper.wrapped:
             check_wrapped_before(self.module)
-        return PipelineWindow(
-            program, self, backend, self.pipeline, self.n_microbatches, self.wrapper
-        )
+        return PipelineWindow(program, self, backend)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""
-        return across if self.wrapper is None else self.wrapper.replicas(across)
+        return self.wrapper.replicas(across) if self.wrapper.wrapped else across
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch

@@ -30,15 +30,14 @@ from torch_backend.engine.buffers import Buffers, power_below
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.agreement import (
     Agreement,
-    Kind,
     Progress,
     Rebuild,
-    agreed,
+    agree,
     check_weighed,
-    proposed,
+    propose,
 )
-from torch_backend.reduce.header import Report, check_in_step, digest_of, exchanged
-from torch_backend.reduce.wire import Receive, Wire, add, gather
+from torch_backend.reduce.header import Report, check_in_step, digest_of, exchange_reports
+from torch_backend.reduce.wire import Form, Receive, Wire, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
 
 
@@ -87,7 +86,7 @@ class Reduction:
         A leaf that is None is reduced elsewhere.
         """
         self.buffers = buffers
-        self.proposal = proposed(
+        self.proposal = propose(
             self.history, buffers.outputs, leaves, buffers.layout, self.replicas
         )
 
@@ -106,10 +105,10 @@ class Reduction:
         tensors = [leaf for leaf in known if isinstance(leaf, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
 
-        def rebuild(tree: Tree, kinds: list[Kind | None]) -> tuple[Outputs, list[Any]]:
+        def rebuild(tree: Tree, forms: list[Form | None]) -> tuple[Outputs, list[Any]]:
             leaves = [
-                None if kind is None else torch.empty(kind[0], dtype=kind[1], device=device)
-                for kind in kinds
+                None if form is None else torch.empty(form[0], dtype=form[1], device=device)
+                for form in forms
             ]
             return bind(trees.unflatten(trees.flatten(tree)[1], leaves)), leaves
 
@@ -127,8 +126,10 @@ class Reduction:
         Raises FuncgaError, on all of them, if one has raised an error, or is in another window:
         collectives of two windows would be taken for one another.
         """
-        self.replicas.channel.settle()
-        reports = exchanged(self.replicas.channel, Report(*self._counts, digest=1, steps=is_last))()
+        self.replicas.channel.send_owed()
+        reports = exchange_reports(
+            self.replicas.channel, Report(*self._counts, digest=1, steps=is_last)
+        )()
         with self._over_if_refused():
             check_in_step(reports)
         return all(report.steps for report in reports)
@@ -143,12 +144,12 @@ class Reduction:
         if self.unit:
             return
         if self.exchange is None:
-            self.replicas.channel.settle()
-            self.exchange = exchanged(self.replicas.channel, self._report())
+            self.replicas.channel.send_owed()
+            self.exchange = exchange_reports(self.replicas.channel, self._report())
         self.reports = self.exchange()
         with self._over_if_refused():
             check_in_step(self.reports)
-            self.agreement = agreed(
+            self.agreement = agree(
                 self.history, self.proposal, self.rebuild, self.reports, self.replicas
             )
             check_weighed(self.agreement, self.reports)
@@ -232,18 +233,18 @@ class Reduction:
             return
         self.is_over = True
         if self.unit:
-            self.settle()
+            self.send_rest()
         else:
             # In a first window the channel may have no group yet. Making it is a collective, and no
             # other replica would take part in it now.
-            self.replicas.channel.owed.append(self.settle)
+            self.replicas.channel.owed.append(self.send_rest)
 
-    def settle(self) -> None:
+    def send_rest(self) -> None:
         """Sends the rest of a window that was given up; if it was never announced, a header that
         says so.
         """
         if self.exchange is None and not self.reports:
-            exchanged(self.replicas.channel, Report(*self._counts, failed=True))
+            exchange_reports(self.replicas.channel, Report(*self._counts, failed=True))
             return
         try:
             self.announce()
@@ -346,7 +347,7 @@ class Reduction:
         replica's own.
         """
         device = self.agreement.plan.device
-        told = self.replicas.channel.told_by(source, [*map(_portable, state)])
+        told = self.replicas.channel.broadcast_from(source, [*map(_portable, state)])
         told = [each.to(device) if isinstance(each, torch.Tensor) else each for each in told]
         return [mine if each is None else each for mine, each in zip(state, told, strict=True)]
 

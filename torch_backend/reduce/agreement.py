@@ -24,13 +24,12 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.layout import Layout
 from torch_backend.reduce.header import ROOM, Report, digest_of
-from torch_backend.reduce.wire import Plan, planned
+from torch_backend.reduce.wire import Form, Plan, plan_of
 from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
 
 # Makes the Outputs of a tree, and leaves like its own, from the tree of their numbers and the shape
 # and dtype of each.
-Kind = tuple[tuple[int, ...], torch.dtype]
-Rebuild = Callable[[Tree, list[Kind | None]], tuple[Outputs, list[Any]]]
+Rebuild = Callable[[Tree, list[Form | None]], tuple[Outputs, list[Any]]]
 
 
 @dataclass(eq=False)
@@ -38,7 +37,7 @@ class Agreement:
     """What every replica folds, and how it travels.
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
-    it is one of `description`, which has a text for each path. `kinds` are the shapes and dtypes of
+    it is one of `description`, which has a text for each path. `forms` are the shapes and dtypes of
     the leaves of the outputs as this process holds them; None for a leaf that is not an array, or
     that is reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `groups`
     are the replicas of the window, and then those that some leaves are merged over instead. `steps`
@@ -48,7 +47,7 @@ class Agreement:
 
     key: tuple[object, ...]
     outputs: Outputs
-    kinds: list[Kind | None]
+    forms: list[Form | None]
     plan: Plan
     specs: dict[int, Spec]
     groups: list[Replicas]
@@ -88,7 +87,7 @@ class Progress:
 # -------------------------------------------------------------------------- what a replica proposes
 
 
-def proposed(
+def propose(
     history: History, outputs: Outputs, leaves: Sequence[Array], layout: Layout, replicas: Replicas
 ) -> Agreement:
     """The Agreement on outputs like these: one that there is, or one that the others have yet to
@@ -161,8 +160,8 @@ def _proposal(
     return Agreement(
         key=key,
         outputs=outputs,
-        kinds=[*map(_kind_of, likes)],
-        plan=planned(
+        forms=[*map(_form_of, likes)],
+        plan=plan_of(
             layout.folds,
             shards,
             added,
@@ -178,7 +177,7 @@ def _proposal(
     )
 
 
-def _kind_of(like: torch.Tensor | None) -> Kind | None:
+def _form_of(like: torch.Tensor | None) -> Form | None:
     return None if like is None else (tuple(like.shape), like.dtype)
 
 
@@ -283,7 +282,7 @@ def _description_of_leaf(outputs: Outputs, leaf_index: int, like: torch.Tensor |
 # -------------------------------------------------------------------------------- what all agree on
 
 
-class _Said(NamedTuple):
+class _Statement(NamedTuple):
     """What a replica says where the replicas have not agreed before; the description is None where
     nobody needs it.
     """
@@ -295,7 +294,7 @@ class _Said(NamedTuple):
     groups: Sequence[list[int]] = ()
 
 
-def agreed(
+def agree(
     history: History,
     mine: Agreement | None,
     rebuild: Rebuild | None,
@@ -313,7 +312,7 @@ def agreed(
     steps, known = [report.step for report in reports], _known(history, mine, reports)
     if known is not None and known.steps == steps:
         return known
-    said: list[_Said] = replicas.channel.gathered(_said_of(history.step, mine, reports))
+    said: list[_Statement] = replicas.channel.all_gather(_statement_of(history.step, mine, reports))
     if known is not None or _are_mixed_up(said):
         spelled = "; ".join(
             f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
@@ -327,7 +326,7 @@ def agreed(
     _check_groups([each.groups for each in said], replicas)
     structure = next((each.structure for each in said if each.structure is not None), None)
     if structure is not None:
-        mine = _adopted(history, mine, structure, rebuild, replicas)
+        mine = _adopt(history, mine, structure, rebuild, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
@@ -344,16 +343,16 @@ def _known(history: History, mine: Agreement | None, reports: list[Report]) -> A
     return history.recalled(digests.pop()) if mine is None else mine
 
 
-def _said_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Said:
+def _statement_of(step: Step | None, mine: Agreement | None, reports: list[Report]) -> _Statement:
     if mine is None:
-        return _Said(step, steps_made())
+        return _Statement(step, steps_made())
     # Descriptions are long, so they are sent only where digests differ; and the structure only
     # where a replica has nothing to fold, and so cannot know it.
     digests = {report.digest for report in reports}
     description = mine.description if len(digests - {0}) > 1 else None
     structure = _pickled(mine) if 0 in digests else None
     groups = [group.ranks for group in mine.groups[1:]]
-    return _Said(step, steps_made(), description, structure, groups)
+    return _Statement(step, steps_made(), description, structure, groups)
 
 
 # -------------------------------------------- a first window in which a replica has nothing to fold
@@ -367,15 +366,15 @@ def _pickled(mine: Agreement) -> bytes | str:
         return "it lies on the devices of a mesh"
     try:
         # Torch's own description of a structure does not pickle well.
-        numbers = mine.outputs.structure_of(range(len(mine.kinds)))
-        data = pickle.dumps((numbers, mine.kinds))
+        numbers = mine.outputs.structure_of(range(len(mine.forms)))
+        data = pickle.dumps((numbers, mine.forms))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises
         return f"{type(error).__name__}: {error}"
     return data
 
 
-def _adopted(
+def _adopt(
     history: History,
     mine: Agreement | None,
     structure: bytes | str,
@@ -392,12 +391,12 @@ def _adopted(
         assert rebuild is not None
         try:
             outputs, leaves = rebuild(*pickle.loads(structure))
-            mine = proposed(history, outputs, leaves, Layout(outputs), replicas)
+            mine = propose(history, outputs, leaves, Layout(outputs), replicas)
         except Exception as error:  # whatever the user's class raises
             problem = f"{type(error).__name__}: {error}"
     # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise:
     # none is left waiting.
-    said: list[dict[str, str] | str] = replicas.channel.gathered(
+    said: list[dict[str, str] | str] = replicas.channel.all_gather(
         problem if mine is None else mine.description
     )
     problems = [each for each in said if isinstance(each, str)]
@@ -469,7 +468,7 @@ def _check_groups(groups_of_replicas: list[Sequence[list[int]]], replicas: Repli
                 )
 
 
-def _are_mixed_up(said: list[_Said]) -> bool:
+def _are_mixed_up(said: list[_Statement]) -> bool:
     """Whether two replicas take different steps, although each of them has made both steps."""
     # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
     taken = [(each.step, each.steps_made) for each in said if each.step is not None]

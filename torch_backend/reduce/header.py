@@ -41,7 +41,7 @@ def digest_of(description: object) -> int:
     )
 
 
-def exchanged(channel: Channel, mine: Report) -> Callable[[], list[Report]]:
+def exchange_reports(channel: Channel, mine: Report) -> Callable[[], list[Report]]:
     """Begins one small all_gather, and returns a function that waits for the reports of all
     replicas, in their order.
 

@@ -30,7 +30,7 @@ _FEW = 8
 _SMALL = 2**12
 
 
-class Kind(NamedTuple):
+class MessageKind(NamedTuple):
     """What leaves have in common that are added over the replicas together.
 
     `dtype`: of their accumulators, as real numbers; None if their monoid makes of them what is
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 class Sum(NamedTuple):
     """A message: leaves of a kind, by their indices among those that are reduced."""
 
-    kind: Kind
+    kind: MessageKind
     leaves: tuple[int, ...]
 
 
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     device: torch.device
 
 
-def planned(
+def plan_of(
     folds: Mapping[int, LeafFold],
     likes: Mapping[int, torch.Tensor],
     added: Collection[int],
@@ -83,9 +83,9 @@ def planned(
 
     If all are numbers on the host, and `most_numbers` at most, they travel in the header.
     """
-    kinds: dict[Kind, list[int]] = {}
+    kinds: dict[MessageKind, list[int]] = {}
     for leaf, like in sorted(likes.items()):
-        kind = _kind_of(folds[leaf], like, leaf in added, wire_dtype, among.get(leaf, 0))
+        kind = _message_kind_of(folds[leaf], like, leaf in added, wire_dtype, among.get(leaf, 0))
         if kind is not None:
             kinds.setdefault(kind, []).append(leaf)
     shapes = {leaf: tuple(like.shape) for leaf, like in likes.items()}
@@ -105,19 +105,21 @@ def planned(
     return Plan(sums, tuple(sorted(gathered)), (), shapes, among, sums[-1].kind.device)
 
 
-def _kind_of(
+def _message_kind_of(
     fold: LeafFold, like: torch.Tensor, is_added: bool, wire_dtype: torch.dtype | None, among: int
-) -> Kind | None:
-    """The Kind of a leaf; None if it is gathered. Scalars, such as the loss, and counts are never
-    rounded.
+) -> MessageKind | None:
+    """The MessageKind of a leaf; None if it is gathered. Scalars, such as the loss, and counts are
+    never rounded.
     """
     if not is_added:
         is_sent = fold.fold.reducer.monoid.sent is not None
-        return Kind(None, like.device, None, among) if is_sent else None
+        return MessageKind(None, like.device, None, among) if is_sent else None
     dtype: torch.dtype = fold.accumulator_dtype
     dtype = dtype.to_real() if dtype.is_complex else dtype
     is_exact = like.ndim == 0 or not dtype.is_floating_point
-    return Kind(dtype, like.device, dtype if wire_dtype is None or is_exact else wire_dtype, among)
+    return MessageKind(
+        dtype, like.device, dtype if wire_dtype is None or is_exact else wire_dtype, among
+    )
 
 
 def _are_few_counts(
@@ -128,7 +130,7 @@ def _are_few_counts(
     return elements <= _FEW and all(folds[leaf].fold.reducer.unweighted for leaf in leaves)
 
 
-def _fits_the_header(kind: Kind) -> bool:
+def _fits_the_header(kind: MessageKind) -> bool:
     is_float = kind.dtype is not None and kind.dtype.is_floating_point
     return is_float and kind.device.type == "cpu" and not kind.among
 
@@ -139,7 +141,7 @@ def _is_for_all(message: Sum) -> bool:
 
 
 def _messages(
-    kinds: Mapping[Kind, list[int]], likes: Mapping[int, torch.Tensor], bucket_bytes: int
+    kinds: Mapping[MessageKind, list[int]], likes: Mapping[int, torch.Tensor], bucket_bytes: int
 ) -> tuple[Sum, ...]:
     """The messages of sums. All replicas see the last one, which has the mark of an error."""
     messages: list[Sum] = []
@@ -158,7 +160,7 @@ def _messages(
     messages.sort(key=_is_for_all)
     if not messages or not _is_for_all(messages[-1]):
         device = next((like.device for like in likes.values()), torch.device("cpu"))
-        messages.append(Sum(Kind(torch.float32, device, torch.float32, 0), ()))
+        messages.append(Sum(MessageKind(torch.float32, device, torch.float32, 0), ()))
     return tuple(messages)
 
 
@@ -221,14 +223,14 @@ def add(
         if mark is not None:
             mark.copy_(received[mark.dtype][-1:])
         for leaf, total in zip(message.leaves, trees.unflatten(structure, sums), strict=True):
-            buffers.reduced[leaf] = _taken_in(buffers, leaf, total, message.kind)
+            buffers.reduced[leaf] = _as_reduced(buffers, leaf, total, message.kind)
 
     return receive
 
 
-def _addend(buffers: Buffers, leaf: int, plan: Plan, kind: Kind) -> Reduced:
+def _addend(buffers: Buffers, leaf: int, plan: Plan, kind: MessageKind) -> Reduced:
     """What this replica adds of a leaf, in place of which nothing is held meanwhile."""
-    fold, lifted = buffers.folds[leaf], _lifted(buffers, leaf, plan.shapes[leaf], kind.device)
+    fold, lifted = buffers.folds[leaf], _lifted(buffers, plan, leaf, kind.device)
     buffers.reduced[leaf] = None
     if kind.dtype is not None:
         return lifted.to(fold.accumulator_dtype)
@@ -242,7 +244,7 @@ def _axes_in_memory(array: torch.Tensor) -> list[int]:
     return sorted(range(array.ndim), key=lambda axis: -strides[axis])
 
 
-def _taken_in(buffers: Buffers, leaf: int, total: Reduced, kind: Kind) -> Reduced:
+def _as_reduced(buffers: Buffers, leaf: int, total: Reduced, kind: MessageKind) -> Reduced:
     """A leaf as its buffers have it, of what was added."""
     if kind.dtype is None:
         received = buffers.folds[leaf].fold.reducer.monoid.received
@@ -263,7 +265,7 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[
     replicas. `members` has for each group of replicas which of those of the window they are: it
     takes the leaves of these alone.
     """
-    lifted = [_lifted(buffers, leaf, plan.shapes[leaf], wire.device) for leaf in plan.gathered]
+    lifted = [_lifted(buffers, plan, leaf, wire.device) for leaf in plan.gathered]
     rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
     # All arrays of this replica in one list, whose order is the same on all replicas.
     arrays, structure = trees.flatten((lifted, rows))
@@ -282,14 +284,14 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[
     return combine
 
 
-def _lifted(buffers: Buffers, leaf: int, shape: tuple[int, ...], device: torch.device) -> Reduced:
+def _lifted(buffers: Buffers, plan: Plan, leaf: int, device: torch.device) -> Reduced:
     """What this replica has folded of a leaf. Where that is nothing it is the identity: all send
     the same shapes.
     """
     if buffers.reduced[leaf] is not None:
         return local(buffers.reduced[leaf])
     dtype = buffers.outputs.dtypes[leaf]
-    return buffers.folds[leaf].identity(torch.zeros(shape, dtype=dtype, device=device))
+    return buffers.folds[leaf].identity(torch.zeros(plan.shapes[leaf], dtype=dtype, device=device))
 
 
 def _rows(buffers: Buffers, leaf_index: int, device: torch.device) -> torch.Tensor:
@@ -312,7 +314,7 @@ def _gathered(
     """
     forms = [(tuple(array.shape), array.dtype) for array in arrays]
     of_ranks: list[list[Form]] = (
-        wire.channel.gathered(forms) if have_rows else [forms] * wire.channel.count
+        wire.channel.all_gather(forms) if have_rows else [forms] * wire.channel.count
     )
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
     packed = pack(arrays, wire.device)

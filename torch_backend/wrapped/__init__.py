@@ -15,7 +15,7 @@ from funcga._grad import check_scaled
 from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.modules.checks import check_module_and_loss, kind_of
+from torch_backend.modules.checks import check_module_and_loss, wrapper_kind_of
 from torch_backend.wrapped.ddp import Wrapper, no_outer_mesh
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
@@ -130,7 +130,7 @@ def module_value_and_grad(
 def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
     """What knows how the module is wrapped; None if nothing wraps it."""
     wrapped = [*_outermost(module)]
-    kinds = {kind.name: kind for part in wrapped if (kind := kind_of(part)) is not None}
+    kinds = {kind.name: kind for part in wrapped if (kind := wrapper_kind_of(part)) is not None}
     if len(kinds) > 1:
         raise FuncgaError(
             f"parts of the module are wrapped by {' and '.join(sorted(kinds))}, which reduce "
@@ -147,7 +147,7 @@ def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
     """The modules that are wrapped and are not inside of another wrapped one."""
-    if kind_of(module) is not None:
+    if wrapper_kind_of(module) is not None:
         yield module
     else:
         for child in module.children():

@@ -23,7 +23,7 @@ from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import Window
 from torch_backend.engine.inputs import OwnParameters, unsplit
-from torch_backend.engine.layout import Kept
+from torch_backend.engine.layout import StepCache
 from torch_backend.engine.passes import Pass
 from torch_backend.engine.window import Engine
 from torch_backend.modules.checks import check_wrapped_before
@@ -134,8 +134,8 @@ class ModuleGradient(OwningGradient):
         check_wrapped_before(self.module)
         reduction = None if program.across is None else reductions_of(program, backend)[0]
         inputs = OwnParameters(self.parts, backend, self.module, program.memory.keep(Walk))
-        kept = program.memory.keep(Kept)
-        return Engine(program, Pass(inputs), kept, reduction)
+        cache = program.memory.keep(StepCache)
+        return Engine(program, Pass(inputs), cache, reduction)
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""

@@ -10,43 +10,41 @@ weight that all replicas have folded together gives the weighted mean, however u
 are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from types import TracebackType
+from typing import Self
 
 import torch
 from torch import nn
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import CARRY, Arguments
+from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import _private, arrays, trees
+from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
-from torch_backend.engine.inputs import Leaves, OwnParameters, detached
-from torch_backend.engine.layout import Kept
+from torch_backend.engine.foreign_leaves import gradients_aside, reach
+from torch_backend.engine.inputs import OWN, Leaves, OwnParameters, detached, with_a_blank_row
+from torch_backend.engine.layout import StepCache
 from torch_backend.engine.lent_sums import holds, is_alone
-from torch_backend.engine.observing import ObservedGradient, Observing
-from torch_backend.engine.others import left_alone, reach
+from torch_backend.engine.observing import ObservedGradient, Observing, with_gradients
 from torch_backend.engine.passes import Pass, autocasting
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk, called
+from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.modules.visits import IN_USE
-from torch_backend.reduce import reductions_of
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
-
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,60 +103,43 @@ class ModuleWindow:
     records = looks_ahead = may_be_short = True
 
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
-        self.program, self.gradient, self.alone = program, gradient, alone
-        self.wrapper, self.parts = gradient.wrapper, gradient.parts
+        self.program, self.gradient, self.wrapper = program, gradient, gradient.wrapper
         walk = program.memory.keep(Walk)
-        self.passes = Pass(OwnParameters(self.parts, backend, gradient.module, walk))
+        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
         self.detached = self.passes.inputs.detached
-        self.reductions = reductions_of(
-            replace(program, across=gradient.merged_over(program.across)), backend
+        across = gradient.merged_over(program.across)
+        self.reductions = reductions_of(replace(program, across=across), backend)
+        self.grads = OwnGrads(
+            program,
+            self.passes,
+            self.wrapper,
+            self.reductions,
+            None if alone else self.wrapper.sums_in,
+            self.wrapper.name,
+            self.wrapper.remedy,
         )
         self.waiting, self.is_last = ExitStack(), False
-        self.buffers: Buffers | None = None
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
         self.adds_late = program.dropping is not None or program.observers is not None
-        self.observing: Observing | None = None
-        self.folded: GradientFunction = self.parts  # whose output is folded
 
-    def __enter__(self) -> "ModuleWindow":
-        module = self.gradient.module
-        # If something here raises, this stack undoes what was entered before; otherwise `__exit__`
-        # does.
-        with ExitStack() as stack:
-            stack.enter_context(self.passes)
-            stack.enter_context(self.wrapper.window())
-            stack.enter_context(IN_USE.using(self.program.memory.keep(Walk).ids(module)))
-            self.params: dict[str, torch.Tensor] = {**trainable(module)}
-            # The user's `.grad`s are put aside, and come back when the stack closes.
-            stack.enter_context(left_alone([*self.params.values(), *self.wrapper.leaves()]))
-            # Until the last micro-batch is known to be the last, no pass synchronises.
-            if self.wrapper.sync != "every":
-                self.waiting.enter_context(self.wrapper.waiting())
-            if self.program.dropping is not None:
-                self.statistics_before = statistics_of(module)
-            self.stack = stack.pop_all()
+    def __enter__(self) -> Self:
+        self.grads.__enter__()
+        # Until the last micro-batch is known to be the last, no pass synchronises.
+        self.passes.stack.enter_context(self.waiting)
+        if self.wrapper.sync != "every":
+            self.waiting.enter_context(self.wrapper.waiting())
+        if self.program.dropping is not None:
+            self.statistics_before = statistics_of(self.gradient.module)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # The stack closes last: `recover` still needs the window's `.grad`s and flags.
-        with self.stack:
-            if self.observing is not None:
-                self.observing.end()
-            self.waiting.close()
-            if error is not None:
-                for reduction in self.reductions:
-                    reduction.give_up()
-                # Also where nothing has begun here: what the wrapper does next has to be the same
-                # on all replicas.
-                self.wrapper.recover()
-                if is_of_a_collective(error):
-                    error.add_note(COULD_NOT_MERGE)
+    def __exit__(self, *error: object) -> None:
+        self.grads.__exit__(*error)
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """What has been folded; None before the first loss."""
+        return self.grads.buffers
 
     # --- micro-batches
 
@@ -192,19 +173,18 @@ class ModuleWindow:
         # The host cannot see whether a weight on a device is 0.
         masks = isinstance(weight, torch.Tensor) or not weight
         with self.masked(weight) if masks else nullcontext():
-            loss_fn = partial(called, self.gradient.loss_fn, self.gradient.module)
+            loss_fn = partial(call_loss, self.gradient.loss_fn, self.gradient.module)
             loss, aux, differentiated = self.passes.forward(loss_fn, [*args], kwargs)
-        if self.parts.has_aux:
+        if self.gradient.has_aux:
             aux = detached(aux)
         # The first loss tells what becomes of every leaf. The cotangent depends on that.
-        if self.buffers is None:
-            self._make_room(loss.detach(), aux, arguments)
-        cotangent, state = self._cotangent(differentiated, weight), list[Array]()
+        self.grads.bind(loss.detach(), aux, arguments)
+        seed, state = self._seed(differentiated, weight), list[Array]()
         # Usually the loss is added first: before the last backward pass the replicas tell each
         # other what they have folded.
         if weight is not None and not self.adds_late:
             state = self._add(loss.detach(), aux, weight)
-        self._backward(differentiated, cotangent)
+        self._backward(differentiated, seed)
         if weight is not None and self.adds_late:
             state = self._add(loss.detach(), aux, weight)
         return state
@@ -217,7 +197,7 @@ class ModuleWindow:
         """
         if self.wrapper.meets_in_every_pass:
             last = self._meet(last)
-        elif self.buffers is None and self.wrapper.begins_with_buffers:
+        elif self.grads.buffers is None and self.wrapper.begins_with_buffers:
             self._meet(last)
         if last:
             self.waiting.close()
@@ -241,7 +221,7 @@ class ModuleWindow:
 
         def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
             # DDP passes None on, where the loss does not use an output.
-            if gradient is None or (weight is not None and not self.is_weighted):
+            if gradient is None or (weight is not None and not self.grads.is_weighted):
                 return gradient
             counts = torch.as_tensor(0 if weight is None else weight, device=gradient.device) != 0
             return torch.where(counts, gradient, 0)
@@ -257,12 +237,10 @@ class ModuleWindow:
         finally:
             handle.remove()
 
-    def _cotangent(self, loss: torch.Tensor, weight: Scalar | None) -> torch.Tensor:
-        """The weight, or 1 for plain sums, in the loss's dtype; 0 if the weight is None."""
-        if weight is None:
-            return torch.zeros_like(loss, requires_grad=False)
-        if not self.is_weighted:
-            return torch.ones_like(loss, requires_grad=False)
+    def _seed(self, loss: torch.Tensor, weight: Scalar | None) -> float | torch.Tensor:
+        """The cotangent: the weight, or 1 for plain sums; 0 if the weight is None."""
+        if weight is None or not self.grads.is_weighted:
+            return float(weight is not None)
         on_device = isinstance(weight, torch.Tensor)
         if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
             which = "a weight that is on the device" if on_device else f"the weight {weight}"
@@ -271,14 +249,10 @@ class ModuleWindow:
                 "a loss in float32, computed from outputs in float32: "
                 "F.cross_entropy(module(x).float(), y)."
             )
-        if isinstance(weight, torch.Tensor):
-            return weight.to(loss.device, loss.dtype).expand_as(loss)
-        return torch.full_like(loss, float(weight), requires_grad=False)
+        return weight if isinstance(weight, torch.Tensor) else float(weight)
 
-    def _backward(self, loss: torch.Tensor, cotangent: torch.Tensor) -> None:
-        """loss.backward(cotangent), outside of autocast: that is for the forward pass. Others'
-        `.grad`s stay.
-        """
+    def _backward(self, loss: torch.Tensor, seed: float | torch.Tensor) -> None:
+        """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
         if not loss.requires_grad:
             raise FuncgaError(
                 "the loss does not depend on any parameter, so there is no backward pass for "
@@ -287,21 +261,19 @@ class ModuleWindow:
             )
         inputs, others = self._inputs_and_others(loss)
         with ExitStack() as stack:
-            for device in autocasting((loss.device.type,)):
-                stack.enter_context(torch.autocast(device, enabled=False))
             if others:
-                stack.enter_context(left_alone(others))
+                stack.enter_context(gradients_aside(others))
             if self.is_last:
                 # From here on a replica that has failed could not be told from one that is slow.
                 if self.adds_late:
                     self._meet(True)
                 else:
                     self.reductions[0].announce()
-                stack.enter_context(self.wrapper.synchronising(self.params))
+                stack.enter_context(self.wrapper.synchronising(self.grads.params))
             elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
-            run = partial(_private.run_backward, loss, cotangent, inputs, on_host=False)
-            self.passes.backwards({}, run)
+            self.passes.autocast = autocasting((loss.device.type,))
+            self.passes.backwards({}, partial(self.passes.run, loss, seed, inputs))
 
     def _inputs_and_others(
         self, loss: torch.Tensor
@@ -313,12 +285,12 @@ class ModuleWindow:
         their own; or if it does not end in the parameters, because FSDP has put other tensors in
         their place.
         """
-        params, replaced = tuple(self.params.values()), self.wrapper.leaves()
-        if params and not replaced and not self.passes.has_functions:
+        params, replaced = tuple(self.grads.params.values()), self.wrapper.leaves()
+        if not (replaced or self.passes.has_functions):
             return params, []
         ids = {*map(id, (*params, *replaced))}
         others, is_custom = reach(loss, ids)
-        if params and not (is_custom or replaced):
+        if not (is_custom or replaced):
             return params, []
         return (), others + [
             p
@@ -331,21 +303,12 @@ class ModuleWindow:
         """Folds the loss and its aux in, and returns the state that is threaded to the next
         micro-batch.
         """
-        assert self.buffers is not None
-        leaves = self._leaves(self.buffers, loss, aux)
-        if self.observing is not None:
+        leaves, observing = self.grads.leaves(loss, aux), self.grads.observing
+        if observing is not None:
             # It has seen the gradients of this replica times the cotangent.
-            told = self.observing.told(leaves, weight, weight if self.is_weighted else 1)
-            leaves[: len(told)] = told
-        return self.buffers.add(leaves, weight)
-
-    def _leaves(self, buffers: Buffers, loss: torch.Tensor, aux: Tree) -> list[Array]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where the
-        wrapper sums them.
-        """
-        value, which = self.folded.compose(loss, aux, [()]), f"micro-batch {buffers.steps + 1}"
-        leaves = buffers.layout.rest.head.leaves(value, which)
-        return [*leaves, *[None] * len(self.params)]
+            measures = observing.measures(leaves, weight, weight if self.grads.is_weighted else 1)
+            leaves[: len(measures)] = measures
+        return self.grads.bound.add(leaves, weight)
 
     # --- replicas with fewer micro-batches than others
 
@@ -365,12 +328,11 @@ class ModuleWindow:
                 )
             # The rows only stand in for others, so running statistics, for instance, must not see
             # them.
-            before = [(buffer, buffer.clone()) for buffer in self.gradient.module.buffers()]
+            before = statistics_of(self.gradient.module)
             self._run(arguments, args, kwargs, None, True)
-            if self.observing is not None:
-                self.observing.forget()
-            for buffer, values in before:
-                buffer.copy_(values)
+            if self.grads.observing is not None:
+                self.grads.observing.forget()
+            put_back(before, keep=False)
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
@@ -391,116 +353,212 @@ class ModuleWindow:
         """The normalised result, in the structure of grad_fn's output, the same on every
         replica.
         """
-        buffers = self.buffers
-        assert buffers is not None
+        buffers, dropping = self.grads.bound, self.program.dropping
         with torch.no_grad():
-            gradients = [taken(p, self.wrapper.fresh) for p in self.params.values()]
-            # Of a DTensor only the local shard is divided.
-            sums = local_tensors(gradients)
+            self.grads.take()
             if isinstance(buffers, DroppingBuffers):
-                buffers.look_at(sums)
+                buffers.look_at(self.grads.sums)
             # The wrapper has merged the gradients already, so they join the buffers only after the
             # rest is merged.
             for reduction in self.reductions:
                 state = reduction.finish(state)
-            if not buffers.steps and self.program.dropping is None:
+            if not buffers.steps and dropping is None:
                 raise nothing_to_fold()
-            put(buffers, sums, self.wrapper.scale)
-            result = buffers.result(state)
-            before, (value, folded) = ((), result) if self.program.observers is None else result
-            if self.program.dropping is not None:
+            self.grads.put()
+            if dropping is not None:
                 put_back(self.statistics_before, buffers.rejected == 0)
+            return self.grads.result(state)
+
+
+class OwnGrads:
+    """The `.grad`s of a module's own parameters in a window. Autograd, and what wraps the module,
+    sum the gradients there.
+
+    A context, in which the `.grad`s are the window's: the user's are put aside, and come back at
+    the end. It also ends an error in all processes.
+
+    With the first loss `bind` makes the `buffers` of all that is folded, and `observing`, if there
+    are observers. `params` are by name. `is_weighted`: whether the fold weighs gradients. At the
+    end `take` has the gradients and the `sums` in them, which `put` adds to the buffers.
+    """
+
+    buffers: Buffers | None = None
+    observing: Observing | None = None
+    is_weighted = False
+
+    def __init__(
+        self,
+        program: Program,
+        passes: Pass,
+        wrapper: Wrapper,
+        reductions: list[Reduction],
+        sums_in: Callable[[torch.Tensor], torch.dtype] | None,
+        adds: str,
+        remedy: str,
+    ):
+        """`adds`: what adds the gradients; `sums_in`: the dtype in which it adds those of a
+        parameter, None for one micro-batch; `remedy`: for sums that are narrow.
+        """
+        self.program, self.passes, self.wrapper = program, passes, wrapper
+        self.reductions, self.sums_in = reductions, sums_in
+        self.adds, self.remedy = adds, remedy
+
+    def __enter__(self) -> Self:
+        inputs = self.passes.inputs
+        assert isinstance(inputs, OwnParameters)
+        # If something here raises, this stack undoes what was entered before; otherwise `__exit__`
+        # does.
+        with ExitStack() as undo:
+            undo.enter_context(self.passes)
+            enter = self.passes.stack.enter_context
+            enter(self.wrapper.window())
+            enter(IN_USE.using(inputs.walk.ids(inputs.module)))
+            self.params: dict[str, torch.Tensor] = {**trainable(inputs.module)}
+            enter(gradients_aside([*self.params.values(), *self.wrapper.leaves()]))
+            # It needs the window's `.grad`s and flags.
+            self.passes.stack.push(self._recover)
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.passes.__exit__(*error)
+
+    def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            for reduction in self.reductions:
+                reduction.give_up()
+            # Also where nothing has begun here: what the wrapper does next has to be the same on
+            # all replicas.
+            self.wrapper.recover()
+            if is_of_a_collective(error):
+                error.add_note(COULD_NOT_MERGE)
+
+    # --- what is folded
+
+    def bind(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
+        """Decides with the first loss what becomes of an output, and makes room for it. Raises
+        FuncgaError for what cannot be folded.
+        """
+        if self.buffers is not None:
+            return
+        program, gradient = self.program, self.passes.inputs.gradient
+        structure = trees.flatten(self.params)[1]
+        leaves = {OWN: Leaves(self.params, [*self.params.values()], structure, [])}
+        self.gradient_fn: GradientFunction = gradient  # whose output is folded
+        if program.observers is not None:
+            self.gradient_fn = ObservedGradient.of(
+                program, gradient, (loss, aux), [self.params], arguments
+            )
+        layout = program.memory.keep(StepCache).layout_of(
+            program, arguments, self.gradient_fn, (loss, aux), leaves, leaves, self._check
+        )
+        self.buffers = buffers_of(program)(layout)
+        indices = layout.backward.leaf_indices
+        if isinstance(self.gradient_fn, ObservedGradient):
+            computed_with = self.wrapper.leaf_of()
+            observed = [computed_with.get(id(p), p) for p in self.params.values()]
+            self.observing = Observing(self.gradient_fn, dict(zip(indices, observed, strict=True)))
+            self.passes.stack.callback(self.observing.end)
+        # All of the gradients are weighed, or none.
+        folds = [layout.outputs.folds[leaf_index] for leaf_index in indices[:1]]
+        self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
+        if self.wrapper.wrapped:
+            beside = self.leaves(loss, aux)
+            for reduction in self.reductions:
+                reduction.begin(self.buffers, beside)
+
+    def _check(self, outputs: Outputs) -> None:
+        """Raises FuncgaError if the folds of the gradients, which are the last leaves, are not sums
+        as they are added here.
+        """
+        weighted = set()
+        folds = outputs.folds[len(outputs.folds) - len(self.params) :]
+        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
+            if fold is None or not fold.fold.reducer.additive:
+                raise FuncgaError(
+                    "the gradients' fold is no sum, and a module's own gradients are only added, "
+                    "in the backward pass. Fold them with funcga.mean(), per_weight() or sum(), "
+                    "and only the value otherwise: fold=(funcga.max(), funcga.mean()). For any "
+                    "other fold of gradients use funcga.value_and_grad(torch_backend.pure_loss("
+                    "module, loss_fn)), with the module not wrapped."
+                )
+            weighted.add(fold.fold.reducer.linear)
+            dtype = fold.accumulator_dtype if self.sums_in is None else self.sums_in(p)
+            if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
+                narrow, promised = (
+                    str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype)
+                )
+                raise FuncgaError(
+                    f"`{name}` has gradients that {self.adds} sums in {narrow} over the "
+                    f"micro-batches, and the fold promises {promised}. {self.remedy} Or say that "
+                    f"{narrow} is meant: funcga.mean(dtype={narrow!r})."
+                )
+        if len(weighted) > 1:
+            raise FuncgaError(
+                "some gradients are weighed, as by funcga.mean(), and others are not, as by "
+                "funcga.sum(): a module's own gradients come from one backward pass with one "
+                "weight. Give all of them one of the two."
+            )
+
+    @property
+    def bound(self) -> Buffers:
+        """The buffers, once there are any."""
+        assert self.buffers is not None
+        return self.buffers
+
+    def leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
+        """The leaves of what grad_fn returns, None for the gradients, which are where autograd
+        adds them.
+        """
+        value, buffers = self.gradient_fn.compose(loss, aux, [()]), self.bound
+        head = buffers.layout.rest.head.leaves(value, f"micro-batch {buffers.steps + 1}")
+        return [*head, *[None] * len(self.params)]
+
+    # --- the sums
+
+    def take(self) -> None:
+        """Takes the gradients, in memory that nobody else holds; of a DTensor only the local
+        shard is a sum.
+        """
+        self.gradients = [_own_grad(p, self.wrapper.fresh) for p in self.params.values()]
+        self.sums = local_tensors(self.gradients)
+
+    def put(self) -> None:
+        """Puts the sums into the buffers; a wrapper has divided them by its scale."""
+        buffers, scale = self.bound, self.wrapper.scale
+        layout = buffers.layout
+        pairs = [*zip(layout.backward.leaf_indices, self.sums, strict=True)]
+        # The scale is the unit of weighted sums. All others are multiplied by it.
+        plain = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+        if plain and scale != 1:
+            torch._foreach_mul_(plain, scale)
+        buffers.hold_in(scale)
+        for index, gradient in pairs:
+            dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
+            buffers.reduced[index] = gradient.to(dtype)
+
+    def result(self, state: list[Array]) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
+        return with_gradients(self.program, self.bound.result(state), self._as_dtensors)
+
+    def _as_dtensors(self, folded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor.
         # Only a result in another dtype has memory of its own.
-        named = zip(self.params, gradients, sums, strict=True)
-        grads = {
+        named = zip(self.params, self.gradients, self.sums, strict=True)
+        return {
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
             for name, gradient, shard in named
         }
-        return (value, grads) if self.program.observers is None else (before, (value, grads))
-
-    # --- what becomes of each leaf
-
-    def _make_room(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
-        """Makes room for an output with this loss. Raises FuncgaError for what a wrapper cannot
-        fold.
-        """
-        structure = trees.flatten(self.params)[1]
-        leaves = {0: Leaves(self.params, [*self.params.values()], structure, [])}
-        bind = lambda value: self.program.bind(value, arguments)
-        if self.program.observers is not None:
-            readings = self.program.readings(
-                self.parts.compose(loss, aux, [self.params]), arguments
-            )
-            self.folded = observed = ObservedGradient.of(self.parts, readings, loss)
-        layout = self.program.memory.keep(Kept).layout_of(
-            self.folded, (loss, aux), leaves, leaves, bind, self._check_folds, bool(arguments.state)
-        )
-        self.buffers = buffers_of(self.program)(layout)
-        if self.program.observers is not None:
-            computed_with = self.wrapper.leaf_of()
-            in_backward = zip(layout.backward.leaf_indices, self.params.values(), strict=True)
-            self.observing = Observing(
-                readings,
-                {leaf_index: computed_with.get(id(p), p) for leaf_index, p in in_backward},
-                observed.before[0][0],
-            )
-        leaves_beside = self._leaves(self.buffers, loss, aux)
-        for reduction in self.reductions:
-            reduction.begin(self.buffers, leaves_beside)
-        # All of the gradients are weighed, or none.
-        folds = [
-            layout.outputs.folds[leaf_index] for leaf_index in layout.backward.leaf_indices[:1]
-        ]
-        self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
-
-    def _check_folds(self, outputs: Outputs) -> None:
-        """Raises FuncgaError if the folds of the gradients are not what a wrapper can do."""
-        dtypes = None if self.alone else [self.wrapper.sums_in(p) for p in self.params.values()]
-        check_folds(outputs, self.params, dtypes, self.wrapper.name, self.wrapper.remedy)
 
 
-def check_folds(
-    outputs: Outputs,
-    params: Mapping[str, torch.Tensor],
-    dtypes: Sequence[torch.dtype] | None,
-    adds: str,
-    remedy: str,
-) -> None:
-    """Raises FuncgaError if the folds of the gradients, which are the last leaves, are not sums as
-    a wrapper adds them.
-
-    `adds`: what adds the gradients; `dtypes`: in what, None for one micro-batch; `remedy`: for
-    those that are narrow.
-    """
-    weighted = set()
-    folds = outputs.folds[len(outputs.folds) - len(params) :]
-    for position, (fold, name) in enumerate(zip(folds, params, strict=True)):
-        if fold is None or not fold.fold.reducer.additive:
-            raise FuncgaError(
-                "the gradients' fold is no sum, and a module's own gradients are only added, in "
-                "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
-                "the value otherwise: fold=(funcga.max(), funcga.mean()). For any other fold of "
-                "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-                "with the module not wrapped."
-            )
-        weighted.add(fold.fold.reducer.linear)
-        dtype = fold.accumulator_dtype if dtypes is None else dtypes[position]
-        if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
-            narrow, promised = (
-                str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype)
-            )
-            raise FuncgaError(
-                f"`{name}` has gradients that {adds} sums in {narrow} over the micro-batches, and "
-                f"the fold promises {promised}. {remedy} Or say that {narrow} is meant: "
-                f"funcga.mean(dtype={narrow!r})."
-            )
-    if len(weighted) > 1:
-        raise FuncgaError(
-            "some gradients are weighed, as by funcga.mean(), and others are not, as by "
-            "funcga.sum(): a module's own gradients come from one backward pass with one weight. "
-            "Give all of them one of the two."
-        )
+def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
+    """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
+    gradient = p.grad
+    if gradient is None:
+        return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
+    if gradient.layout is not torch.strided:
+        return gradient.to_dense()
+    return gradient if fresh or is_alone(gradient) else gradient.clone()
 
 
 def check_no_stream(program: Program) -> None:
@@ -516,48 +574,3 @@ def check_no_stream(program: Program) -> None:
             "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
             "across=group), with the module that was wrapped."
         )
-
-
-def with_a_blank_row(arguments: Arguments) -> Arguments:
-    """The arguments of an empty batch, with one row of zeros in it."""
-
-    def blank(leaf: Array, axis: object) -> Array:
-        if leaf is None or axis is None or axis is CARRY:
-            return leaf
-        shape = [*leaf.shape]
-        shape[axis] = 1  # type: ignore[call-overload]
-        return leaf.new_zeros(shape)
-
-    parts = [
-        part._replace(
-            leaves=[blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
-        )
-        if part.axes
-        else part
-        for part in arguments.parts
-    ]
-    return replace(arguments, parts=tuple(parts))
-
-
-def taken(p: torch.Tensor, fresh: bool) -> torch.Tensor:
-    """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
-    gradient = p.grad
-    if gradient is None:
-        return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
-    if gradient.layout is not torch.strided:
-        return gradient.to_dense()
-    return gradient if fresh or is_alone(gradient) else gradient.clone()
-
-
-def put(buffers: Buffers, sums: list[torch.Tensor], scale: float) -> None:
-    """Puts the sums of the gradients into the buffers; a wrapper has divided them by the scale."""
-    layout = buffers.layout
-    pairs = [*zip(layout.backward.leaf_indices, sums, strict=True)]
-    # The scale is the unit of weighted sums. All others are multiplied by it.
-    plain = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
-    if plain and scale != 1:
-        torch._foreach_mul_(plain, scale)
-    buffers.hold_in(scale)
-    for index, gradient in pairs:
-        dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
-        buffers.reduced[index] = gradient.to(dtype)

@@ -2,15 +2,18 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import funcga
+from tests.processes import processes
 from torch_backend import module_value_and_grad, pure_loss, trainable
 from torch_backend.engine import compiled
 
@@ -346,3 +349,69 @@ def test_sums_for_cuda_graphs_stay_where_they_are(graphs, monkeypatch):
         assert addresses.isdisjoint(leaf.data_ptr() for leaf in tree_leaves(result))
     step(trainable(module), x, y)
     assert addresses == {total.data_ptr() for total in micro_step.lasting[0]}
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **kwargs or {})
+
+
+STATE = {"in_axes": (None, 0, funcga.CARRY), "fold": (funcga.carry(), funcga.mean())}
+# Why autograd adds: keywords of value_and_grad, and of accumulate, and what is around the call.
+AGAINST = {
+    "observers measure each gradient": ({}, {"observe": funcga.gradient_noise()}, nullcontext),
+    "the loss has aux": ({"has_aux": True}, {}, nullcontext),
+    "the loss is scaled": ({"scaled": True}, {}, nullcontext),
+    "leaves are made for each micro-batch": ({"argnums": (0, 1)}, {"fold": funcga.sum()}, nullcontext),
+    "state is threaded": ({}, STATE, nullcontext),
+    "a mode sees each operator": ({}, {}, Seen),
+    "anomalies are detected": ({}, {}, torch.autograd.detect_anomaly),
+}
+
+
+@pytest.mark.parametrize("why", AGAINST)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_autograd_adds_where_something_stands_against_it(why, graphs):
+    of_gradient, of_step, around = AGAINST[why]
+
+    def loss_fn(params, x, y):
+        loss = (((x @ params["w"]) - y.sum()) ** 2).mean()
+        return (loss, y.sum()) if "has_aux" in of_gradient else loss
+
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(loss, **of_gradient), 2, **of_step)
+    x, y = batch(8)
+    args = {"w": torch.ones(3, dtype=torch.float64)}, x, y.sum() if of_step is STATE else y
+    scale = {"loss_scale": 2.0} if "scaled" in of_gradient else {}
+    compiled_loss = graphs.compile(loss_fn)
+    with around():
+        check(make(compiled_loss)(*args, **scale), make(loss_fn)(*args, **scale))
+    assert not any(graphs.additions)
+    assert not any(step is not None and step.is_refused for step in compiled._MICRO_STEPS.values())  # nor was it tried
+
+
+@pytest.mark.parametrize("option", ["buffers", "statistics"])
+def test_a_pure_loss_that_returns_more_is_left_to_autograd(option, graphs):
+    """Which says that what it returns is no scalar."""
+    module, rows = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), mlp()), batch(8)
+    state = [dict(module.named_buffers())] if option == "buffers" else []
+    loss = pure_loss(module, graphs.compile(squares), **{option: True})
+    step = funcga.accumulate(funcga.value_and_grad(loss), 2, in_axes=(None, *[None for _ in state], 0, 0))
+    with pytest.raises(funcga.FuncgaError, match="has_aux=True"):
+        step(trainable(module), *state, *rows)
+
+
+def of_replicas(group, across):
+    """How far a compiled loss is from one that is not, and how many inputs its graphs add to, beside another process."""
+    torch._dynamo.reset()
+    graphs, params, (x, y) = Graphs(), {"w": torch.ones(3, dtype=torch.float64)}, batch(8)
+    options = {"across": group} if across else {}
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(loss), 2, **options)
+    found, expected = (make(loss)(params, x + group.rank(), y) for loss in (graphs.compile(plain), plain))
+    return (found[1]["w"] - expected[1]["w"]).abs().max().item(), sum(graphs.additions)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_processes_that_may_communicate_are_left_to_autograd(across):
+    for difference, additions in processes().run(of_replicas, across, size=2):
+        assert difference <= 1e-12
+        assert additions == 0

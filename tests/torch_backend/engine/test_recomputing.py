@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from tests.processes import processes
 from torch_backend import Replicas, pure_loss
-from torch_backend.engine import lent_sums, others
+from torch_backend.engine import foreign_leaves, lent_sums
 from torch_backend.engine.passes import Pass
 from torch_backend.replacements import replacements
 
@@ -270,7 +270,7 @@ def test_a_torch_that_does_not_tell_what_was_applied(noted, monkeypatch):
     """Then every graph is looked at; else only those of windows in which a function was applied."""
     looked, module, x = [], *net()
     monkeypatch.setattr(lent_sums, "reach", recorded(lent_sums.reach, looked))
-    monkeypatch.setattr(others.applied, "is_noted", noted)
+    monkeypatch.setattr(foreign_leaves.python_functions, "is_noted", noted)
     assert funcga.accumulate(funcga.grad(pure_loss(module, Net.loss)), 3)(params_of(module), x)
     assert len(looked) == (0 if noted else 3)
     loss = lambda module, x: module.loss(x.clone().requires_grad_(), RECOMPUTES["reentrant" if x[0, 0] > 0 else "own"])
@@ -297,12 +297,12 @@ def test_every_function_is_noted():
     with warnings.catch_warnings(), replacements:
         warnings.simplefilter("ignore")
         for call, given in [(f, t) for f in (plain, kept, in_thread) for t in (x, leaf)] + [(broken, leaf)] * 2:
-            before = others.applied.last
+            before = foreign_leaves.python_functions.last
             call(given)
-            assert others.applied.last is not before
-    before = others.applied.last
+            assert foreign_leaves.python_functions.last is not before
+    before = foreign_leaves.python_functions.last
     torch.sin(leaf).sum().backward()
-    assert others.applied.last is before
+    assert foreign_leaves.python_functions.last is before
 
 
 def functional(module, apply):

@@ -289,7 +289,7 @@ def test_what_holds_for_a_window_ends_with_it():
     seen = []
 
     def loss(params, x):
-        seen.append(None if functional.noted.last is None else len(functional.noted.last))
+        seen.append(None if functional.call_log.last is None else len(functional.call_log.last))
         return functional_call(module, params, (x,)).mean()
 
     gradient = funcga.grad(loss)
@@ -304,9 +304,9 @@ def test_what_holds_for_a_window_ends_with_it():
         funcga.grad(lambda p, x: loss(p, x) + funcga.accumulate(gradient, 2)(p, x)["2.bias"].sum()), 2
     )
     outer(params, X)
-    assert functional.noted.last is None
+    assert functional.call_log.last is None
     failing(module)
-    assert functional.noted.last is None
+    assert functional.call_log.last is None
 
 
 @pytest.mark.parametrize("way", STEPS)
@@ -360,7 +360,7 @@ def test_other_threads_call_torchs_own():
     def loss(params, x):
         def other():
             functional_call(module, {}, (x,))
-            served.append(functional.noted.calls)
+            served.append(functional.call_log.calls)
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -369,7 +369,7 @@ def test_other_threads_call_torchs_own():
 
     funcga.grad(loss)(params, X)
     assert served == [None]
-    assert functional.noted.calls is None
+    assert functional.call_log.calls is None
 
 
 def test_a_plan_keeps_no_module_alive():

@@ -132,6 +132,10 @@ def summed(output, y):
     return output.square().flatten(1).sum(1).dot(1.0 + y.sum(1).double().square())
 
 
+def mean_of_rows(output, y):
+    return (output.square().flatten(1).sum(1) * y["counted"]).sum() / y["counted"].sum()
+
+
 def weighing_nothing(group, name):
     """What is summed counts whatever it weighs; of a mean a micro-batch of weight 0 is no part, not even its NaN."""
     (x, y), counted = batch(9), torch.arange(9) >= 6  # two of three micro-batches weigh nothing
@@ -146,10 +150,9 @@ def weighing_nothing(group, name):
                 grads = torch.autograd.grad(total / divisor, [*model.parameters()], retain_graph=True)
                 expected = total.detach() / divisor, dict(zip(trainable(model), grads, strict=True))
                 check(funcga.accumulate(gradient, 3, fold=fold, weight=weight)(x, {"y": y, "counted": rows}), expected)
-            # A mean over rows, which is NaN where none counts.
-            mean = lambda output, y: (output.square().flatten(1).sum(1)[y["counted"]]).mean()
-            gradient, _ = pipeline(name, mesh_of(group, 1), mean)
-            total = mean(nn.Sequential(*model.values())(x), {"counted": rows})
+            # A mean over rows, which is NaN where none counts, as is its gradient.
+            gradient, _ = pipeline(name, mesh_of(group, 1), mean_of_rows)
+            total = mean_of_rows(nn.Sequential(*model.values())(x), {"counted": rows})
             expected = (
                 total.detach(),
                 dict(zip(trainable(model), torch.autograd.grad(total, [*model.parameters()]), strict=True)),
@@ -165,6 +168,7 @@ def several_steps(group, name):
     for count in ({"n": 7}, {"microbatch_size": 3}):
         step = funcga.accumulate(gradient, **count, weight=tokens, fold=METRICS)
         check(step(x, y), whole(stages, x, y, metrics=True))
+        assert gradient.pipeline.count == 4
     step = funcga.stream(gradient, weight=tokens, fold=METRICS)
     for count in (6, 2):
         microbatches = [batch(rows, seed) for seed, rows in enumerate((2, 1, 3, 1, 2, 2)[:count])]

@@ -161,6 +161,23 @@ def test_a_wrapped_module_says_that_others_stay_away():
     assert own[1].startswith("there is no micro-batch on this replica")
 
 
+def peer_dies(group):
+    """The last words of an error that a wrapper's own collective raises."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def loss_fn(module, x):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    module = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    with pytest.raises(RuntimeError, match="closed by peer") as info:
+        funcga.accumulate(module_value_and_grad(module, loss_fn), 2)(torch.ones(4, 3))
+    return info.value.__notes__
+
+
+def test_an_error_of_a_wrappers_own_collective_is_explained():
+    assert processes().run(peer_dies, size=2) == [[channel.COULD_NOT_MERGE]] * 2
+
+
 def checks(group):
     """In window 1 rank 1 raises before its header, and catches that; then all compare their parameters."""
     rank, params, fails = dist.get_rank(group), {"w": torch.ones(3)}, []

@@ -11,7 +11,7 @@ from funcga._call.arguments import Arguments
 from funcga._fold import bind
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.layout import Layout
-from torch_backend.reduce.wire import Wire, add, nbytes, pack, planned, unpack
+from torch_backend.reduce.wire import Wire, add, nbytes, pack, plan_of, unpack
 from torch_backend.replicas import as_bytes
 
 ARRAYS = [
@@ -44,7 +44,7 @@ def test_the_bytes_of_a_contiguous_array_are_in_its_own_memory():
 def plan(likes, bucket_bytes=2**20, wire_dtype=None, sums=None, most_numbers=0):
     folds = [bind(funcga.sum(), like, str, torch_backend.arrays) for like in likes]
     sums = range(len(likes)) if sums is None else sums
-    return planned(folds, dict(enumerate(likes)), sums, {}, bucket_bytes, wire_dtype, most_numbers)
+    return plan_of(folds, dict(enumerate(likes)), sums, {}, bucket_bytes, wire_dtype, most_numbers)
 
 
 def leaves_of(found):

@@ -1,7 +1,7 @@
-"""What belongs to others: the leaves of autograd that a backward pass may come to, and must leave
-alone.
+"""Leaves of autograd that are not the window's: a backward pass may reach them, and must not change
+their `.grad`s.
 
-Only torch has this file: JAX differentiates a program, which has no tensors of somebody else's.
+Only torch has this file: JAX differentiates a program, which reaches no other tensors.
 
 A backward pass that is restricted to its own leaves writes to no others, with one exception:
 functions written in Python, subclasses of torch.autograd.Function, may run passes of their own, as
@@ -33,7 +33,7 @@ from torch_backend.replacements import replacements
 # --- functions written in Python
 
 
-class _Applied:
+class _PythonFunctions:
     """`last` is another object once a function written in Python has been applied, recorded or not.
 
     It is noted while `replacements` last, which every window enters. Without `is_noted` nobody
@@ -45,11 +45,11 @@ class _Applied:
         self.is_noted = False
 
 
-applied = _Applied()
+python_functions = _PythonFunctions()
 
 
 def _note(_: object) -> None:
-    applied.last = object()
+    python_functions.last = object()
 
 
 class _Probe(torch.autograd.Function):
@@ -67,14 +67,14 @@ def _is_noted() -> bool:
     # Torch creates a node by calling its class, which has no __init__ so far. The probe shows
     # whether this one is called.
     replacements.add(BackwardCFunction, "__init__", _note)
-    before = applied.last
+    before = python_functions.last
     with replacements:
         _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
-    return applied.last is not before
+    return python_functions.last is not before
 
 
 # Without it every graph is searched, which costs time only.
-applied.is_noted = _is_noted()
+python_functions.is_noted = _is_noted()
 
 
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
@@ -113,7 +113,7 @@ def _is_compiled(kind: type) -> bool:
 # --- gradients of others
 
 
-class left_alone(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
+class gradients_aside(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
     """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
 
     Leaves of less than 32 bits may get wider gradients meanwhile. Raises FuncgaError, before
