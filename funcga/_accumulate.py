@@ -14,7 +14,7 @@ from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._observe import ObserverTree
 from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, explains_arguments
+from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
 
 
@@ -134,7 +134,6 @@ def accumulate(
         >>> loss, grads
         (tensor(1.), {'w': tensor([-2., -2.])})
     """
-    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     searches = isinstance(n, str) and n == "auto" and microbatch_size is None
     count, rows = (None, None) if searches else read_sizes(n, microbatch_size, ', or n="auto"')
     program = read_program(
@@ -153,8 +152,7 @@ def accumulate(
     )
     search = Search(program) if searches else None
 
-    # The signature is grad_fn's in any case; the names are only if grad_fn is a function that has
-    # them.
+    # A gradient function has no name of its own to copy.
     names = (
         ()
         if isinstance(grad_fn, GradientFunction | OwningGradient)
@@ -164,7 +162,7 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        # The arrays of the call choose the framework, anew at every call.
+        # The arrays of each call determine the framework.
         backend = program.backend(args, kwargs)
         if totals is not None:
             check_no_totals(kwargs)
@@ -181,14 +179,14 @@ def accumulate(
                 )
             raise
 
-    # For code that wraps the step and has to know what it splits.
+    # For code that wraps the step, and for tools that inspect it.
     accumulated.program = program  # type: ignore[attr-defined]
     return accumulated
 
 
 # -- n="auto": the smallest number of micro-batches whose memory suffices, planned, then tried out
 
-# How many shapes of arguments are remembered. Each length of a batch is one.
+# How many shapes of arguments are remembered.
 _SHAPES = 256
 
 
@@ -224,7 +222,7 @@ class Search:
                 undo()
             program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
             result = backend.loop.accumulate(program, backend)(args, kwargs)
-            # JAX raises only where a result is waited for.
+            # JAX raises when the result is waited for.
             for leaf in backend.trees.flatten(result)[0]:
                 if hasattr(leaf, "block_until_ready"):
                     leaf.block_until_ready()
@@ -232,7 +230,8 @@ class Search:
 
         fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
         n, result = smallest(run, rows, backend.loop.is_out_of_memory, fitted)
-        # A dict keeps its order: the shapes used latest stand last, and the first is forgotten.
+        # Least recently used: the latest shapes are last in the dict, and the first is
+        # forgotten.
         self.fitted.pop(key, None)
         self.fitted[key] = n
         if len(self.fitted) > _SHAPES:
@@ -242,12 +241,12 @@ class Search:
     def _planned(
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> int | None:
-        """The n of a plan; None if it cannot be planned, and has to be tried out."""
+        """The n of a plan; None if it cannot be planned."""
         try:
-            # A tool, by name, as it may not be there.
+            # By name, as this tool may be missing.
             plan = import_module("funcga._plan").planned(self.program, backend, args, kwargs)
         except Exception:
-            return None  # whatever is wrong with the call, the attempt raises as well
+            return None  # an invalid call raises in the attempt, too
         n: int | None = plan.n if plan.fits else None
         return n
 
@@ -275,8 +274,7 @@ def smallest(
                     "either."
                 )
                 raise
-        # Not in the `except` block: there the error still refers to its frames, and these to the
-        # arrays.
+        # Not in the `except` block, where the error still references frames and their arrays.
         gc.collect()
         return False, None
 
@@ -289,8 +287,8 @@ def smallest(
     # ... then halve the gap below it.
     while n - too_few > 1:
         middle = (n + too_few) // 2
-        result = None  # it would take room from the next attempt
+        result = None  # frees its memory for the next attempt
         fits, result = attempt(middle)
         n, too_few = (middle, too_few) if fits else (n, middle)
-    # The last attempt need not be the one that fitted, and its result is gone: run that n again.
+    # If the last attempt did not fit, the result of n is gone: run it again.
     return (n, result) if fits else smallest(run, most, is_out_of_memory, n)

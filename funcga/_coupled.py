@@ -2,8 +2,8 @@
 micro-batches.
 
 The first pass folds a summary of each micro-batch, and keeps no graph. The loss is a function of
-what they come to, and its gradient with respect to that is a cotangent. The second pass pulls the
-cotangent back through each micro-batch: the fold says which part of it is that of one summary.
+the folded summaries, and its gradient with respect to them is a cotangent. The second pass pulls
+the cotangent back through each micro-batch; the fold determines the cotangent of one summary.
 
 Design note: docs/concepts/inside_coupled.md.
 """
@@ -155,15 +155,15 @@ def coupled(
                 job.program.check_call(error, len(args), kwargs)
                 raise
 
-    # For code that wraps the step and has to know what it does.
+    # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]
     return step
 
 
 @contextmanager
 def _in_its_words() -> Iterator[None]:
-    """A context that says summary_fn in errors of what it shares with `accumulate`, where that
-    is a grad_fn.
+    """A context that rewrites errors of code shared with `accumulate`: summary_fn in place of
+    grad_fn.
     """
     try:
         yield
@@ -191,7 +191,7 @@ def _in_its_words() -> Iterator[None]:
 class Coupled:
     """What a step of `coupled` computes: a fold of summaries, and the gradient of a loss of them.
 
-    `memory` is what a backend keeps for the second pass; that of the first is the program's.
+    `memory` is the cache of the second pass; that of the first is the program's.
     """
 
     program: Program
@@ -199,13 +199,13 @@ class Coupled:
     memory: Memory
 
     def first(self, backend: Backend, **changes: Any) -> Program:
-        """The fold of the summaries: of sums what they come to, and of any other fold what it is
-        made of.
+        """The program of the first pass: it folds the summaries, or collects them, where the
+        fold is not differentiated by hand.
 
-        `changes` are those of the program. Where a fold neither adds nor collects, as max(), the
-        summary has an axis more, and what all micro-batches have is collected along it: then the
-        framework differentiates the fold itself. Such a program returns {"summary": ..., "weight":
-        ...}: that of the micro-batch, [1, 2], as two addends, or None if no such fold weighs.
+        `changes` are those of the program. Summaries of a fold that neither adds nor collects,
+        such as max(), are collected along a new first axis, and the framework differentiates the
+        fold itself. Such a program returns {"summary": ..., "weight": ...}: the weight of the
+        micro-batch, [1, 2], as two addends, or None if no such fold weighs.
         """
         program, trees = replace(self.program, totals=None, **changes), backend.trees
         folds, structure = trees.flatten(program.fold, _is_fold)
@@ -233,7 +233,7 @@ class Coupled:
             addends = backend.arrays.addends(
                 program.weigh(program.read(args, backend), args, None), wide=False
             )
-            # Made of what is kept, so that it is where that is.
+            # On the device of what is kept.
             zero = xp.zeros_like(kept, dtype=xp.float32).sum()
             weight = xp.stack([zero + addend for addend in addends])
             return {"summary": trees.unflatten(structure, leaves), "weight": weight[None]}
@@ -243,18 +243,16 @@ class Coupled:
         return replace(program, grad_fn=with_axes, fold=fold)
 
     def keeps(self, backend: Backend) -> bool:
-        """Whether there is a fold of which all summaries are kept."""
+        """Whether all summaries of some fold are kept."""
         return any(map(_is_kept, backend.trees.flatten(self.program.fold, _is_fold)[0]))
 
     def weighs(self, backend: Backend) -> bool:
-        """Whether the weights of micro-batches are collected, for a fold of which all summaries
-        are kept.
-        """
+        """Whether weights of micro-batches are collected, for a fold whose summaries are kept."""
         folds = backend.trees.flatten(self.program.fold, _is_fold)[0]
         return any(_is_kept(fold) and not fold.reducer.unweighted for fold in folds)
 
     def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
-        """The fold of what `grad_fn` makes of each micro-batch in the second pass."""
+        """The program of the second pass: the fold of `grad_fn` over the micro-batches."""
         return replace(
             self.program,
             grad_fn=grad_fn,
@@ -268,8 +266,8 @@ class Coupled:
     def loss_of(
         self, params: Sequence[Tree], summaries: Tree, backend: Backend
     ) -> tuple[Array, Tree]:
-        """(loss, aux). Raises FuncgaError if loss_fn does not take what it is given, or returns
-        something else.
+        """(loss, aux). Raises FuncgaError if loss_fn does not take these arguments, or returns
+        anything else.
         """
         loss_fn = self.gradient.loss_fn
         try:
@@ -302,13 +300,13 @@ class Coupled:
             )
 
     def arg_indices(self, args: Sequence[Tree]) -> tuple[int, ...]:
-        """The arguments that are differentiated. Raises FuncgaError for one that is not there."""
+        """The indices of the differentiated arguments. Raises FuncgaError if one is out of
+        range.
+        """
         return self.gradient.arg_indices(len(args))
 
     def check_whole(self, arguments: Arguments, arg_indices: Sequence[int]) -> None:
-        """Raises FuncgaError if one of these arguments, which are differentiated, is split: it
-        is no parameter.
-        """
+        """Raises FuncgaError if one of the differentiated arguments is split."""
         for arg_index in arg_indices:
             if arguments.parts[arg_index].axes:
                 raise FuncgaError(
@@ -327,7 +325,7 @@ def _is_fold(node: object) -> bool:
 
 
 def _is_kept(fold: object) -> bool:
-    """Whether all that a fold is made of is kept: it neither adds, nor collects, nor threads."""
+    """Whether all summaries of a fold are kept: it neither adds, nor collects, nor threads."""
     if not isinstance(fold, Fold):
         return False
     monoid = fold.reducer.monoid
@@ -336,12 +334,11 @@ def _is_kept(fold: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Summaries:
-    """What the summaries of all micro-batches have come to, on all replicas, before it is
-    normalised.
+    """The folded summaries of all micro-batches and replicas, before they are normalised.
 
-    `outputs` are those of the first pass. `reduced` has what is accumulated of each leaf that is
-    reduced, `collected` the rows of each that is collected, and `state` what is threaded.
-    `tally_of` gives the tally of a leaf.
+    `outputs` are those of the first pass. `reduced` has the accumulator of each reduced leaf,
+    `collected` the rows of each collected one, and `state` what is threaded. `tally_of` gives
+    the tally for a fold.
     """
 
     job: Coupled
@@ -352,8 +349,8 @@ class Summaries:
     tally_of: Callable[[LeafFold], Tally]
 
     def variables(self) -> list[Array]:
-        """The arrays that the loss is differentiated by: the floats of what is reduced, then of
-        what is collected.
+        """The arrays that the loss is differentiated by: the reduced floats, then the collected
+        ones.
         """
         leaves, _, indices = self._flat
         if not indices:
@@ -364,7 +361,7 @@ class Summaries:
         return [leaves[index] for index in indices]
 
     def tree(self, variables: Sequence[Array]) -> Tree:
-        """What loss_fn is given, where the variables are these."""
+        """The summaries for loss_fn, with these variables."""
         leaves, structure, indices = self._flat
         leaves = [*leaves]
         for index, variable in zip(indices, variables, strict=True):
@@ -413,7 +410,7 @@ class Summaries:
             exact = self.outputs.backend.arrays.cast(weights, leaf_fold.accumulator_dtype).sum(1)
             of_rows = [exact[index] for index in range(len(values))]
         if monoid.collective in ("max", "min") and fold.reducer.unweighted:
-            # In one operation, whose derivative those that are equal share.
+            # In one operation, so that equal values share the derivative.
             reduced = (xp.amax if monoid.collective == "max" else xp.amin)(rows, 0)
         else:
             lifted = [
@@ -423,13 +420,13 @@ class Summaries:
         return leaf_fold.normalize(reduced, self.tally_of(leaf_fold))
 
     def cotangents(self, of_variables: Sequence[Array | None]) -> "Cotangents":
-        """The cotangents, from those of the variables; None where the loss does not depend on
-        one.
+        """The cotangents of the leaves, from those of the variables; None if the loss does not
+        depend on one.
         """
         leaves, structure, indices = self._flat
         backend = self.outputs.backend
         by_index = dict(zip(indices, of_variables, strict=True))
-        # A leaf of several arrays has a cotangent for each of them, or none at all.
+        # A leaf of several arrays has a cotangent for each of them, or None.
         reached = backend.trees.unflatten(
             structure, [by_index.get(index) is not None for index in range(len(leaves))]
         )
@@ -456,7 +453,7 @@ class Summaries:
     def _are_weighed(self, leaf_indices: Sequence[int]) -> bool:
         """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
         outputs = self.outputs
-        # Of arrays, since a dataclass without any is no container.
+        # With arrays as leaves, as a dataclass without any is not a container.
         summary = outputs.structure_of([outputs.backend.arrays.xp.zeros(())] * len(outputs.folds))
         if self.job.keeps(outputs.backend):
             summary = summary["summary"]
@@ -467,9 +464,7 @@ class Summaries:
 
     @property
     def weigh_nothing(self) -> bool:
-        """Whether the host sees that their weights add up to 0. Then a mean of them is 0,
-        whatever they are.
-        """
+        """Whether the host sees a total weight of 0, so that a mean of the summaries is 0."""
         totals = [self.tally_of(fold).total for fold in self.outputs.reduced_folds]
         return any(isinstance(total, int | float) and not total for total in totals)
 
@@ -508,10 +503,10 @@ class Cotangents:
     are_weighed: bool
 
     def parts(self, output: Tree, weight: Scalar, share: Scalar = None) -> list[Reduced]:
-        """What the output of the first pass for one micro-batch contributes to each leaf that has a
-        cotangent.
+        """The contribution of one micro-batch, with this output of the first pass, to each leaf
+        that has a cotangent.
 
-        `share` is the weight in the unit that those of means are measured in, if there is one.
+        `share` is the weight in the unit of means, if there is one.
         """
         leaves = self.outputs.in_order(output)
         triples = zip(self.outputs.reduced, self.outputs.reduced_folds, self.reduced, strict=True)
@@ -529,15 +524,15 @@ class Cotangents:
     def of(
         self, parts: Sequence[Reduced], rows: Callable[[int, Array, int, int], Array]
     ) -> list[Reduced]:
-        """The cotangents of these parts: that of a sum is the same for each of its terms, that of
-        rows is theirs.
+        """The cotangents of these parts: of a sum the same for each of its terms, of collected
+        rows their own rows.
 
         `rows(position, cotangent, axis, size)` are those of this micro-batch, in the cotangent of
         the collected leaf at this position.
         """
         sums = [cotangent for cotangent in self.reduced if cotangent is not None]
         collected = [
-            (position, cotangent, fold.fold.reducer.monoid.axis or 0)
+            (position, cotangent, fold.axis or 0)
             for position, (fold, cotangent) in enumerate(
                 zip(self.outputs.collected_folds, self.collected, strict=True)
             )
@@ -547,7 +542,7 @@ class Cotangents:
         return [*sums, *[rows(*of_leaf, part.shape[of_leaf[2]]) for of_leaf, part in pairs]]
 
     def threaded(self, output: Tree) -> Tree:
-        """The summary with nothing left of it but the state that is threaded."""
+        """The summary with None for all but threaded state."""
         leaves, threads = self.outputs.in_order(output), self.outputs.threads
         left = self.outputs.structure_of(
             [leaf if index in threads else None for index, leaf in enumerate(leaves)]

@@ -18,8 +18,7 @@ from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError
 
 
-# A gradient inside of a loss makes it a gradient of a gradient. Counting the evaluations shows
-# whether there is one.
+# Counts gradients per thread, which shows whether a loss has a gradient inside.
 class _Evaluations(threading.local):
     count = 0
 
@@ -28,7 +27,7 @@ _EVALUATIONS = _Evaluations()
 
 
 def evaluations() -> int:
-    """How many gradients this thread has begun to compute. It grows in a loss that has a
+    """How many gradients this thread has begun to compute; it grows within a loss that has a
     gradient inside.
     """
     return _EVALUATIONS.count
@@ -45,7 +44,9 @@ class GradientFunction(KnownGradient):
     has_aux: bool
     with_value: bool
     scaled: bool = False
-    reached: set[bool] = field(default_factory=set, repr=False)  # filled once a leaf got a gradient
+    reached: set[bool] = field(
+        default_factory=set, repr=False
+    )  # filled by the first gradient of a leaf
 
     @property
     def __wrapped__(self) -> LossFn:
@@ -53,19 +54,19 @@ class GradientFunction(KnownGradient):
 
     @property
     def leaves_before(self) -> int:
-        """How many leaves stand before the value and the gradient in what `compose` makes."""
+        """How many leaves come before the value and the gradient in the output of `compose`."""
         return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """The value and gradient, or the gradient, at these arguments."""
-        # The names are for errors alone, so they are worked out only there.
+        # Names are only for errors.
         names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
         backend = backend_of([*args, *kwargs.values()], names)
         return backend.loop.alone(self, backend)(*args, **kwargs)
 
     def bound(self, backend: Backend) -> GradFn:
-        """The framework's own gradient function. It raises FuncgaError where loss_fn returns no
-        real scalar.
+        """The framework's gradient function, which raises FuncgaError if loss_fn does not return
+        a real scalar.
         """
 
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
@@ -79,7 +80,7 @@ class GradientFunction(KnownGradient):
                 _EVALUATIONS.count += 1
             scale = None
             if self.scaled or "loss_scale" in kwargs:
-                # Read before the transform, inside of which the host no longer sees numbers.
+                # Read outside of the transform, in which the host sees no numbers.
                 scale, kwargs = self.read_scale(kwargs, backend)
 
             @functools.wraps(self.loss_fn, updated=())
@@ -88,8 +89,7 @@ class GradientFunction(KnownGradient):
                 loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
                 if counts and not self.reached:
                     self._check_reached(loss, args, _EVALUATIONS.count == count_before, backend)
-                # The loss comes back twice: scaled, to be differentiated, and as auxiliary data, as
-                # the caller sees it.
+                # Returned twice: scaled, to be differentiated, and as it is, as auxiliary data.
                 return loss if scale is None else scaled_loss(loss, scale, backend.arrays), (
                     loss,
                     aux,
@@ -102,8 +102,8 @@ class GradientFunction(KnownGradient):
         return gradient
 
     def arg_indices(self, count: int) -> tuple[int, ...]:
-        """`argnums` among `count` positional arguments, none negative. Raises FuncgaError for
-        one that is not there.
+        """`argnums` for `count` positional arguments, none negative. Raises FuncgaError if one
+        is out of range.
         """
         argnums = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
         if any(not -count <= argnum < count for argnum in argnums):
@@ -120,7 +120,7 @@ class GradientFunction(KnownGradient):
         return arg_indices
 
     def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
-        """Raises FuncgaError if there is no gradient with respect to a leaf of this argument."""
+        """Raises FuncgaError if a leaf of this argument cannot be differentiated."""
         # The path is worked out for the error alone.
         for leaf_index, leaf in enumerate(backend.trees.flatten(tree)[0]):
             if leaf is not None and not _has_gradient(leaf, backend):
@@ -129,10 +129,8 @@ class GradientFunction(KnownGradient):
                 raise _no_gradient(leaf, path, name, backend)
 
     def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Scalar, dict[str, Any]]:
-        """The loss scale of a call, and its other keyword arguments. Raises FuncgaError if there is
-        none, or a bad one.
-
-        None, and all keyword arguments, if the gradients are not scaled.
+        """(loss scale, other keyword arguments) of a call; the scale is None unless `scaled`.
+        Raises FuncgaError if it is missing or invalid.
         """
         if not self.scaled:
             if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
@@ -145,11 +143,10 @@ class GradientFunction(KnownGradient):
         return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
-        """(loss, aux) of what loss_fn returned. Raises FuncgaError if that is no real scalar, or
-        no pair of both.
+        """(loss, aux) of loss_fn's output. Raises FuncgaError if the loss is not a real scalar,
+        or with has_aux the output not a pair.
         """
-        # First the pair is taken apart. Then the loss must be an array, a scalar and real, in this
-        # order of messages.
+        # Checked in this order: a pair, an array, a scalar, real.
         loss, aux, arrays = output, None, backend.arrays
         if self.has_aux:
             if not isinstance(output, tuple | list) or len(output) != 2:
@@ -189,9 +186,7 @@ class GradientFunction(KnownGradient):
         return loss, aux
 
     def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
-        """What a gradient function returns, from its parts; `grads` has one tree for each of
-        argnums.
-        """
+        """The output of a gradient function; `grads` has one tree for each of argnums."""
         # Value before gradient, in both frameworks; aux goes with the value, or with the gradient
         # if there is none.
         value = (loss, aux) if self.has_aux else loss
@@ -201,7 +196,7 @@ class GradientFunction(KnownGradient):
         return (gradient, aux) if self.has_aux else gradient
 
     def without_aux(self, output: Tree) -> Tree:
-        """What a gradient function returned, without the aux."""
+        """The output of a gradient function without aux."""
         if not self.has_aux:
             return output
         if self.with_value:
@@ -210,7 +205,7 @@ class GradientFunction(KnownGradient):
         return output[0]
 
     def gradient_in(self, value: Tree) -> Tree:
-        """The part that is the gradient of what `compose` has made."""
+        """The gradient in an output of `compose`."""
         if self.with_value:
             return value[1]
         return value[0] if self.has_aux else value
@@ -218,13 +213,12 @@ class GradientFunction(KnownGradient):
     def _check_reached(
         self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend
     ) -> None:
-        """Raises FuncgaError if the framework can tell that the loss depends on none of the leaves.
+        """Raises FuncgaError if the framework sees that the loss depends on no leaf.
 
-        alone: whether there is no other gradient inside of the loss. The gradient of a linear
-        function is a constant, so a loss with one inside may rightly depend on nothing.
+        alone: whether no other gradient is inside of the loss. That of a linear function is
+        constant, so a loss of it may depend on nothing.
         """
-        # A framework cannot always tell, and then `depends` is None. One positive answer settles it
-        # for good.
+        # None if the framework cannot tell. One True is remembered for all later calls.
         depends = backend.gradients.depends(loss)
         if depends:
             self.reached.add(True)
@@ -234,9 +228,7 @@ class GradientFunction(KnownGradient):
                 raise self.unreached(len(args), backend)
 
     def unreached(self, count: int, backend: Backend) -> FuncgaError:
-        """The error for a loss of `count` arguments that depends on no leaf of those that are
-        differentiated.
-        """
+        """The error for a loss of `count` arguments that depends on no differentiated leaf."""
         names = argument_names(self.loss_fn, count)
         of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.arg_indices(count))
         return FuncgaError(
@@ -279,7 +271,7 @@ def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
 
 def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
     """The loss times its scale, as at least float32."""
-    # A usual scale, 65,536, is infinite in float16.
+    # The usual scale, 65,536, overflows in float16.
     dtype = arrays.accumulator_dtype(loss.dtype)
     wide = arrays.cast(loss, dtype)
     return wide * (arrays.cast(scale, dtype, loss) if arrays.is_array(scale) else scale)
@@ -295,7 +287,7 @@ def _has_gradient(leaf: Any, backend: Backend) -> bool:
 
 
 def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaError:
-    """The error for a leaf that has no gradient, at this path of the argument of this name."""
+    """The error for a leaf without a gradient, at this path in the argument `name`."""
     shown = backend.arrays.describe(leaf)
     if is_uninitialised(leaf):
         return uninitialised(path)
@@ -312,7 +304,7 @@ def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaErr
 
 
 def is_uninitialised(leaf: object) -> bool:
-    """Whether it is a parameter of one of torch's lazy modules, which has no shape yet."""
+    """Whether it is a parameter of a lazy module of torch, which has no shape yet."""
     return hasattr(leaf, "materialize")
 
 
@@ -331,12 +323,12 @@ def _describe(output: Tree, backend: Backend) -> str:
 
 
 def _has_loss(output: Tree) -> bool:
-    """Whether it is what a model of transformers returns, or a dict with a loss."""
+    """Whether it is an output of a transformers model, or a dict, with a loss."""
     return "loss" in output if isinstance(output, Mapping) else hasattr(output, "loss")
 
 
 def _keywords(loss_fn: LossFn) -> set[str]:
-    """The parameters that a loss can be given by name; "**" if it takes any."""
+    """The parameters that a loss takes by name; "**" if it takes any."""
     # A gradient function, or another wrapper of a loss, takes what its loss takes.
     while hasattr(loss_fn, "loss_fn"):
         loss_fn = loss_fn.loss_fn
@@ -348,9 +340,7 @@ def _keywords(loss_fn: LossFn) -> set[str]:
 
 
 def check_scaled(loss_fn: LossFn, scaled: bool) -> None:
-    """Raises FuncgaError if a gradient function that takes a loss_scale would keep one from its
-    loss.
-    """
+    """Raises FuncgaError if both the gradient function and its loss take a loss_scale."""
     if scaled and "loss_scale" in _keywords(loss_fn):
         raise FuncgaError(
             "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of "
@@ -464,7 +454,7 @@ def _gradient_function(
             "torch_backend.module_value_and_grad(module, lambda module, x, y: "
             "F.mse_loss(module(x), y))."
         )
-    # In Python a bool is an int, but it is not the position of an argument.
+    # type(), as a bool is an int.
     entries = argnums if isinstance(argnums, tuple) else (argnums,)
     if not entries or any(type(entry) is not int for entry in entries):
         raise FuncgaError(
@@ -477,10 +467,8 @@ def _gradient_function(
 
 
 def bound(program: Program, backend: Backend) -> Program:
-    """The program with the framework's own gradient function, made once instead of at every
-    micro-batch.
-    """
-    # What another library made works as it is.
+    """The program with the framework's gradient function, made once."""
+    # Those of other libraries work unchanged.
     if isinstance(program.grad_fn, GradientFunction):
         return replace(program, grad_fn=program.grad_fn.bound(backend))
     return program

@@ -1,5 +1,5 @@
-"""Replicas: what `across=` merges over. They start from the same parameters, which can be asked
-for.
+"""Replicas, which `across=` merges over: that they have the same parameters, and which step they
+run.
 """
 
 import inspect
@@ -33,15 +33,14 @@ def check_replicas(params: Tree, across: Across) -> None:
 
 
 def check_one_for_all(replicas: Any, found: str, instead: str) -> None:
-    """Raises FuncgaError if leaves have replicas of their own, where that cannot be."""
+    """Raises FuncgaError if leaves have replicas of their own, where that is not supported."""
     if replicas is not None and replicas.leaves is not None:
         raise FuncgaError(f"across= names the replicas of each leaf, and {found}. {instead}")
 
 
 class Step(NamedTuple):
-    """Which step this is, in words that mean the same in every process that runs this code.
-
-    `name` is that of its function, and `number` how many steps of that name were made before.
+    """Identifies a step in every process that runs this code: the name of its function, and how
+    many steps of that name were made before.
     """
 
     name: str

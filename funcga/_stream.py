@@ -124,7 +124,7 @@ def stream(
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
-        # The first micro-batch is taken here, since it says in which framework to fold.
+        # The first micro-batch determines the framework.
         spread, is_counted = _Spread(), totals is not None
         if is_counted:
             check_no_totals(kwargs)
@@ -132,8 +132,8 @@ def stream(
         first = next(items, None)
         own: Sequence[Any] = ()
         if first is None and owner is not None:
-            own = owner.parameters()  # the only arrays, if there is no micro-batch
-        # Where other processes wait for this one, the window tells them of the error.
+            own = owner.parameters()  # the only arrays, without a micro-batch
+        # With other processes, the window raises the error on all of them.
         if first is None and across is None and (owner is None or owner.kind == MODULE):
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
@@ -141,8 +141,7 @@ def stream(
             )
         backend = program.backend((*leading, *(first or own)), kwargs)
         ahead = [] if first is None else [first]
-        # This frame lives as long as the loop: a reference here would keep the first micro-batch in
-        # memory.
+        # A reference in this frame would keep the first micro-batch in memory during the loop.
         del first
         try:
             if is_counted:
@@ -158,9 +157,8 @@ def stream(
 
 
 class _Spread:
-    """A micro-batch as the arguments of grad_fn after the params.
-
-    It remembers how many arguments the last one has, and how many micro-batches there were.
+    """Spreads a micro-batch into arguments of grad_fn. It counts the micro-batches, and the
+    fields of the last one.
     """
 
     fields = count = 0
@@ -175,8 +173,8 @@ class _Spread:
 def _iterate(
     args: tuple[Any, ...], spread: _Spread, twice: bool = False
 ) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
-    """(the arguments before the micro-batches, these); `twice`: whether they are to be gone
-    through again.
+    """(the leading arguments, an iterator over micro-batches); `twice`: whether they have to be
+    iterable again.
     """
     if not args:
         raise FuncgaError(
@@ -192,7 +190,7 @@ def _iterate(
             "over. Pass a DataLoader, a generator or a list of micro-batches; for one batch to be "
             "split, use funcga.accumulate(grad_fn, n)."
         ) from None
-    # These can be iterated over, and one item of them is no micro-batch.
+    # Iterable, but a single batch.
     if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
         raise FuncgaError(
             f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of "
@@ -206,14 +204,12 @@ def _iterate(
             "step(params, list(microbatches)), or what windows yields: for window in "
             "funcga.windows(loader, 8)."
         )
-    # `map` holds no item, where a generator's frame would hold on to its last one.
+    # `map`, as a generator's frame would keep a reference to its last item.
     return tuple(leading), map(spread, items)
 
 
 def _again(args: tuple[Any, ...], spread: _Spread) -> Iterator[tuple[Any, ...]]:
-    """The micro-batches once more. Raises FuncgaError, at the end, if there are more or fewer
-    than were counted.
-    """
+    """The micro-batches again. Raises FuncgaError at the end if their number has changed."""
     counted, spread.count = spread.count, 0
     yield from _iterate(args, spread)[1]
     if spread.count != counted:
@@ -225,7 +221,7 @@ def _again(args: tuple[Any, ...], spread: _Spread) -> Iterator[tuple[Any, ...]]:
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
-    # Popped, so that the list lets go of it.
+    # Popped, so that no reference is left.
     if ahead:
         yield ahead.pop()
     yield from items
@@ -264,7 +260,7 @@ def windows(
         >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
-    # By their methods, since a Dataset that can be indexed can be iterated over as well.
+    # A Dataset may have __getitem__ alone.
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise FuncgaError(
             f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a "
@@ -296,8 +292,8 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
     total, updates, first = 0.0, 0, True
     target = n.after(updates)
     for item in items:
-        # If even the first weighs more than the target, the units are probably mixed up: rows, say,
-        # for tokens.
+        # If the first one exceeds the target, units are probably mixed up: rows, say, for
+        # tokens.
         amount = weight_on_host(weight_of(weight, _Spread()(item)))
         if amount > target and first:
             raise FuncgaError(
@@ -312,6 +308,6 @@ def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterat
             yield window
             window, total, updates = [], 0.0, updates + 1
             target = n.after(updates)
-    # What is left is less than a window, and exact all the same.
+    # The last, partial window.
     if window:
         yield window

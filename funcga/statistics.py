@@ -120,14 +120,14 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
 
 
 def fits(pooled: object, mean: Array) -> TypeGuard[Pooled]:
-    """Whether these are pooled statistics of a layer with this running mean."""
+    """Whether these are pooled statistics in the shape of this running mean."""
     return isinstance(pooled, Pooled) and all(
         getattr(part, "shape", None) == mean.shape for part in pooled
     )
 
 
 def described(pooled: object, arrays: Arrays) -> str:
-    """What was given for pooled statistics: each of their parts, if they are some."""
+    """A description of pooled statistics, part by part, or of anything else."""
     if not isinstance(pooled, Pooled):
         return arrays.describe(pooled)
     return ", ".join(f"{name} {arrays.describe(part)}" for name, part in pooled._asdict().items())
@@ -139,15 +139,15 @@ def update(
     """The running mean and variance of one layer after one more batch."""
     xp, dtype = arrays.xp, arrays.accumulator_dtype(mean.dtype)
     count, new_mean, new_variance = (arrays.cast(part, dtype) for part in pooled)
-    # The inner `where` keeps the division finite, where the outer one does not take its result.
+    # The inner `where` keeps the division finite where the outer one discards it.
     if unbiased:
         new_variance = new_variance * xp.where(
             count > 1, count / xp.where(count > 1, count - 1, 1), 1
         )
     part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
 
-    # In at least float32: a small share of a float16 would be lost. A batch of nothing changes
-    # nothing.
+    # In at least float32, as a small share of a float16 would be lost. Unchanged if the count is
+    # 0.
     def moved(old: Array, new: Array) -> Array:
         wide = arrays.cast(old, dtype)
         return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
@@ -158,7 +158,7 @@ def update(
 def _check_number(
     number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max
 ) -> None:
-    # The value of an array may be on a device, or not computed yet, so it is not asked for.
+    # The value of an array is not waited for.
     if (
         arrays.is_array(number)
         and number.shape == ()
@@ -179,8 +179,10 @@ def _widened(array: Array, path: str, arrays: Arrays) -> Array:
 
 
 def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: Tree) -> Tree:
-    """The nested dicts with each {"mean", "var"} replaced; others have something else there."""
-    # A layer is known by its two keys; everything above is walked through.
+    """The nested dicts with `function` applied to each layer, {"mean", "var"}, and to what the
+    others have there.
+    """
+    # A layer is recognised by its two keys.
     if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
         return function(path, tree["mean"], tree["var"], *others)
     if not isinstance(tree, Mapping):
@@ -202,5 +204,5 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
         key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))
         for key, child in tree.items()
     }
-    # flax's FrozenDict, say, is made again of a dict.
+    # For example flax's FrozenDict.
     return replaced if type(tree) is dict else type(tree)(replaced)  # type: ignore[call-arg]

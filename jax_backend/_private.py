@@ -1,4 +1,4 @@
-"""What is used of JAX that it does not promise to keep: what for, and what happens without it.
+"""The private or unstable names of JAX that are used: what for, and what happens without them.
 
 All versions in the table of docs/reference/versions.md have these names, unless it is said which.
 Without any of these the numbers are right still, and `tests/jax_backend/test_private.py` takes each

@@ -1,4 +1,4 @@
-"""The facts about arrays of this framework that the mathematics needs."""
+"""What the mathematics has to know of JAX arrays."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
@@ -36,7 +36,7 @@ def as_array(leaf: Array) -> Array:
     """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
     if is_array(leaf):
         return leaf
-    # The number of rows of a program that is exported for any number of them is a symbol.
+    # In a program exported for any number of rows, that number is a symbol.
     if isinstance(leaf, int | float | complex) or is_symbolic_dim(leaf):
         return jnp.asarray(leaf)
     raise TypeError(type(leaf).__name__)
@@ -44,8 +44,8 @@ def as_array(leaf: Array) -> Array:
 
 def moved_like(array: jax.Array, like: Array) -> jax.Array:
     """The array on the devices of another one of its shape."""
-    # What is committed to a device cannot meet an array on a mesh, and is another program to
-    # compile.
+    # Only if the other one is committed: a committed array cannot be combined with one on a
+    # mesh, and makes another program.
     return (
         jax.device_put(array, like.sharding)
         if isinstance(like, jax.Array) and like.committed
@@ -92,25 +92,20 @@ def accumulator_dtype(dtype: Dtype) -> Dtype:
     return dtype
 
 
-def strong(leaf: Array) -> jax.Array:
-    """The leaf as an array whose dtype a loop can keep: one without a weak type, which an
-    operation would change.
-    """
+def without_weak_type(leaf: Array) -> jax.Array:
+    """The leaf as an array without a weak type, which a loop could not keep."""
     leaf = as_array(leaf)
     return jnp.asarray(leaf, dtype=leaf.dtype)
 
 
 def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
     """The array in another dtype, and on the device of the one beside it."""
-    # JAX itself puts numbers where they are computed with, as all arrays of a program are on the
-    # same devices.
+    # JAX itself places numbers, as all arrays of a program are on the same devices.
     return jnp.asarray(array, dtype=dtype)
 
 
 def exact(array: jax.Array, name: str) -> jax.Array:
-    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no
-    bits of its own.
-    """
+    """The array, for a fold `name` that reads its bits; FuncgaError if they are not available."""
 
     @jax.custom_jvp
     def same(array: jax.Array) -> jax.Array:
@@ -130,8 +125,8 @@ def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows from `start` on, along an axis."""
     array = jnp.asarray(array)
     sharding = jax.typeof(array).sharding
-    # A slice of an array that Explicit axes cut has to be cut evenly itself, or the array is whole
-    # along the axis.
+    # If Explicit axes shard the array, they have to divide the slice, too; else the array is
+    # unsharded along the axis.
     if any(sharding.spec) and size % devices_along(sharding, axis):
         entries = [*sharding.spec]
         entries[axis] = None
@@ -151,14 +146,12 @@ def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:
 def measured(
     measure: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that
-    lies in parts.
-    """
+    """`measure(array)`, a sum over the elements, of each array, over all shards."""
     return [measure(array) for array in arrays]  # XLA knows where the parts are
 
 
 def finite(arrays: Sequence[jax.Array | None]) -> jax.Array:
-    """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
+    """Whether all numbers are finite, as a 0-d array; None is skipped."""
     all_finite = jnp.asarray(True)
     for array in arrays:
         all_finite = all_finite if array is None else jnp.isfinite(array).all() & all_finite
@@ -171,7 +164,7 @@ def scalar(weight: Scalar) -> Scalar:
     """
     if _private.is_traced(weight) or not isinstance(weight, jax.Array):
         return weight
-    # Reading a number from an accelerator would wait for all that it still has to compute.
+    # Reading from an accelerator would block.
     return weight.item() if {device.platform for device in weight.devices()} == {"cpu"} else weight
 
 
@@ -187,7 +180,7 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         return (jnp.asarray(weight, dtype=jnp.float64),)
     if is_symbolic_dim(weight):
         weight = jnp.asarray(weight)
-    # Of a Python number the remainder is exact in Python's float64.
+    # The remainder of a Python number is exact in float64.
     if not isinstance(weight, jax.Array):
         high = np.float32(weight)
         return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
@@ -196,8 +189,7 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         if weight.dtype.itemsize <= 4:
             return rounded, jnp.zeros_like(rounded)
         return rounded, (weight - rounded.astype(weight.dtype)).astype(jnp.float32)
-    # An integer of more than 24 bits is the sum of its lower 16 bits and the rest, each exact in
-    # float32.
+    # Integers: the lower 16 bits and the rest, each exact in float32.
     low = (
         weight & jnp.asarray(0xFFFF, dtype=weight.dtype)
         if weight.dtype.itemsize > 2
@@ -231,9 +223,8 @@ def devices() -> list[str]:
 
 
 def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """The array, or a copy of it where it is one of these others, or a view of one."""
-    # Nobody writes to a JAX array, but a caller who donates the result would take the other one
-    # away.
+    """The array, or a copy if it shares memory with one of the others."""
+    # JAX arrays are immutable, but donating the result would delete the other array.
     return jnp.array(array, copy=True) if any(array is other for other in others) else array
 
 
@@ -253,7 +244,7 @@ def _is_key(array: object) -> bool:
     return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-# -- types: how an array is sharded over the Explicit axes of a mesh, and varies over manual ones
+# -- types: sharding over Explicit axes of a mesh, and varying manual axes
 
 
 def zeros(aval: "ShapedArray") -> jax.Array:
@@ -263,21 +254,18 @@ def zeros(aval: "ShapedArray") -> jax.Array:
 
 
 def typed(array: jax.Array, aval: "ShapedArray") -> jax.Array:
-    """The array sharded and varying as a type says, for a loop that makes it so."""
-    # From 0.11 on a constant that is whole on all devices lies on no mesh, whatever it was made
-    # for.
+    """The array sharded and varying as a type says."""
+    # From 0.11 on a replicated constant has no mesh.
     if jax.typeof(array).sharding != aval.sharding and not aval.sharding.mesh.empty:
         array = jax.sharding.reshard(array, aval.sharding)
     return as_varying(array, varying_axes(aval))
 
 
-def settled(body: Callable[[Tree], Tree], carry: Tree) -> tuple[Tree, Tree]:
-    """The carry sharded and varying as the body of a loop makes it, and the types of what the body
-    then returns.
-
-    The leaves of the carry are the first of those that the body returns.
+def settle_types(body: Callable[[Tree], Tree], carry: Tree) -> tuple[Tree, Tree]:
+    """The carry with the types that the body of a loop gives it, and the types of the body's
+    results, of which the carry is the first.
     """
-    # What is marked as varying may let more come back as varying. In practice it settles at once.
+    # Marking one leaf as varying may make others vary. Usually one round is enough.
     for _ in range(4):
         leaves, structure = jax.tree.flatten(carry)
         program, result = jax.make_jaxpr(body, return_shape=True)(carry)
@@ -288,9 +276,9 @@ def settled(body: Callable[[Tree], Tree], carry: Tree) -> tuple[Tree, Tree]:
     return carry, jax.tree.unflatten(jax.tree.structure(result), program.out_avals)
 
 
-def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """The parts of one array sharded as that of them which is sharded over the fewest Explicit
-    axes.
+def with_common_sharding(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """The parts of one array with the sharding of the part that is sharded over the fewest
+    Explicit axes.
     """
     types = [jax.typeof(part) for part in parts]
     least = min(types, key=lambda aval: sum(entry is not None for entry in aval.sharding.spec))
@@ -298,7 +286,7 @@ def alike(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def as_varying(array: jax.Array, names: Iterable[str]) -> jax.Array:
-    """The array marked as one that may differ along these mesh axes."""
+    """The array marked as varying along these mesh axes."""
     manual = manual_axes()
     return (
         _private.cast_varying(array, [name for name in names if name in manual])
@@ -308,15 +296,14 @@ def as_varying(array: jax.Array, names: Iterable[str]) -> jax.Array:
 
 
 def varying_axes(aval: "ShapedArray") -> frozenset[str]:
-    """The mesh axes along which an array of this type may differ."""
+    """The mesh axes along which an array of this type varies."""
     varying = _private.varying(aval)
     return manual_axes() if varying is None else varying
 
 
 def typed_axes(names: Iterable[str]) -> frozenset[str]:
-    """Those of the mesh axes along which types say whether an array differs.
-
-    They do not along an axis of vmap, and nowhere in shard_map(check_vma=False).
+    """The mesh axes whose variance is in the types of arrays: not those of vmap, and none in
+    shard_map(check_vma=False).
     """
     return frozenset(
         name for name in names if name in varying_axes(jax.typeof(lax.axis_index(name)))
@@ -324,7 +311,7 @@ def typed_axes(names: Iterable[str]) -> frozenset[str]:
 
 
 def manual_axes() -> frozenset[str]:
-    """The axes that have replicas in the types of arrays: those of shard_map, not those of vmap."""
+    """The manual axes: those of shard_map, not those of vmap."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 

@@ -16,7 +16,7 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding, trees
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, compiled, nan_if_overflown, tally_of
+from jax_backend.loop import Accumulate, compiled, nan_if_overflown, tally_of, with_totals
 from jax_backend.sharding import Spread
 
 
@@ -31,37 +31,35 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
 
 
 class _Step:
-    """What is kept of a step of `coupled`, with all that it has been traced for."""
+    """Cached by a step of `coupled`: its jitted function."""
 
     def __init__(self, job: Coupled, backend: Backend):
         self.job, self.backend = job, backend
         self.step = compiled(self.traced)
 
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """The step, in the trace that is running."""
+        """The step, traced."""
         job, backend = self.job, self.backend
-        if job.program.totals is not None:
-            counting = Accumulate(job.program.counting(backend), backend)
-            kwargs = {**kwargs, "totals": counting.traced(spread, args, {})}
+        kwargs = with_totals(job.program, backend, spread, args, kwargs)
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(args)
         job.check_whole(arguments, arg_indices)
         params = [args[arg_index] for arg_index in arg_indices]
-        # Whose arguments have their names there.
+        # With the names of its arguments, for errors.
         of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
         for arg_index, param in zip(arg_indices, params, strict=True):
             of_summary.check_leaves(param, arg_index, backend)
         trees.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
-        # The first pass: the summaries. Where there is one micro-batch, XLA makes one pass of both.
+        # The first pass: the summaries. With one micro-batch, XLA merges both passes.
         first = job.first(backend)
         outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
         summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, of_fold)
 
-        # The loss of them, and its gradient: that of the parameters which it uses itself, and the
-        # cotangents.
+        # The loss, its gradient by parameters that it uses itself, and the cotangents of the
+        # summaries.
         def loss_of(
             variables: list[jax.Array], *params: Tree
         ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
@@ -78,7 +76,7 @@ class _Step:
         (_, (loss, aux)), (of_variables, *of_params) = transform(summaries.variables(), *params)
         cotangents = summaries.cotangents(of_variables)
 
-        # The second pass: they are pulled back through each micro-batch, which is told by the
+        # The second pass: the cotangents, pulled back through each micro-batch, which gets the
         # indices of its rows.
         pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes, folded.unit)
         fold = (summed(), job.program.fold) if outputs.threads else summed()
@@ -90,13 +88,12 @@ class _Step:
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
-        return (
-            composed if job.program.totals is None else nan_if_overflown(composed, kwargs["totals"])
-        )
+        totals = job.program.totals
+        return composed if totals is None else nan_if_overflown(composed, kwargs["totals"])
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:
-    """The in_axes of so many arguments and of the indices of the rows after them."""
+    """The in_axes with one more argument, the indices of the rows."""
     if in_axes is None:
         return None
     return *(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * count), 0
@@ -138,15 +135,14 @@ class _PulledBack:
         params = [args_of_user[arg_index] for arg_index in arg_indices]
         parts, pull, threaded = jax.vjp(parts_of, *params, has_aux=True)
         of_parts = self.cotangents.of(parts, partial(self._rows, index))
-        # Where replicas differ, a cotangent is of the type of what it belongs to.
+        # A cotangent has to vary over mesh axes as its primal does.
         grads = pull(
             jax.tree.map(
                 lambda cotangent, part: arrays.typed(cotangent, jax.typeof(part)), of_parts, parts
             )
         )
         if self.cotangents.are_weighed and not isinstance(weight, int | float):
-            # A cotangent of 0 makes NaN of what is infinite, as the derivative of a mean of
-            # nothing.
+            # 0 times an infinite derivative, as of an empty mean, is NaN.
             grads = jax.tree.map(
                 lambda grad: jnp.where(weight != 0, grad, jnp.zeros_like(grad)), grads
             )
@@ -155,15 +151,13 @@ class _PulledBack:
     def _rows(
         self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int
     ) -> jax.Array:
-        """Those of the micro-batch whose rows have these indices, in the cotangent of a leaf
-        that is collected.
-        """
+        """The rows of a micro-batch, with these indices, in the cotangent of a collected leaf."""
         replicas = self.job.program.replicas(self.backend)
         total, offset = cotangent.shape[axis], jnp.int32(0)
-        if replicas is not None:  # they have equally many rows, one after the other
+        if replicas is not None:  # equally many rows each, in order
             total //= int(lax.axis_size(replicas.names))
             offset = lax.axis_index(replicas.names) * total
-        # Then a leaf that is collected has a row for each of the micro-batch.
+        # Then collected leaves have one row for each row of a micro-batch.
         if self.spread.blocks > 1:
             return jnp.take(cotangent, offset + index, axis=axis)
         (count, rows), *smaller = self.sizes

@@ -34,13 +34,10 @@ def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
 
 
 def depends(loss: jax.Array) -> bool | None:
-    """Whether a loss depends on what the innermost transform, one of these, differentiates it
-    by.
-    """
+    """Whether a loss depends on the inputs of the innermost of these transforms."""
     tangents_seen = []
 
-    # A function whose derivative JAX asks for now: the tangent of the loss is a symbolic zero where
-    # it is a constant.
+    # The tangent of a constant is a symbolic zero in this rule.
     @jax.custom_jvp
     def seen(x: jax.Array) -> jax.Array:
         return x
@@ -51,8 +48,7 @@ def depends(loss: jax.Array) -> bool | None:
 
     seen.defjvp(rule, symbolic_zeros=True)
     seen(loss)
-    # A constant loss outside of a trace may be 0 or NaN as its micro-batch is masked whole: then it
-    # is not known.
+    # A constant 0 or NaN may come from a fully masked micro-batch.
     if any(tangents_seen):
         return True
     return False if _private.is_traced(loss) or abs(float(loss)) > 0 else None
@@ -113,7 +109,7 @@ def _applied(param: Array, update: Array) -> Array:
     if param is None or update is None:
         return param
     param, update = jnp.asarray(param), jnp.asarray(update)
-    # Allowed here also where the user forbids implicit promotion: the result is cast back.
+    # Even if the user forbids implicit promotion, as the result is cast back.
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(param.dtype, update.dtype)
     return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
@@ -123,9 +119,7 @@ def _applied(param: Array, update: Array) -> Array:
 
 
 def _optax() -> ModuleType | None:
-    """optax, if it is installed: what is made before it is imported can be put into its chains
-    too.
-    """
+    """optax, imported if it is installed, so that all transforms fit into its chains."""
     try:
         return importlib.import_module("optax")
     except ModuleNotFoundError:
@@ -157,14 +151,14 @@ def exported(tx: MultiSteps) -> MultiSteps:
 @cache
 def _both_types(base: type) -> type[MultiSteps]:
     """MultiSteps as a subclass of the type that optax.chain looks for."""
-    # Made once for the type, and not at import: optax need not be installed.
+    # Not at import, as optax may not be installed.
     members = {"__doc__": MultiSteps.__doc__, "__slots__": (), "__reduce__": _reduced}
     return type("MultiSteps", (MultiSteps, base), members)
 
 
 def _reduced(tx: MultiSteps) -> tuple[object, ...]:
     """How it is pickled: the type is made again where it is loaded."""
-    # pickle looks a class up by its name, and this one stands in no module.
+    # pickle looks up classes by name, and this one is in no module.
     return _exported_pair, (tx.init, tx.update)
 
 

@@ -1,7 +1,7 @@
 """Instruments for tests: the collectives of a compiled step, by the depth of the loops around them,
 and which gradients of a scan over layers are `folded_in_place`.
 
-Only JAX has this file: there the compiler decides what is reduced where, so one has to look.
+Only JAX has this file: there the compiler decides what is reduced where.
 """
 
 import re
@@ -82,8 +82,7 @@ _KINDS = (
     "ragged-all-to-all",
 )
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
-# Parentheses are also in the type of a tuple, where no name stands before one, and in tiles,
-# `{1,0:T(8,128)}`.
+# Tuple types and tiles, `{1,0:T(8,128)}`, have parentheses, too.
 _START = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*?)\s([a-z][\w\-]*)\((.*?)\)(,\s.*)?$")
 _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation|\w*computations)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -97,8 +96,8 @@ def _collectives(text: str) -> Iterator[Collective]:
     for computation, instructions in computations.items():
         types = {instruction.name: instruction.type for instruction in instructions}
         for instruction in instructions:
-            # What runs asynchronously is two instructions, "-start" and "-done": the first has the
-            # operands.
+            # An asynchronous collective is two instructions, "-start" and "-done"; the first has
+            # the operands.
             kind = instruction.operation.removesuffix("-start")
             if kind in _KINDS and computation in depths:
                 operands = re.findall(r"%([\w.\-]+)", instruction.operands)
@@ -125,12 +124,12 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
 
 def _depths(entry: str, computations: dict[str, list[_Instruction]]) -> dict[str, int]:
     """How many loops each computation that runs is in, at most."""
-    # From the entry on, so that a computation that nothing calls has no depth.
+    # From the entry, so that unused computations have no depth.
     depths: dict[str, int] = {}
     waiting = [(entry, 0)]
     while waiting:
         name, depth = waiting.pop()
-        # A computation may be called from several places; that in the most loops counts.
+        # The deepest call counts.
         if name not in computations or depths.get(name, -1) >= depth:
             continue
         depths[name] = depth

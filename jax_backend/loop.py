@@ -1,5 +1,8 @@
-"""The loop over the micro-batches: a scan over those of one size, whose carry is what has been
-folded.
+"""The loop over the micro-batches: a scan over those of one size, which carries the accumulators.
+
+A `_Microbatch` is evaluated and weighed, and `_add` folds it into the `Carry`. `accumulate` scans
+over the micro-batches of each size, all in one program; `stream` runs a program for each. Both
+begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result`.
 """
 
 import math
@@ -33,12 +36,12 @@ from jax_backend.replicas import (
     names_leaves,
     read_across,
     replicas_of,
-    unmerged,
+    requiring_across,
     varying,
 )
 from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
-from jax_backend.trees import Static, split
+from jax_backend.trees import Static, partition, split
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -53,10 +56,9 @@ Kwargs: TypeAlias = dict[str, Tree]
 def jitted(
     function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False
 ) -> Callable[..., Tree]:
-    """`f(settings, *args)`: the result of `function(*settings, *args)`, jitted.
-
-    Of args, arrays are traced and all else is static. The settings are static, and not searched for
-    arrays. Raises FuncgaError for an argument that is neither an array nor hashable.
+    """`f(settings, *args)`: `function(*settings, *args)`, jitted. Settings are static. In args,
+    arrays are traced and all else is static. Raises FuncgaError for an argument that is neither
+    an array nor hashable.
     """
 
     def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
@@ -69,11 +71,9 @@ def jitted(
 def compiled(
     function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
 ) -> Callable[..., Tree]:
-    """The function, jitted for calls outside of any trace; inside of jit, vmap, grad or shard_map
-    it is as it was.
-
-    If it `is_exact`, its result may be lost: `function(..., lost)` then appends whether it is, or
-    raises why.
+    """The function, jitted for calls outside of any trace, and unchanged inside of jit, vmap,
+    grad or shard_map. If it `is_exact`, its result may be lost: then `function(..., lost)`
+    appends whether it is, or raises the error.
     """
     outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
     return lambda settings, *args: (
@@ -82,7 +82,7 @@ def compiled(
 
 
 def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The function, jitted, that raises FuncgaError where the host sees that the result is lost."""
+    """The function, jitted; raises FuncgaError if the host sees that the result is lost."""
 
     def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
         lost: list[jax.Array] = []
@@ -92,8 +92,8 @@ def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
     def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
         result, lost = run(settings, *args)
-        # The host does not wait for an accelerator. Outside of a program the same call raises why,
-        # and where.
+        # The host does not wait for an accelerator. The same call without jit raises, with the
+        # path of the leaf.
         if any(arrays.scalar(is_lost) is True for is_lost in lost):
             function(*settings, *args, [])
         return result
@@ -102,26 +102,24 @@ def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
-    """`fold(replicas, *operands)`, with the replicas that `across=` names, over which the
-    operands may differ.
+    """`fold(replicas, *operands)`, with the replicas of `across=`; the operands are marked as
+    differing between them.
     """
     if program.across is None and REPLICATED.get() is None:
         return fold(None, *operands)
-    # Read before the context, in which a fold inside of grad_fn need not say so again.
+    # Read outside of the context, in which a fold inside of grad_fn needs no across=.
     replicas = replicas_of(program.across)
-    program.check_leaves_of(replicas)
-    with unmerged(()):
+    program.check_one_group(replicas)
+    with requiring_across(()):
         return fold(replicas, *varying(operands, replicas))
 
 
-# -- what accumulate and stream share: a micro-batch, and a step of the fold
+# -- shared by accumulate and stream: a micro-batch, and a step of the fold
 
 
 @dataclass(frozen=True, eq=False)
 class _Microbatch:
-    """One micro-batch, as a function of the row that it starts at and of the state that is
-    threaded.
-    """
+    """One micro-batch, as functions of its first row and of threaded state."""
 
     program: Program
     arguments: Arguments
@@ -130,18 +128,18 @@ class _Microbatch:
     narrow: Callable[..., jax.Array] | None = None
 
     def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
-        """What grad_fn returns for it; before that, room for what observers are told."""
+        """The output of grad_fn; with observers, (placeholders for what they fold, output)."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
-        remade = lambda leaf: leaf
+        remake = lambda leaf: leaf
         if self.program.weight is not None and self.program.weighs_all(self.arguments.backend):
-            remade = partial(_with_derivative, self.weight(start, state))
-        # Containers are made anew in the running trace: an object of nnx belongs to the trace that
-        # made it.
-        args, kwargs = jax.tree.map(remade, (args, self.kwargs))
+            remake = partial(_constant_if_weightless, self.weight(start, state))
+        # tree.map also copies containers into the running trace, to which an object of nnx
+        # belongs.
+        args, kwargs = jax.tree.map(remake, (args, self.kwargs))
         whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
-        with trees.unchanged((whole, kwargs)):
+        with trees.check_unchanged((whole, kwargs)):
             value = self.program.grad_fn(*args, **kwargs)
-        # Here, as jit would say nothing of funcga about a leaf that is no array.
+        # Checked here, as the error of jit would not mention funcga.
         for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
             if not isinstance(leaf, jax.Array):
                 trees.check_registered(leaf, "output")
@@ -156,7 +154,7 @@ class _Microbatch:
         return arrays.tally(self.weight(start, state))
 
     def weight(self, start: Scalar, state: list[jax.Array]) -> Scalar:
-        """Its weight, a number where that is known before the program runs."""
+        """Its weight, a Python number if that is known at trace time."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
         size: Any = self.size
         rows: Any = jnp.asarray(size) if is_symbolic_dim(size) else size
@@ -166,9 +164,9 @@ class _Microbatch:
         return weight
 
 
-def _with_derivative(weight: Scalar, leaf: Tree) -> Tree:
-    """A leaf of the arguments, a constant if the micro-batch weighs nothing: a NaN would have
-    NaN as its derivative.
+def _constant_if_weightless(weight: Scalar, leaf: Tree) -> Tree:
+    """A leaf of the arguments, constant if the weight is 0: the derivative of a NaN would be
+    NaN.
     """
     if isinstance(weight, int | float) or not is_float(leaf):
         return leaf
@@ -176,13 +174,15 @@ def _with_derivative(weight: Scalar, leaf: Tree) -> Tree:
 
 
 def is_float(leaf: Tree) -> bool:
-    """Whether it is an array that has a derivative."""
+    """Whether it is a float or complex array."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> Callable[..., Tree]:
+def _differentiable_if_kept(
+    evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]
+) -> Callable[..., Tree]:
     """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN,
-    whatever it is times.
+    even times 0.
     """
     as_function = _private.AS_FUNCTION
     if as_function is None:
@@ -201,23 +201,21 @@ def _kept(evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]) -> 
         def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
             value, derivative = jax.linearize(run.fun, *primals)
             keep = keeps(value)
-            # On both sides, for derivatives in both directions.
+            # On both sides, for forward and reverse mode.
             only = partial(
                 jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf
             )
             return value, only(derivative(*only(tangents)))
 
-        # All that it depends on, as its derivative has to be told of it.
+        # With all that it depends on as arguments, as custom_jvp requires.
         return run(*program.consts, *jax.tree.leaves(operands))
 
     return value_of
 
 
 class Carry(NamedTuple):
-    """What a loop carries: what is reduced of each leaf, how much of it there is, and the state
-    that is threaded.
-
-    And, if one micro-batch may cost the window its result, what of it was dropped.
+    """What a loop carries: the accumulators, their tally, and threaded state; with drop="window"
+    also what was dropped.
     """
 
     reduced: list[Tree]
@@ -229,7 +227,7 @@ class Carry(NamedTuple):
 class _Step(NamedTuple):
     """How one more micro-batch is folded.
 
-    `weights` has one for each leaf that is reduced, where they are known before the loop.
+    `weights` has one for each reduced leaf, if they are known before the loop.
     """
 
     outputs: Outputs
@@ -250,11 +248,8 @@ def _step(
     unit: Scalar,
     weight: Scalar = None,
 ) -> _Step:
-    """How a micro-batch is folded that `evaluate` and `weigh` compute, the former as in the program
-    `traced`.
-
-    `unit` is what the weights of means are measured in. `weight` is one that is known before the
-    loop.
+    """The step for micro-batches that `evaluate` and `weigh` compute; `traced` is the program of
+    `evaluate`. `unit`: of the weights of means. `weight`: if it is known before the loop.
     """
     program, dropping = microbatch.program, microbatch.program.dropping
     if program.weight is not None and names_leaves(program.across):
@@ -263,8 +258,8 @@ def _step(
         None if program.observers is None else program.readings(value[1], microbatch.arguments)
     )
     if dropping is not None:
-        evaluate = _kept(evaluate, partial(_is_kept, outputs, dropping))
-    # All leaves are looked at before one is folded, if some may be dropped.
+        evaluate = _differentiable_if_kept(evaluate, partial(_is_kept, outputs, dropping))
+    # If some may be dropped, all leaves are tested before one is folded.
     gradient = gradient_of(outputs, evaluate, traced, value, readings, may_fold=dropping is None)
     weights = None
     if weight is not None:
@@ -273,16 +268,16 @@ def _step(
 
 
 def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
-    """Whether a micro-batch of this value, and of some weight, is folded."""
+    """Whether a micro-batch with this value, of weight above 0, is folded."""
     leaves = outputs.leaves(value, "a later micro-batch")
     return jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, 1.0))
 
 
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
-    """The carry with one more micro-batch, and its values of the collected leaves."""
+    """The carry after one more micro-batch, and its collected leaves."""
     outputs, dropping, total, weights = step.outputs, step.dropping, carry.total, step.weights
     if weights is None:
-        # Before the gradient: the weight takes part in a loop over layers that folds in place.
+        # Before the gradient, as scans over layers fold in place, with the weight.
         counted = step.weigh(start, carry.state)
         total = total.merge(counted)
         weights = [of_leaf.total for of_leaf in _tallies(outputs, counted, step.unit)]
@@ -306,8 +301,7 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
     after = Carry(reduced, total, state)
     if keep is None:
         return after, collected
-    # Selected: a product with 0 would be NaN where what is dropped is. What is collected then is
-    # observers'.
+    # Selected, as 0 * NaN is NaN. Only observers collect here.
     after = jax.tree.map(partial(jnp.where, keep), after, carry._replace(dropped=None))
     collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
     if carry.dropped is None:
@@ -317,11 +311,8 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
 
 
 def unit_of(weight: Scalar) -> Scalar:
-    """A power of two near the weight of a first micro-batch: what the weights of means are measured
-    in.
-
-    So the sums are of the size of the values, and leave their range only where the values nearly
-    do.
+    """A power of two near the weight of a first micro-batch, the unit of the weights of means.
+    So sums are of the magnitude of the values, and overflow only if these nearly do.
     """
     if isinstance(weight, int | float):
         return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
@@ -331,26 +322,25 @@ def unit_of(weight: Scalar) -> Scalar:
 
 def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
     """A tally for each leaf that is reduced."""
-    of_kind = cache(partial(tally_of, total, unit))  # leaves that are alike have one
+    of_kind = cache(partial(tally_of, total, unit))  # one for each kind of leaf
     return [of_kind(fold.is_mean, fold.is_narrow) for fold in outputs.reduced_folds]
 
 
 def tally_of(total: Tally, unit: Scalar, is_mean: bool, is_narrow: bool) -> Tally:
-    """The tally for a fold: in this unit for a mean; NaN where a float32 cannot hold it, so that
-    no 0 comes of it.
+    """The tally for a fold: in this unit for a mean; NaN if a float32 cannot hold it, as 0 would
+    be wrong.
     """
     weight = total.total / unit if is_mean else total.total
     if not is_narrow:  # a program in float64 has no float32 in it
         return Tally((weight,), total.steps)
-    # A float32 of this range can be multiplied with and divided by, and its reciprocal is one as
-    # well.
+    # The range in which a float32 and its reciprocal are normal numbers.
     fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
     narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
     return Tally((narrowed,), total.steps)
 
 
 def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
-    """What is reduced of no leaf at all of this type, sharded and varying as one."""
+    """The identity of a fold for leaves of this type, sharded and varying alike."""
     reduced = fold.identity(arrays.zeros(aval))
     if aval.sharding.mesh.empty:
         return reduced
@@ -366,16 +356,17 @@ def _begin(
     state: list[jax.Array],
     dropping: DroppingStep | None,
 ) -> Carry:
-    """What is carried before the first micro-batch, where grad_fn returns leaves of these types."""
+    """The carry before the first micro-batch, if grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    nothing = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
-    carry = Carry(*spread.pinned(outputs, nothing, arrays.tally(0, steps=0)), state)
-    if dropping is None or dropping.scope != "window":
-        return carry
-    # Copied, as what is carried may be donated.
-    return carry._replace(
-        dropped=Dropped(jnp.int32(0), [jnp.array(leaf, copy=True) for leaf in state])
+    identities = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
+    dropped = None
+    if dropping is not None and dropping.scope == "window":
+        # Copied, as what is carried may be donated.
+        dropped = Dropped(jnp.int32(0), [jnp.array(leaf, copy=True) for leaf in state])
+    carry: Carry = spread.pinned(
+        outputs, Carry(identities, arrays.tally(0, steps=0), state, dropped)
     )
+    return carry
 
 
 def _merged(
@@ -385,10 +376,10 @@ def _merged(
     chunks: Sequence[Sequence[jax.Array]],
     unit: Scalar,
 ) -> Folded:
-    """What all replicas have folded, before it is normalised."""
-    # Collected values were never cast: the result's dtype is theirs, or what the fold asks for.
+    """The folds merged over all replicas, before they are normalised."""
+    # Collected values are cast here, if the fold has a dtype of its own.
     collected = [
-        jnp.concatenate(arrays.alike(column), axis=fold.fold.reducer.monoid.axis or 0).astype(
+        jnp.concatenate(arrays.with_common_sharding(column), axis=fold.axis or 0).astype(
             fold.result_dtype
         )
         for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
@@ -397,19 +388,12 @@ def _merged(
     return own if replicas is None else merge(outputs, own, replicas)
 
 
-def _normalised(outputs: Outputs, folded: Folded) -> Tree:
-    """The result, in the structure of grad_fn's output."""
-    triples = zip(
-        outputs.reduced_folds,
-        folded.reduced,
-        _tallies(outputs, folded.total, folded.unit),
-        strict=True,
-    )
-    normalised, state = (
-        [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples],
-        folded.state,
-    )
-    collected = folded.collected
+def _result(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Tree:
+    """The result of a step: what was folded, normalised, in the structure of grad_fn's output."""
+    tallies = _tallies(outputs, folded.total, folded.unit)
+    triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
+    normalised = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples]
+    state, collected = folded.state, folded.collected
     if folded.dropped is not None:
         is_whole = folded.dropped.rejected == 0
         normalised = jax.tree.map(
@@ -417,20 +401,15 @@ def _normalised(outputs: Outputs, folded: Folded) -> Tree:
         )
         state = jax.tree.map(partial(jnp.where, is_whole), state, folded.dropped.state)
         collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
-    return outputs.join(normalised, collected, state)
-
-
-def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Tree:
-    """What a step of the program returns."""
-    result = _normalised(outputs, folded)
+    result = outputs.join(normalised, collected, state)
     if program.observers is not None:
         result = program.observed(result, kwargs)
     return result if program.totals is None else nan_if_overflown(result, kwargs["totals"])
 
 
 def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
-    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; else
-    appends whether it is.
+    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; appends
+    the conditions that it does not see.
     """
     unseen: list[jax.Array] = []
     for leaf_index, fold, reduced in zip(
@@ -448,7 +427,6 @@ def nan_if_overflown(result: Tree, totals: Tree) -> Tree:
     if not counts:
         return result
     fits = jnp.all(jnp.stack(counts) != OVERFLOWN)
-
     return jax.tree.map(
         lambda leaf: jnp.where(fits, leaf, jnp.nan) if is_float(leaf) else leaf, result
     )
@@ -466,32 +444,24 @@ def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], T
 
 
 class Accumulate:
-    """What is kept of a step of `accumulate`: its fold, with all that it has been traced for."""
+    """Cached by a step of `accumulate`: its jitted fold."""
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
         self.fold = compiled(self.traced, is_exact=program.is_exact)
-        self.count = (
-            None
-            if program.totals is None
-            else Accumulate(program.counting(backend), backend).traced
-        )
 
     def traced(
         self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None
     ) -> Tree:
-        """The fold, in the trace that is running."""
-        if self.count is not None:
-            kwargs = {**kwargs, "totals": self.count(spread, args, {})}
+        """The fold, traced."""
+        kwargs = with_totals(self.program, self.backend, spread, args, kwargs)
         outputs, folded, _ = self.folded(spread, args, kwargs)
         if lost is not None:
             _check_known(outputs, folded, lost)
-        return _finished(self.program, outputs, folded, kwargs)
+        return _result(self.program, outputs, folded, kwargs)
 
     def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
-        """What is folded, before it is normalised, and how the rows of the batch were spread
-        over the devices.
-        """
+        """The folds before they are normalised, and the Spread that was used."""
         return _over_replicas(partial(self._fold, spread), self.program, args, kwargs)
 
     def _fold(
@@ -505,7 +475,7 @@ class Accumulate:
             _check_divides(rows, program)
         sizes = groups(rows, program.n, program.microbatch_size)
         narrow = _narrow(spread, sizes)
-        # Rows are known before the loop, but where some may be dropped they are counted.
+        # Rows are known before the loop, unless some may be dropped.
         is_known = (program.weight, program.dropping) == (None, None)
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
@@ -514,26 +484,23 @@ class Accumulate:
             microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
             weight: Scalar = None
             if is_known:
-                # A Python number, with which XLA multiplies in the operation that adds.
+                # As a Python number, which XLA fuses with the addition.
                 weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            # jit so that grad_fn is traced once for the shapes and the loop alike; inline so that
-            # no call remains.
-            evaluate, weigh = (
-                jax.jit(microbatch.evaluate, inline=True),
-                jax.jit(microbatch.weigh, inline=True),
-            )
+            # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so
+            # that no call remains.
+            evaluate = jax.jit(microbatch.evaluate, inline=True)
+            weigh = jax.jit(microbatch.weigh, inline=True)
             state = (
-                [arrays.strong(leaf) for leaf in arguments.state] if carry is None else carry.state
+                [*map(arrays.without_weak_type, arguments.state)] if carry is None else carry.state
             )
             traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
             if carry is None:
                 outputs, _ = program.bind(value, arguments)
-                # Only now is it clear whether the fold gives the same result with other rows in a
-                # micro-batch.
-                if narrow is not None and not sharding.keeps_result(outputs, size):
+                # The outputs show whether micro-batches may take other rows.
+                if narrow is not None and not sharding.may_reorder_rows(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                # In units of the rows that all of them have, each micro-batch weighs 1: so XLA adds
-                # every gradient in place.
+                # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every
+                # gradient in place.
                 unit = (
                     weight * 1.0
                     if is_known and len(sizes) == 1
@@ -547,15 +514,23 @@ class Accumulate:
         assert carry is not None  # as a batch has rows
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-        carry = Carry(
-            *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
-        )
+        carry = spread.pinned(outputs, carry)
         return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
 
 
+def with_totals(
+    program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
+) -> Kwargs:
+    """The keyword arguments of grad_fn, with the totals of the window if there are any."""
+    if program.totals is None:
+        return kwargs
+    counting = Accumulate(program.counting(backend), backend)
+    return {**kwargs, "totals": counting.traced(spread, args, {})}
+
+
 def _narrow(spread: Spread, sizes: Sequence[tuple[int, int]]) -> Callable[..., jax.Array] | None:
-    """What takes the rows of a micro-batch that lie on several devices, where they stay: as many of
-    each block. None for all others.
+    """Slices equally many rows of each block, so that no row moves to another device; None if
+    rows are sliced as usual.
     """
     if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
         return partial(sharding.rows_of_blocks, spread.blocks)
@@ -563,7 +538,7 @@ def _narrow(spread: Spread, sizes: Sequence[tuple[int, int]]) -> Callable[..., j
 
 
 def _check_divides(rows: Scalar, program: Program) -> None:
-    """Raises FuncgaError for a symbolic number of rows that need not divide."""
+    """Raises FuncgaError for a symbolic number of rows that may not divide."""
     divisor = program.n or program.microbatch_size
     if not rows % divisor == 0:
         raise FuncgaError(
@@ -576,26 +551,23 @@ def _check_divides(rows: Scalar, program: Program) -> None:
 def _scan(
     step: _Step, carry: Carry, traced: "ClosedJaxpr", first: int, count: int, size: int
 ) -> tuple[Carry, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and what they
-    have collected.
+    """The carry after `count` micro-batches of `size` rows from row `first` on, and the
+    collected leaves.
     """
     body = partial(_add, step)
     starts = first + size * jnp.arange(count, dtype=jnp.int32)
-    # A carry keeps its type, and what is sharded or varies can make more so. Without a mesh nothing
-    # does.
+    # A carry has to keep its type, which sharded or varying operands may change. Not without a
+    # mesh.
     types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
     if not (
         jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)
     ):
-        carry, _ = arrays.settled(lambda carry: body(carry, starts[0]), carry)
+        carry, _ = arrays.settle_types(lambda carry: body(carry, starts[0]), carry)
     carry, collected = lax.scan(body, carry, starts)
-    if step.weights is not None:  # what is known before the loop is not counted in it
+    if step.weights is not None:  # known before the loop, so not counted in it
         carry = carry._replace(total=carry.total.merge(arrays.tally(count * size, count)))
     pairs = zip(step.outputs.collected_folds, collected, strict=True)
-    return carry, [
-        sharding.joined_along(stacked, fold.fold.reducer.monoid.axis or 0)
-        for fold, stacked in pairs
-    ]
+    return carry, [sharding.concatenated(stacked, fold.axis or 0) for fold, stacked in pairs]
 
 
 # -- stream
@@ -605,7 +577,7 @@ def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args]
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of
     micro-batches.
     """
-    # Inside of a trace nothing is kept: what is traced there may close over values of that trace.
+    # Nothing is cached inside of a trace, as it may close over its tracers.
     return (
         _Stream(program, backend)
         if is_tracing()
@@ -614,25 +586,22 @@ def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args]
 
 
 class _Stream:
-    """What is kept of a step of `stream`: its programs, and how the outputs of each kind of
-    micro-batch are folded.
-
-    The programs are one that begins an accumulator, one that adds a micro-batch, and one that
-    finishes.
+    """Cached by a step of `stream`: its programs, and the Outputs for each type of micro-batch.
+    One program begins a carry, one adds a micro-batch, and one finishes.
     """
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
         self.outputs: dict[object, tuple[Outputs, tuple[ShapedArray, ...]]] = {}
-        # Traced once, for the shapes and the steps alike.
+        # Traced once for both the shapes and the steps.
         self.evaluate = jitted(self._evaluate, inline=True)
-        # It has no devices but those of its arguments.
+        # keep_unused, as its devices are those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
         self.finish = compiled(self._finish, is_exact=program.is_exact)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
-        """The fold over the micro-batches, each taken, folded and let go."""
+        """The fold over the micro-batches; each is released once it is folded."""
         return _over_replicas(partial(self._fold, microbatches), self.program, leading, kwargs)
 
     def _fold(
@@ -643,8 +612,7 @@ class _Stream:
         device = None if self.program.device is None else arrays.device(self.program.device)
         if device is not None and self.program.totals is not None:
             kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
-        # What is the same for all micro-batches is split once. Micro-batches of one shape share a
-        # program.
+        # Arguments passed whole are split once. Micro-batches of one shape share a program.
         whole, arrays_whole = split((leading, kwargs))
         add = self._add if is_tracing() else self.add
         for item in microbatches:
@@ -659,17 +627,17 @@ class _Stream:
             carry, collected = add(
                 outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut
             )
-            if collected:  # else finish would be compiled for every number of micro-batches
+            if collected:  # empty lists would make a program for every number of micro-batches
                 chunks.append(collected)
-            del item, arrays_cut, collected  # so that no more than one micro-batch is held
-        # With across= the stream may be empty on this replica alone, which was not known before.
+            del item, arrays_cut, collected  # so that only one micro-batch is in memory
+        # With across= only this replica's stream may be empty.
         if outputs is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
                 "return. Check the loader, or that a generator was not used up before."
             )
         if self.program.observers is None and self.program.totals is None:
-            kwargs = {}  # nothing of them is asked for
+            kwargs = {}  # not needed by finish
         return self.finish((outputs, replicas), carry, unit, chunks, kwargs)
 
     def _finish(
@@ -685,13 +653,13 @@ class _Stream:
         folded = _merged(outputs, replicas, carry, chunks, unit)
         if lost is not None:
             _check_known(outputs, folded, lost)
-        return _finished(self.program, outputs, folded, kwargs)
+        return _result(self.program, outputs, folded, kwargs)
 
     def _outputs_of(
         self, leading: Args, kwargs: Kwargs, item: Args
     ) -> "tuple[Outputs, tuple[ShapedArray, ...]]":
-        """The Outputs of micro-batches like this one, and the types of their leaves: bound once for
-        all of the same types.
+        """The Outputs of micro-batches like this one, and the types of their leaves; cached by
+        the types of the arguments.
         """
         static, of_item = split((leading, kwargs, item))
         config: Any = jax.config
@@ -704,8 +672,8 @@ class _Stream:
         )
         if key not in self.outputs:
             arguments = self._microbatch(leading, kwargs, item).arguments
-            state = [arrays.strong(leaf) for leaf in arguments.state]
-            # The arrays alone are operands; all else is static.
+            state = [*map(arrays.without_weak_type, arguments.state)]
+            # Only arrays are operands; all else is static.
             traced, value = jax.make_jaxpr(
                 lambda of_item: self.evaluate((), *static.tree(of_item), state), return_shape=True
             )(of_item)
@@ -729,9 +697,11 @@ class _Stream:
         item: Args,
     ) -> tuple[Carry, jax.Array]:
         microbatch = self._microbatch(leading, kwargs, item)
-        state = [arrays.strong(leaf) for leaf in microbatch.arguments.state]
-        # The carry is donated to each step, and the caller keeps the state that came in.
-        state = [jnp.array(leaf, copy=True) for leaf in state]
+        # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
+        state = [
+            jnp.array(arrays.without_weak_type(leaf), copy=True)
+            for leaf in microbatch.arguments.state
+        ]
         unit = arrays.tally(unit_of(microbatch.weight(0, state))).total
         return _begin(outputs, spread, types, state, self.program.dropping), unit
 
@@ -755,30 +725,24 @@ class _Stream:
         microbatch = self._microbatch(leading, kwargs, item)
         step = _step(microbatch, outputs, microbatch.weigh, evaluate, traced, value, unit)
         carry, collected = _add(step, carry, None)
-        return Carry(
-            *spread.pinned(outputs, carry.reduced, carry.total), carry.state, carry.dropped
-        ), collected
+        return spread.pinned(outputs, carry), collected
 
 
 def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
-    leaves, structure = trees.flatten(tree)
-    moved = [
-        jax.device_put(leaf, device) if isinstance(leaf, jax.Array | np.ndarray) else leaf
-        for leaf in leaves
-    ]
-    return trees.unflatten(structure, moved)
+    static, arrays = partition(tree)
+    return static.tree([jax.device_put(array, device) for array in arrays])
 
 
-# -- what the core asks
+# -- the rest of the protocol
 
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
-    """The gradient function as it runs where it is called by itself, and not in a window."""
+    """The gradient function for a call outside of any window."""
     return grad_fn.bound(backend)
 
 
 def is_traced(tree: Tree) -> bool:
-    """Whether these arguments are those of a program that is being compiled."""
+    """Whether these arguments belong to a program that is being compiled."""
     return is_tracing()
 
 

@@ -1,15 +1,14 @@
-"""The merge over replicas: the monoids that join micro-batches, as collectives, once, after the
-loop.
+"""The merge over replicas, after the loop: the monoids of the leaves as collectives.
 
-Only JAX has this file: inside shard_map a collective is an operation of the program like any other.
-All of them but a few large ones are parts of one sum, of which XLA makes one all-reduce for each
-dtype. What every replica needs of every other travels in it as well, if it is small: as an array
-that has a row for each replica, where each fills its own.
+Only JAX has this file: inside shard_map a collective is an operation of the program. All leaves
+but a few large ones are merged by one psum, of which XLA makes one all-reduce for each dtype.
+Small arrays that have to be gathered are part of it: each replica fills its row of an array of
+zeros, [replicas, ...].
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 
 
 class Folded(NamedTuple):
-    """What a loop has folded, before it is normalised; `dropped` as in a Carry.
-
-    The weights of means are measured in `unit`.
+    """The result of a loop, before it is normalised; `dropped` as in a Carry, `unit` that of the
+    weights of means.
     """
 
     reduced: list[Tree]
@@ -44,8 +42,8 @@ class Folded(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """How many micro-batches of a window were not folded, and the state that is threaded as it
-    was before the first.
+    """How many micro-batches of a window were dropped, and the threaded state before the first
+    one.
     """
 
     rejected: jax.Array
@@ -53,58 +51,50 @@ class Dropped(NamedTuple):
 
 
 def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
-    """What all replicas have folded together: the same on each of them, but for the leaves that are
-    scattered.
+    """The folds of all replicas, merged: the same on each of them, but for scattered leaves.
 
     Raises FuncgaError for a leaf that cannot be scattered.
     """
-    # First everything is handed to the collectives, then they run, and then each result is made of
-    # what they return.
+    # Three steps: all operands are registered, the collectives run, and each result is read
+    # (`later()`).
     folded = _in_one_unit(outputs, folded, replicas)
-    of_axes = {replicas.names: _Collectives(replicas.names)}
-    collectives, names = of_axes[replicas.names], _names_of_leaves(outputs, replicas)
+    names = _names_of_leaves(outputs, replicas)
     scatter = _scatter_axes(outputs, folded.reduced, replicas, names)
-    for own in names:
-        if own and own not in of_axes:
-            of_axes[own] = _Collectives(own)
+    of_axes = {axes: _Collectives(axes) for axes in dict.fromkeys([replicas.names, *names]) if axes}
+    collectives = of_axes[replicas.names]
     reduced = [
-        _merge_leaf(of_axes[names[leaf_index]], fold, lifted, scatter.get(leaf_index))
-        if names[leaf_index]
-        else partial(_itself, lifted)
+        _merge_leaf(of_axes.get(names[leaf_index]), fold, lifted, scatter.get(leaf_index))
         for leaf_index, fold, lifted in zip(
             outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
         )
     ]
     total = _merge_tally(collectives, folded.total)
-    # The replicas have the rows of one batch in order, so the state at its end is that of the last
-    # replica.
+    # Replicas have the rows of a batch in order, so its final state is that of the last replica.
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [collectives.gather(leaf) for leaf in folded.collected]
-    dropped = (
-        None
-        if folded.dropped is None
-        else _merge_dropped(collectives, folded.dropped, folded.total)
-    )
+    dropped = _merge_dropped(collectives, folded.dropped, folded.total)
     for each in of_axes.values():
         each.run()
     rows = [
-        sharding.joined_along(later(), fold.fold.reducer.monoid.axis or 0)
+        sharding.concatenated(later(), fold.axis or 0)
         for fold, later in zip(outputs.collected_folds, collected, strict=True)
     ]
-    merged = Folded(
+    return Folded(
         [later() for later in reduced],
         total(),
         [later() for later in state],
         rows,
-        unit=folded.unit,
+        dropped(),
+        folded.unit,
     )
-    return merged if dropped is None else merged._replace(dropped=dropped())
 
 
 def _in_one_unit(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
-    """The same in a unit that all replicas have: their own, if it is plain that it is the same."""
+    """The folds in a unit that is the same on all replicas: the present one if its type says so,
+    else 1.
+    """
     unit, names = folded.unit, {*replicas.names}
-    # Weights that the program computes may differ, and no replica knows the others' yet.
+    # Units of traced weights may differ between replicas.
     if isinstance(unit, float) or (
         names <= arrays.typed_axes(names) and not names & varying_axes(jax.typeof(unit))
     ):
@@ -121,48 +111,44 @@ def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ..
     value = outputs.value_of(range(len(outputs.folds)))
     named = named_by_leaf(replicas.leaves, value, is_names, trees, "output", WRITE_LEAVES)
     names = [replicas.names] * outputs.before + [*map(axis_names, named)]
-    for leaf_index, own in enumerate(names):
-        replicas.check_part(own)
+    for leaf_index, axes in enumerate(names):
+        replicas.check_part(axes)
         fold = outputs.folds[leaf_index]
         is_of_window = leaf_index not in outputs.reduced or (fold is not None and fold.is_of_window)
-        if is_of_window and {*own} != {*replicas.names}:
+        if is_of_window and {*axes} != {*replicas.names}:
             raise FuncgaError(
                 f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose "
                 f"fold ({fold and fold.fold.name}) is of the whole window. Write "
                 f"{spelled(replicas.names)} there."
             )
     # The same axes in another order are the same replicas.
-    return [replicas.names if {*own} == {*replicas.names} else own for own in names]
+    return [replicas.names if {*axes} == {*replicas.names} else axes for axes in names]
 
 
-# Collectives, through which the gradient of another device's loss may come.
+# Collectives that may bring gradients of other devices' losses.
 _COLLECTIVES = {
-    *(
-        "psum",
-        "psum_invariant",
-        "reduce_scatter",
-        "unreduced_psum",
-        "unreduced_reduce_scatter",
-        "preduced",
-    ),
-    *(
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "all_to_all",
-        "ragged_all_to_all",
-        "ppermute",
-    ),
-    *("pbroadcast", "psend", "precv"),
+    "psum",
+    "psum_invariant",
+    "reduce_scatter",
+    "unreduced_psum",
+    "unreduced_reduce_scatter",
+    "preduced",
+    "all_gather",
+    "all_gather_invariant",
+    "all_gather_reduced",
+    "all_to_all",
+    "ragged_all_to_all",
+    "ppermute",
+    "pbroadcast",
+    "psend",
+    "precv",
 }
 
 
 def check_unmixed(outputs: Outputs, traced: "ClosedJaxpr", replicas: Replicas) -> None:
-    """Raises FuncgaError where grad_fn, the program `traced`, brings the gradients of other
-    devices' losses unweighed.
-
-    A leaf that is merged over fewer axes than the window has them from along the others. A mean
-    over micro-batches of different weights cannot be had of them any more.
+    """Raises FuncgaError if grad_fn, the program `traced`, adds unweighted gradients of other
+    devices' losses to a leaf. Leaves merged over fewer axes than the window get them along the
+    other axes; then no weighted mean can be computed.
     """
     names = _names_of_leaves(outputs, replicas)
     for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
@@ -184,36 +170,29 @@ def _axes_of_collectives(jaxpr: "Jaxpr") -> Iterator[str]:
             yield from axis_names(axes)
 
 
-def _itself(lifted: Tree) -> Tree:
-    return lifted
-
-
 def _merge_leaf(
-    collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None
+    collectives: "_Collectives | None", fold: LeafFold, lifted: Tree, scatter: int | None
 ) -> Callable[[], Tree]:
-    """What the replicas have lifted and combined, combined by the monoid of the leaf."""
+    """The merge of a leaf by its monoid; without collectives the leaf stays as it is."""
+    if collectives is None:
+        return lambda: lifted
     monoid = fold.fold.reducer.monoid
-    which = monoid.collective
+    # Only sums are scattered.
+    send = collectives.sum if scatter is None else partial(collectives.scatter, axis=scatter)
     if monoid.sent is not None and monoid.received is not None:
-        receive = monoid.received
-        send = (
-            collectives.sum if scatter is None else lambda part: collectives.scatter(part, scatter)
-        )
-        sums = _each(send, monoid.sent(jnp, lifted))
+        receive, sums = monoid.received, _each(send, monoid.sent(jnp, lifted))
         return lambda: receive(jnp, sums())
-    if which is None:
+    if monoid.collective is None:
         gathered = _each(collectives.gather, lifted)
         return lambda: _in_order(fold.combine, gathered())
-    if scatter is not None:
-        return _each(lambda part: collectives.scatter(part, scatter), lifted)
-    if which == "sum":
-        return _each(collectives.sum, lifted)
-    return _each(lambda part: collectives.extreme(part, "max" if which == "max" else "min"), lifted)
+    if monoid.collective == "sum":
+        return _each(send, lifted)
+    return _each(partial(collectives.extreme, which=monoid.collective), lifted)
 
 
 def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tally]:
-    """The tally of all replicas. Its counts travel as floats, with the gradients, as addends
-    that are exact.
+    """The tally of all replicas. Its counts are sent as floats, with the gradients, in exact
+    addends.
     """
     limbs = len(total.weight)
     # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the
@@ -231,9 +210,11 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
 
 
 def _merge_dropped(
-    collectives: "_Collectives", dropped: Dropped, total: Tally
-) -> Callable[[], Dropped]:
-    """What all replicas have dropped. The count travels as a float, with the weights."""
+    collectives: "_Collectives", dropped: Dropped | None, total: Tally
+) -> Callable[[], Dropped | None]:
+    """What all replicas have dropped. The count is sent as a float, with the weights."""
+    if dropped is None:
+        return lambda: None
     rejected = collectives.sum(dropped.rejected.astype(total.weight[0].dtype))
     state = [collectives.last(leaf) for leaf in dropped.state]
     return lambda: Dropped(rejected().astype(jnp.int32), [later() for later in state])
@@ -246,24 +227,20 @@ def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree
 
 
 def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
-    """The combination of what stands along the first axis, [replicas, ...], from the first to
-    the last.
-    """
-    # Unrolled, as there are few replicas: a loop on the device would wait for each turn.
-    first, rest = (
-        jax.tree.map(lambda leaf: leaf[0], gathered),
-        jax.tree.map(lambda leaf: leaf[1:], gathered),
-    )
+    """The combination along the first axis, [replicas, ...], in order."""
+    first = jax.tree.map(lambda leaf: leaf[0], gathered)
+    rest = jax.tree.map(lambda leaf: leaf[1:], gathered)
+    # Unrolled, as there are few replicas, and iterations on a device are slow.
     return lax.scan(lambda before, more: (combine(before, more), None), first, rest, unroll=16)[0]
 
 
-# -- which leaves are left scattered
+# -- scattered leaves
 
 
 def _scatter_axes(
     outputs: Outputs, reduced: list[Tree], replicas: Replicas, names: list[tuple[str, ...]]
 ) -> dict[int, int]:
-    """For every leaf that is to be scattered, the axis that it is cut along."""
+    """The axis of every leaf that is scattered, by leaf index."""
     if replicas.scatter is None:
         return {}
     count = len(outputs.folds)
@@ -298,11 +275,8 @@ def _check_scatter(
     """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot
     be cut along it.
     """
-    fold, path, count = (
-        outputs.folds[leaf_index],
-        outputs.paths()[leaf_index],
-        int(lax.axis_size(names)) if names else 1,
-    )
+    fold, path = outputs.folds[leaf_index], outputs.paths()[leaf_index]
+    count = int(lax.axis_size(names)) if names else 1
     if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
         raise FuncgaError(
             f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the "
@@ -322,20 +296,16 @@ def _check_scatter(
 # -- collectives
 
 Later = Callable[[], jax.Array]
-"""What a collective has returned, once all have run."""
+"""Returns the result of a collective, once `run` was called."""
 
-_SMALL = (
-    2**16
-    # bytes over all replicas: so much travels as rows in the sum, and more has collectives of its
-    # own
-)
+# An array of at most so many bytes, over all replicas, travels as rows in the sum.
+_SMALL = 2**16
 
 
 class _Collectives:
-    """Arrays that wait for the sum over some mesh axes; what the methods return can be asked after
-    `run`.
-
-    What is not to be summed but copied travels in it as well, with zeros on all replicas but one.
+    """Collectives over some mesh axes, most of them parts of one psum. Methods register an array
+    and return a Later, to be called after `run`. Copies are sums, too, with zeros on all
+    replicas but one.
     """
 
     def __init__(self, names: tuple[str, ...]):
@@ -348,11 +318,10 @@ class _Collectives:
         self.used = 0  # of _SMALL
 
     def run(self) -> None:
-        """Runs the sum of all that waits."""
+        """Runs the psum of all registered arrays."""
 
-        # What is copied is sent as integers: added to zeros they stay as they are. Floats need not,
-        # as XLA on the CPU makes 0.0 of -0.0 and of subnormal numbers. Integers have no derivative,
-        # so that is the one of the floats.
+        # Copies are sent as integers, which zeros do not change; XLA on the CPU makes 0.0 of the
+        # floats -0.0 and of subnormal ones. The derivative is that of a sum of floats.
         @jax.custom_jvp
         def exchange(addends: list[jax.Array]) -> list[jax.Array]:
             sent = [
@@ -379,7 +348,7 @@ class _Collectives:
     def sum(self, array: jax.Array, is_copied: bool = False) -> Later:
         """The sum over the replicas."""
         if jnp.iscomplexobj(array):
-            # As real numbers they are parts of the all-reduce of these.
+            # As real numbers, so that they are part of their all-reduce.
             parts = self.sum(jnp.stack([array.real, array.imag], axis=-1), is_copied)
             return lambda: lax.complex(parts()[..., 0], parts()[..., 1])
         addend_index = len(self.addends)
@@ -401,7 +370,7 @@ class _Collectives:
         if self._has_room(array):
             gathered = self.rows(numbers, is_copied=True)
             return lambda: arrays.restored(gathered(), array)
-        # Along an axis of vmap nothing varies, and JAX refuses to say so.
+        # Along an axis of vmap arrays have no varying type.
         to = "invarying" if {*self.names} <= arrays.manual_axes() else "varying"
         large = lax.all_gather(as_varying(numbers, self.names), self.names, to=to)
         return lambda: arrays.restored(large, array)
@@ -412,12 +381,12 @@ class _Collectives:
         copied = self.sum(numbers, is_copied=True)
         return lambda: arrays.restored(copied(), array)
 
-    def extreme(self, array: jax.Array, which: Literal["max", "min"]) -> Later:
-        """The elementwise maximum or minimum over the replicas; NaN if any of them is."""
+    def extreme(self, array: jax.Array, which: str) -> Later:
+        """The elementwise maximum ("max") or minimum over the replicas; NaN if any of them is."""
         if self._has_room(array):
             gathered = self.rows(array, is_copied=True)
             return lambda: (jnp.max if which == "max" else jnp.min)(gathered(), axis=0)
-        # Too large to gather: reduced as integers in the order of the numbers.
+        # Too large to gather: reduced as integers in the same order.
         ranks, back = _as_ranks(as_varying(array, self.names), which)
         extreme = lax.pmax(ranks, self.names) if which == "max" else lax.pmin(ranks, self.names)
         return lambda: back(extreme)
@@ -429,8 +398,8 @@ class _Collectives:
         return lambda: part
 
     def _has_room(self, array: jax.Array) -> bool:
-        """Whether a row of this array for each replica may be a part of the sum; if so, the room
-        is taken.
+        """Whether a row of this array for each replica fits in the sum; if so, its bytes are
+        reserved.
         """
         size = array.size * array.dtype.itemsize * self.replicas
         if self.used + size > _SMALL:
@@ -441,14 +410,12 @@ class _Collectives:
 
 def _where(mask: jax.Array, numbers: jax.Array) -> jax.Array:
     """The numbers where the mask is true, and zeros elsewhere."""
-    # `where`, not a product with 0: the NaN of one replica is none of another's.
+    # `where`, as 0 * NaN is NaN.
     return jnp.where(mask, numbers, jnp.zeros_like(numbers))
 
 
 def _as_integers(numbers: jax.Array) -> jax.Array:
-    """The numbers as int32 with all of their bits. 64 bits are two integers, on an axis of their
-    own.
-    """
+    """The bits of the numbers as int32; of 64 bits two integers, on a new last axis."""
     if numbers.dtype.itemsize >= 4:
         return lax.bitcast_convert_type(numbers, jnp.int32)
     if jnp.issubdtype(numbers.dtype, jnp.floating):
@@ -470,8 +437,8 @@ def _integer_like(dtype: Dtype) -> Dtype:
 
 
 def _as_ranks(array: jax.Array, which: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Integers in the order of the numbers, NaN last or first, and the way back: XLA's own
-    maximum can lose a NaN.
+    """Integers in the order of the numbers, NaN as the extreme, and the inverse, as XLA's
+    maximum may lose a NaN.
     """
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -484,8 +451,7 @@ def _as_ranks(array: jax.Array, which: str) -> tuple[jax.Array, Callable[[jax.Ar
     )
 
     def turned(bits: jax.Array) -> jax.Array:
-        # The bits of floats are in the order of the numbers, but for those of the negative ones,
-        # which run backwards.
+        # Bits of floats are in the order of the numbers, except that negative ones are reversed.
         return jnp.where(bits < 0, bits ^ most, bits)
 
     bits = turned(lax.bitcast_convert_type(array, integer))

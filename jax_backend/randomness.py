@@ -1,4 +1,4 @@
-"""Randomness that belongs to an example, and not to the micro-batch that it happens to be in."""
+"""Random numbers per example, independent of the micro-batches."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -53,17 +53,17 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
             f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell "
             "apart. Write jax_backend.example_keys(jax.random.key(0), indices)."
         )
-    # As one long row, whatever their shape, and back into it.
+    # Flat, and back into their shape.
     numbers = _integers(indices)
-    keys = _each(key, lambda index: jax.random.fold_in(key, index), numbers.ravel())
+    keys = _map_rows(key, lambda index: jax.random.fold_in(key, index), numbers.ravel())
     return keys.reshape(*numbers.shape, *keys.shape[1:])
 
 
-def _each(key: jax.Array, function: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """The function of every row, as if each was alone.
-
-    Under vmap only threefry's keys draw what they draw alone: rbg's draw what depends on their
-    neighbours.
+def _map_rows(
+    key: jax.Array, function: Callable[[jax.Array], jax.Array], rows: jax.Array
+) -> jax.Array:
+    """The function of every row, independently. Under vmap only threefry keys do that: numbers
+    of rbg keys depend on their neighbours.
     """
     is_alone = jax.random.key_impl(key) == "threefry2x32"
     drawn: jax.Array = jax.vmap(function)(rows) if is_alone else lax.map(function, rows)
@@ -78,7 +78,7 @@ def _integers(indices: Array) -> jax.Array:
             f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: "
             "jnp.arange(len(x))."
         )
-    # JAX makes 32 bits of 64, silently. Values that are traced cannot be looked at.
+    # JAX would truncate 64 bits to 32. Traced values cannot be checked.
     wide = indices.dtype.itemsize > 4 and not _private.is_traced(indices) and indices.size
     if wide and (indices.min() < 0 or indices.max() >= 2**32):
         raise FuncgaError(
@@ -121,4 +121,4 @@ def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> j
             "the batch is made, keys = jax_backend.example_keys(jax.random.key(0), indices), and "
             "pass them with it."
         )
-    return _each(keys, lambda key: sampler(key, shape), keys)
+    return _map_rows(keys, lambda key: sampler(key, shape), keys)

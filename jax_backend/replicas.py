@@ -1,4 +1,4 @@
-"""Replicas: what across= names, and whether they hold the same."""
+"""Replicas: what across= names, and whether they have the same parameters."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,9 +76,7 @@ class Replicas:
             self.check_part(named)
 
     def check_part(self, names: tuple[str, ...]) -> None:
-        """Raises FuncgaError if a leaf is merged over an axis along which weights are not
-        counted.
-        """
+        """Raises FuncgaError if a leaf is merged over an axis that weights are not counted over."""
         beyond = [name for name in names if name not in self.names]
         if beyond:
             raise FuncgaError(
@@ -111,8 +109,8 @@ def _no_axis(across: object) -> FuncgaError:
 
 @dataclass
 class _Step:
-    """A step while `replicated` traces it: the axes along which it runs, and whether a fold in
-    it had an across=.
+    """A step that `replicated` traces: the axes that it runs over, and whether a fold in it had
+    an across=.
     """
 
     names: tuple[str, ...]
@@ -123,8 +121,8 @@ REPLICATED: ContextVar[_Step | None] = ContextVar("REPLICATED", default=None)
 
 
 @contextmanager
-def unmerged(names: tuple[str, ...]) -> Iterator[None]:
-    """A context in which a fold has to say whether it merges over these axes."""
+def requiring_across(names: tuple[str, ...]) -> Iterator[None]:
+    """A context in which a fold needs an across=, for these axes."""
     token = REPLICATED.set(_Step(names) if names else None)
     try:
         yield
@@ -133,9 +131,7 @@ def unmerged(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def replicas_of(across: Across | None) -> Replicas | None:
-    """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
-    none.
-    """
+    """The replicas that `across=` names; FuncgaError if it names none."""
     step = REPLICATED.get()
     if across is None and step is not None:
         raise FuncgaError(
@@ -143,14 +139,14 @@ def replicas_of(across: Across | None) -> Replicas | None:
             "and has no across=: each device would have the fold of its own rows. Write "
             f"across={spelled(step.names)}; or across=() if the step merges in another way."
         )
-    # An empty tuple says that nothing is to be merged here, which counts as having said it.
+    # An empty tuple asks for no merge, which counts as an across=.
     if step is not None:
         step.merges = True
     if across is None or across == ():
         return None
     replicas = read_across(across)
     for name in replicas.names:
-        # JAX knows the axis only inside of a shard_map or a vmap that names it.
+        # Only bound inside of a shard_map or vmap over this axis.
         try:
             lax.axis_size(name)
         except NameError:
@@ -166,7 +162,7 @@ def is_names(value: object) -> bool:
 
 
 def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
-    """All that a tree names."""
+    """The names at all leaves of a tree."""
     named = jax.tree.leaves(leaves, is_leaf=is_names)
     for each in named:
         if not is_names(each):
@@ -178,9 +174,13 @@ def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
 
 
 def read_across(across: Across) -> Replicas:
-    """The replicas that `across=` names, wherever it is asked; FuncgaError for what names none."""
-    if isinstance(across, Replicas) or not names_leaves(across):
-        return across if isinstance(across, Replicas) else Replicas(across)
+    """The replicas that `across=` names, also outside of shard_map; FuncgaError if it names
+    none.
+    """
+    if isinstance(across, Replicas):
+        return across
+    if not names_leaves(across):
+        return Replicas(across)
     if callable(across):
         names = jax.sharding.get_abstract_mesh().manual_axes
         if not names:
@@ -197,14 +197,12 @@ def read_across(across: Across) -> Replicas:
 
 
 def of_window(across: Across) -> Across:
-    """`across=` without what it says of single leaves: what the weights of a window are counted
-    over.
-    """
+    """`across=` without the replicas of single leaves: those that weights are counted over."""
     return replace(read_across(across), leaves=None) if names_leaves(across) else across
 
 
 def names_leaves(across: Across | None) -> bool:
-    """Whether `across=` says what single leaves are merged over."""
+    """Whether `across=` names replicas for each leaf."""
     if isinstance(across, Replicas):
         return across.leaves is not None
     is_function = callable(across) and not isinstance(across, type | Mesh | AbstractMesh)
@@ -237,39 +235,36 @@ def _unbound(name: str) -> FuncgaError:
 
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
-    """The sum of a scalar over the replicas, which hold these."""
+    """The sum of a scalar over the replicas, which have these accumulators."""
     return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)
 
 
 def check_step_merges() -> None:
-    """Raises FuncgaError where `replicated` runs a step in which nothing has an across=."""
+    """Raises FuncgaError inside of `replicated` if no fold had an across=."""
     step = REPLICATED.get()
     if step is not None and not step.merges:
         replicas_of(None)
 
 
 def spelled(names: tuple[str, ...]) -> str:
-    """The names of axes as they are written in code."""
+    """The names of axes as Python code."""
     return repr(names[0] if len(names) == 1 else names).replace("'", '"')
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names of axes as they are read out."""
+    """The names of axes in a sentence."""
     return " and ".join(f'"{name}"' for name in names)
 
 
 def varying(tree: Tree, replicas: Replicas | None) -> Tree:
-    """The tree with its arrays marked as differing between replicas: JAX itself sums gradients of
-    what does not differ.
-
-    A Python float becomes an array, as it may be what is differentiated; ints, and anything that is
-    not a number, stay.
+    """The tree with its arrays marked as varying over the replicas, as JAX sums gradients of
+    arrays that do not vary. Python floats become arrays, as they may be differentiated; all else
+    stays.
     """
     if replicas is None:
         return tree
 
-    # Of parameters that are the same on all devices, JAX's gradient would be summed over them at
-    # every micro-batch.
+    # Else gradients would be summed over the devices at every micro-batch.
     def mark(leaf: Array) -> Array:
         if isinstance(leaf, float | complex) or (
             isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -281,9 +276,9 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
     return trees.unflatten(structure, [*map(mark, leaves)])
 
 
-# -- whether they hold the same
+# -- whether replicas are the same
 
-Digest: TypeAlias = tuple[int, int]  # of 32 bits each, as JAX sends no more
+Digest: TypeAlias = tuple[int, int]  # of 32 bits each, without jax_enable_x64
 
 
 def check_replicas(params: Tree, across: Across) -> None:
@@ -330,7 +325,7 @@ def _is_on_mesh(leaf: Tree) -> bool:
 
 
 def _digests(leaves: Sequence[Tree]) -> list[dict[jax.Device, Digest]]:
-    """For every leaf, a digest of what each device holds of it, also those of other processes."""
+    """For every leaf a digest of each device's shard, also of other processes."""
     own = [
         {shard.device: _digest(shard.data) for shard in leaf.addressable_shards}
         if isinstance(leaf, jax.Array)
@@ -339,8 +334,7 @@ def _digests(leaves: Sequence[Tree]) -> list[dict[jax.Device, Digest]]:
     ]
     if jax.process_count() == 1:
         return own
-    # A column for each device, of which a process fills those that are its own: the sum over the
-    # processes has every digest.
+    # A column for each device. A process fills its own, and the sum over processes has all.
     table = [[digests.get(device, (0, 0)) for device in jax.devices()] for digests in own]
     tables = multihost_utils.process_allgather(np.asarray(table, np.uint32))
     return [
@@ -357,15 +351,15 @@ def _digest(piece: jax.Array) -> Digest:
 def _difference(
     leaf: Tree, names: tuple[str, ...], digests: dict[jax.Device, Digest]
 ) -> tuple[jax.Device, jax.Device] | None:
-    """Two devices whose copies should be the same along these axes of the mesh, and are not."""
+    """Two devices whose copies differ along these axes of the mesh, if there are any."""
     if not isinstance(leaf, jax.Array):
         return None
-    # Copies of the same part of the array, at the same coordinates, are alike.
+    # Copies of the same part of the array, at the same coordinates, have to be equal.
     coordinates = _coordinates(leaf, names)
     parts = leaf.sharding.devices_indices_map(leaf.shape).items()
     copies = [(device, (str(index), coordinates.get(device))) for device, index in parts]
     if leaf.is_fully_addressable and jax.process_count() > 1:
-        # Every process has an array of its own, which is compared if it is whole.
+        # Each process has its own array, compared if it is replicated.
         copies = [
             (device, ("", None))
             for device, digest in digests.items()
@@ -380,8 +374,8 @@ def _difference(
 
 
 def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tuple[int, ...]]:
-    """For every device of the leaf's mesh where it is along the axes that are not named: there
-    copies may differ.
+    """For every device its coordinates along the other axes of the mesh, along which copies may
+    differ.
     """
     if not isinstance(leaf.sharding, NamedSharding) or not isinstance(leaf.sharding.mesh, Mesh):
         return {}

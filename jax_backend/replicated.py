@@ -1,5 +1,4 @@
-"""A step on every device of a mesh axis, each with its own rows, for code that does not use
-shard_map itself.
+"""A step on every device of a mesh axis, each with its own rows, for code without shard_map.
 
 Only JAX has this file: in torch every replica is a process of its own.
 """
@@ -23,7 +22,7 @@ from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
 from jax_backend.arrays import axis_names
 from jax_backend.loop import compiled
-from jax_backend.replicas import listed, spelled, unmerged
+from jax_backend.replicas import listed, requiring_across, spelled
 
 Axes: TypeAlias = str | tuple[str, ...]
 
@@ -75,8 +74,8 @@ def replicated(
         (3.5, 3.5)
     """
     names = _names(mesh, axis)
-    # Outside of jit JAX begins a gradient on one device, and the type of a result must not name
-    # more of them.
+    # For gradients outside of jit, which begin on one device: the types of results must not have
+    # more.
     untyped = Mesh(mesh.devices, mesh.axis_names)
 
     def on_each(
@@ -85,13 +84,10 @@ def replicated(
         kwargs: dict[str, Tree],
         out_specs: Tree = out_specs,
     ) -> Tree:
-        """`function(args, kwargs)` on every device, with its own part of what step is called
-        with.
-        """
+        """`function(args, kwargs)` on every device, with its own part of the arguments."""
         specs = _specs(args, in_specs, names, step)
         _check_rows(args, specs, mesh, step)
-        # Only arrays go through shard_map. All else is closed over, as it is the same on every
-        # device.
+        # Only arrays are arguments of shard_map; all else is closed over.
         static, whole_arrays = trees.partition((args, kwargs))
         is_eager = is_tracing() and not is_traced(jnp.zeros(()))
         has_types = any(not jax.typeof(leaf).sharding.mesh.empty for leaf in whole_arrays)
@@ -102,7 +98,7 @@ def replicated(
 
         def on_each_device(local_arrays: list[Tree]) -> Tree:
             args, kwargs = static.tree(local_arrays)
-            with unmerged(names):
+            with requiring_across(names):
                 return function(args, kwargs)
 
         mapped = jax.shard_map(
@@ -124,7 +120,7 @@ def replicated(
         """The result of step on every device along the axis, each with its own rows."""
         return run((), args, kwargs)
 
-    # For a plan, which runs the step with other numbers of micro-batches.
+    # For `plan`, which runs the step with other numbers of micro-batches.
     everywhere.step, everywhere.on_each = step, on_each  # type: ignore[attr-defined]
     return everywhere
 
@@ -159,7 +155,7 @@ def _specs(
     """The PartitionSpec of every leaf of the positional arguments."""
     cut = names[0] if len(names) == 1 else names
     program = getattr(step, "program", None)
-    # A step that funcga made knows what it splits.
+    # A step of funcga has in_axes.
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
     if in_specs is None:
@@ -173,7 +169,7 @@ def _specs(
             "passed whole."
         )
     specs = []
-    # Each entry is a prefix of its argument: one PartitionSpec for each leaf comes of it.
+    # Each entry is a prefix of its argument.
     for arg_index, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
         leaves = len(trees.flatten(arg)[0])
         try:
@@ -231,7 +227,7 @@ def _check_rows(
             if axis < len(leaf.shape) and leaf.shape[axis] % count == 0:
                 continue
             arg_names = argument_names(step, len(args))
-            # An argument without leaves, such as None, has a path of its own, and is left out.
+            # An argument without leaves, such as None, has a path, too.
             paths = [
                 path
                 for name, arg in zip(arg_names, args, strict=True)
@@ -254,8 +250,8 @@ def _check_rows(
 
 
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:
-    """The array, resharded where the axis is an Explicit one and the types would have to agree."""
-    # Over Auto axes shard_map itself reshards; over Explicit ones the types have to agree before.
+    """The array, resharded over Explicit axes, where types have to agree."""
+    # Over Auto axes shard_map itself reshards.
     explicit = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -264,7 +260,7 @@ def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...])
     names = tuple(name for name in names if name in explicit)
     if not names:
         return leaf
-    # Along the step's own axes it is cut as the spec says; along all others it stays as it lies.
+    # Along the axes of the step as the spec says, along all others unchanged.
     sharding = jax.typeof(leaf).sharding
     before = tuple(sharding.spec) if sharding.mesh.axis_names == mesh.axis_names else ()
     entries = []
@@ -284,14 +280,12 @@ def _entry(spec: Sequence[Axes | None], axis: int) -> tuple[str, ...]:
 
 
 def _explained(mapped: Callable[..., Tree], placed: list[Tree], names: tuple[str, ...]) -> Tree:
-    """What the mapped step returns; JAX's errors about what differs between devices say what to
-    write instead.
-    """
+    """The result of the mapped step; errors of JAX about varying results say what to write."""
     try:
         return mapped(placed)
     except FuncgaError:
         raise
-    # JAX has no types for these errors, so they are told by their words; others pass as they are.
+    # Recognised by their text, as JAX has no types for these errors.
     except ValueError as error:
         if "require replication" not in str(error):
             raise

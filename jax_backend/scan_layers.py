@@ -1,11 +1,11 @@
-"""What a scan over layers stacks, folded layer by layer, where it is computed.
+"""Gradients that a scan over layers would stack, folded layer by layer instead.
 
-Only JAX has this file: XLA adds in place what an operation makes, but not what a loop makes. The
-backward pass of a `lax.scan` over layers stacks their gradients, an array of the parameters' size,
-and only then a fold can add them. So where a scan stacks an output of grad_fn, and nothing else
-reads that, the program is evaluated with this scan replaced by one that carries the accumulator,
-and combines the part of every layer with it: the same operations on the same numbers, without the
-array in between. It is a program of plain operations, to be differentiated and batched as any.
+Only JAX has this file: XLA adds the result of an operation in place, but not that of a loop. The
+backward pass of a `lax.scan` over layers stacks their gradients in an array of the parameters'
+size, which the fold adds afterwards. So if a scan stacks an output of grad_fn, and nothing else
+reads it, the program is evaluated with another scan, which carries the accumulator and combines
+each layer's part with it: the same operations on the same numbers, without the array in between.
+The result is a program of plain operations, which can be differentiated and batched.
 
 Design note: docs/concepts/inside_scan_layers.md.
 """
@@ -43,8 +43,8 @@ class Into(NamedTuple):
 
 
 Gradient: TypeAlias = Callable[..., tuple[list[Tree], Collection[int]]]
-"""`gradient(into, *operands)`: the leaves that grad_fn returns for some operands, and which of them
-are folded: there stands what the accumulator becomes that `into` has for them.
+"""`gradient(into, *operands)`: the leaves that grad_fn returns, and the indices of those that
+are folded already: there the leaf is the new accumulator, of that in `into`.
 """
 
 
@@ -56,24 +56,21 @@ def gradient_of(
     readings: Readings | None = None,
     may_fold: bool = True,
 ) -> Gradient:
-    """The Gradient of what `evaluate` computes, with what scans over layers stack folded layer by
-    layer.
-
-    `program` is what it computes, and `value` the types that it returns. The operands of the
-    program are the leaves of those that `evaluate` takes. With `readings` the first leaves are what
-    observers are told of the others. Without `may_fold` no leaf is folded.
+    """The Gradient for `evaluate`, which folds stacks of scans over layers layer by layer.
+    `program` is the jaxpr of `evaluate`, with the leaves of its operands, and `value` its output
+    types. With `readings` the first leaves are measures of the others. Unless `may_fold`, no
+    leaf is folded.
     """
     reducible = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
         if fold.fold.reducer.elementwise
-        # What a reducer of several arrays makes of a leaf without axes, as of a row here, may be
-        # another thing.
+        # A reducer may treat a leaf without axes, as a row would be here, in another way.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
     stacks = _stacks(program.jaxpr) if may_fold else {}
     stacked = [leaf_index for leaf_index in stacks if leaf_index in reducible]
-    # If the leaves are in another order, or unlike those before, `outputs.leaves` says so.
+    # If structure or types differ, `outputs.leaves` raises the error, or reorders.
     if jax.tree.structure(value) != outputs.structure or any(
         (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
         != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
@@ -85,8 +82,8 @@ def gradient_of(
 
     def gradient(into: Mapping[int, Into], *operands: Tree) -> tuple[list[Tree], Collection[int]]:
         args, in_place = jax.tree.leaves(operands), stacked
-        # A state that varies over mesh axes only after the first micro-batch is an operand of
-        # another program.
+        # Threaded state may vary over mesh axes only after the first micro-batch: then the
+        # program is another one.
         if in_place and any(
             varying_axes(variable.aval) != varying_axes(jax.typeof(arg))
             for variable, arg in zip(program.jaxpr.invars, args, strict=True)
@@ -108,7 +105,7 @@ def gradient_of(
         else:
             leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
         if readings is not None:
-            # The first leaf has the counts, whose fold takes the weight as it is.
+            # The first leaf has the counts, whose fold gets the weight unscaled.
             rows = [
                 measured[leaf_index]
                 if leaf_index in measured
@@ -147,7 +144,7 @@ def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> l
         ["output[1]['layers']"]
     """
     jitted = step if hasattr(step, "trace") else jax.jit(step)
-    # The marks are names of scopes that `_scan` leaves in the program.
+    # `_scan` marks its scans by named scopes.
     paths = chain.from_iterable(
         mark.split(_BETWEEN) for mark in _marks(jitted.trace(*args, **kwargs).jaxpr.jaxpr)
     )
@@ -158,7 +155,7 @@ _MARK, _BETWEEN = re.compile("folded in place<(.*?)>"), "; "
 
 
 def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
-    """The names of scopes that `_scan` has left in a program."""
+    """The paths in named scopes of `_scan` in a program."""
     for equation in _private.equations(jaxpr):
         if equation.primitive.name == "scan":
             yield from _MARK.findall(_private.scope_of(equation))
@@ -169,22 +166,20 @@ def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
 
 class _Stack(NamedTuple):
     variable: "Var"  # what the scan stacks
-    # The dtypes that it is cast to, one after the other, until it is an output.
+    # the dtypes that it is cast to, in order, before it is an output
     casts: tuple[Dtype, ...]
 
 
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
-    """For the outputs of a program that a scan stacks, and nothing else reads: what the scan
-    stacks.
-    """
-    # Effects, such as prints, would come in another order.
+    """The outputs of a program that a scan stacks, and nothing else reads, by output index."""
+    # Effects, such as prints, would be reordered.
     if not _private.LITERAL or _private.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
     # How often each variable is read.
     operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
     reads = Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
-    # Along the program, as what a scan stacks may be cast before it is an output.
+    # In order, as stacks may be cast before they are outputs.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
             stacks |= {variable: _Stack(variable, ()) for variable in _stacked(equation)}
@@ -200,7 +195,7 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
 
 
 def _note_cast(equation: "JaxprEqn", reads: Mapping[Any, int], stacks: "dict[Any, _Stack]") -> None:
-    """Notes that what a scan stacks is cast, if nothing else reads it."""
+    """Records the cast of a stack, if nothing else reads the stack."""
     (operand,), (result,) = equation.invars, equation.outvars
     if reads[operand] == 1 and operand in stacks and not _reshards(equation):
         stack = stacks[operand]
@@ -208,7 +203,7 @@ def _note_cast(equation: "JaxprEqn", reads: Mapping[Any, int], stacks: "dict[Any
 
 
 def _stacked(equation: "JaxprEqn") -> "list[Var]":
-    """The results of a scan, or of a call of a jitted function, that a scan stacks."""
+    """The results of a scan, or of a call of a jitted function, that are stacks of a scan."""
     if equation.primitive.name == "scan":
         return equation.outvars[_carried(equation) :] if _is_known(equation) else []
     if not _private.is_inlineable(equation):
@@ -217,7 +212,7 @@ def _stacked(equation: "JaxprEqn") -> "list[Var]":
 
 
 def _is_known(scan: "JaxprEqn") -> bool:
-    """Whether it is a scan of arrays, with the parameters that `_scan` knows how to write."""
+    """Whether it is a scan of arrays with parameters that `_scan` supports."""
     return (
         bool(scan.params["length"])
         and _private.can_repeat(scan)
@@ -227,16 +222,14 @@ def _is_known(scan: "JaxprEqn") -> bool:
 
 
 def _carried(scan: "JaxprEqn") -> int:
-    """The number of values that a scan carries; its other outputs have an axis more than those
-    of its body.
+    """The number of values that a scan carries; other outputs have one axis more than in its
+    body.
     """
     return _of_body_shape(scan.outvars, scan.params["jaxpr"].jaxpr.outvars)
 
 
 def _of_body_shape(outside: "Sequence[Var | Literal]", inside: "Sequence[Var | Literal]") -> int:
-    """How many variables of a scan have the shape that they have in its body, where others have
-    an axis less.
-    """
+    """How many variables of a scan have as many axes as in its body."""
     pairs = zip(outside, inside, strict=True)
     return sum(
         cast("ShapedArray", a.aval).ndim == cast("ShapedArray", b.aval).ndim for a, b in pairs
@@ -244,7 +237,7 @@ def _of_body_shape(outside: "Sequence[Var | Literal]", inside: "Sequence[Var | L
 
 
 def _reshards(conversion: "JaxprEqn") -> bool:
-    """Whether a cast also asks for a sharding; the gradient of one names that of an empty mesh."""
+    """Whether a cast also reshards; the gradient of a cast has the sharding of an empty mesh."""
     sharding = conversion.params.get("sharding")
     return sharding is not None and not (
         isinstance(sharding, NamedSharding) and sharding.mesh.empty
@@ -255,17 +248,15 @@ def _reshards(conversion: "JaxprEqn") -> bool:
 
 
 class _Folded(NamedTuple):
-    """What stands for a stack whose layers are folded: what the accumulator becomes, and the
-    measures of all layers.
-    """
+    """In place of a stack that is folded: the new accumulator, and the measures of all layers."""
 
     accumulator: Tree
     measures: jax.Array
 
 
 class _Part(NamedTuple):
-    """An Into for each layer's part of a stack; the path of the leaf that the stack is, who
-    reads its layers, and how it is cast before.
+    """An Into for the layers of a stack, the path of its leaf, its Readings if it is observed,
+    and its casts.
     """
 
     accumulator: Tree
@@ -284,16 +275,15 @@ class _Part(NamedTuple):
         return self.fold.combine(row, self.fold.lift(self.cast(value), self.weight))
 
     def measure(self, value: jax.Array) -> jax.Array:
-        """The measures of a layer, [measures]; none if nobody reads them."""
+        """The measures of a layer, [measures]; empty if it is not observed."""
         if self.readings is None:
             return jnp.zeros(0)
         measures: jax.Array = self.readings.measures_of([self.cast(value)])[0]
         return measures
 
     def begin(self, layer: "ShapedArray") -> _Folded:
-        """The accumulator and the measures before the first layer, of this type.
-
-        In a loop a carry keeps its type: a layer that varies over mesh axes makes both vary.
+        """The accumulator and the measures before the first layer, which has this type. They
+        vary over mesh axes as the layer does, as a carry keeps its type.
         """
         row = jax.tree.map(partial(lax.index_in_dim, index=0, keepdims=False), self.accumulator)
         measures = jax.eval_shape(self.measure, layer)
@@ -305,8 +295,8 @@ class _Part(NamedTuple):
         return begun
 
     def fold_layer(self, before: _Folded, layer_index: jax.Array, value: jax.Array) -> _Folded:
-        """The accumulator and the measures with one more layer: its row is combined with the
-        value, and the measure of the leaf is the sum of those of its layers.
+        """The accumulator and the measures after one more layer: the value is combined with its
+        row, and its measures are added.
         """
         accumulator, measures = before
         row = jax.tree.map(
@@ -326,7 +316,7 @@ def _evaluate(
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
 ) -> list[Tree]:
-    """The outputs of a program; a _Folded for those that `into` has, which are of `_stacks`."""
+    """The outputs of a program; a _Folded for those in `into`, which are stacks."""
     values: dict[Var, Tree] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
@@ -340,7 +330,7 @@ def _evaluate(
         stacks[leaf_index].variable: part._replace(casts=(*stacks[leaf_index].casts, *part.casts))
         for leaf_index, part in into.items()
     }
-    # Operation by operation, as JAX would: but for those that make what an accumulator takes.
+    # Operation by operation, except for those that make the stacks.
     for equation in jaxpr.eqns:
         operands = [read(variable) for variable in equation.invars]
         inside = {
@@ -350,12 +340,12 @@ def _evaluate(
         }
         with _private.context(equation), _private.named_scope(equation):
             if any(isinstance(operand, _Folded) for operand in operands):
-                results = operands  # a cast, which each layer has been through
+                results = operands  # a cast, applied to each layer already
             elif not inside:
                 results = _private.repeated(equation, operands)
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
-            else:  # a call of a jitted function, whose program stands in its place
+            else:  # a call of a jitted function, inlined
                 inner = equation.params["jaxpr"]
                 results = _evaluate(inner.jaxpr, inner.consts, operands, inside)
         values.update(zip(equation.outvars, results, strict=True))
@@ -363,18 +353,17 @@ def _evaluate(
 
 
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
-    """The outputs of the scan, with accumulators in place of what it would stack."""
+    """The outputs of the scan, with a _Folded in place of each stack in `into`."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
     assert _private.AS_FUNCTION is not None  # or no scan is known
     run = _private.AS_FUNCTION(body)
-    # Operands are constants, what is carried, and what is scanned over, which has an axis more than
-    # in the body.
+    # Operands are constants, the carry, and scanned arrays, which have one axis more than in the
+    # body.
     first_scanned = _of_body_shape(scan.invars, body.jaxpr.invars)
     consts, scanned = operands[: first_scanned - carried], operands[first_scanned:]
     init = operands[first_scanned - carried : first_scanned]
 
-    # It carries what it carried before, with the accumulators beside it. What no accumulator takes,
-    # it stacks still.
+    # The new scan carries the accumulators, too, and stacks all other outputs as before.
     def step(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
         (before, accumulated), (layer_index, cut) = carry, layer
         outputs = run(*consts, *before, *cut)
@@ -393,7 +382,7 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
     }
     layers = jnp.arange(length, dtype=jnp.int32), scanned
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
-    # The name is how `folded_in_place` finds it again.
+    # Found by `folded_in_place`.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
         (after, accumulated), rest = lax.scan(step, (init, nothing), layers, length, **options)
     outputs = dict(enumerate(after)) | rest | accumulated

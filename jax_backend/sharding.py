@@ -1,7 +1,7 @@
-"""Where arrays lie on a mesh: accumulators like the parameters, and the rows of each micro-batch on
-all devices.
+"""Placement on a mesh: accumulators like the parameters, and the rows of each micro-batch on all
+devices.
 
-Only JAX has this file; what does the same in torch is for DTensors.
+Only JAX has this file; torch has DTensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Scalar, Tree
 from jax_backend import _private
@@ -30,16 +29,14 @@ KeyPath: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the arguments of a call lie on a mesh, as far as no type says it: part of the program,
-    as inside jit an array does not say where it lies.
-
-    The accumulators are made before the compiler has seen a gradient. So each lies like the
-    argument whose gradient it seems to be, which has its shape and its path; where there is none
-    the compiler chooses. A single number is on every device.
+    """How the arguments of a call are sharded, as far as their types do not say it; static, as a
+    traced array has no placement. Accumulators are created before the compiler sees a gradient.
+    So each is sharded like the argument with its shape and path, whose gradient it seems to be;
+    without one the compiler chooses. Scalars are replicated.
 
     Attributes:
-        blocks: How many equal blocks the rows of every split array lie in, one after the other,
-            each on devices of its own.
+        blocks: How many equal, consecutive blocks the rows of every split array are in, each on
+        devices of its own.
         arguments: How arguments are sharded over the axes of a mesh that are left to the compiler,
             by path and shape.
     """
@@ -47,30 +44,26 @@ class Spread:
     blocks: int = 1
     arguments: tuple[tuple[tuple[KeyPath, Shape], NamedSharding], ...] = ()
 
-    def pinned(
-        self, outputs: Outputs, reduced: list[Tree], total: Tally
-    ) -> tuple[list[Tree], Tally]:
-        """Accumulators and their tally where they belong, whichever micro-batch is the last one
-        in them.
-        """
+    def pinned(self, outputs: Outputs, carry: Tree) -> Tree:
+        """The carry of a loop, with constraints on the sharding of its accumulators and tally."""
         if not self.arguments:
-            return reduced, total
+            return carry
         tree = outputs.structure_of(range(len(outputs.folds)))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         pinned = []
-        for leaf_index, lifted in zip(outputs.reduced, reduced, strict=True):
+        for leaf_index, lifted in zip(outputs.reduced, carry.reduced, strict=True):
             shape = outputs.shapes[leaf_index]
             like = self._like(paths[leaf_index], shape)
             pinned.append(jax.tree.map(partial(self._pin, shape, like), lifted))
-        return pinned, jax.tree.map(partial(self._pin, (), None), total)
+        total = jax.tree.map(partial(self._pin, (), None), carry.total)
+        return carry._replace(reduced=pinned, total=total)
 
     def _like(self, path: KeyPath, shape: Shape) -> NamedSharding | None:
-        """How the argument lies whose path is the end of this one: `w` in {"w": ...} for `w` in
-        (loss, {"w": ...}).
+        """The sharding of the argument whose path is the end of this one: `w` in {"w": ...} for
+        `w` in (loss, {"w": ...}).
         """
         arguments = dict(self.arguments)
-        # The gradient's path in grad_fn's output begins with what is above it; the longest end that
-        # matches is first.
+        # The longest matching end first.
         ends = ((path[start:], shape) for start in range(len(path) + 1))
         return next((arguments[end] for end in ends if end in arguments), None)
 
@@ -84,16 +77,14 @@ class Spread:
 
 
 def spread_of_call(program: Program, args: tuple[Tree, ...], backend: Backend) -> Spread:
-    """The Spread of a call. It is asked before that is compiled: inside of jit an array does not
-    say where it lies.
-    """
+    """The Spread of a call, sliced outside of jit, where arrays have a placement."""
     if program.across is not None or jax.device_count() == 1:
         return Spread()
     return spread_of(args, _blocks_of(program.read(args, backend)))
 
 
 def spread_of(args: Sequence[Tree], blocks: int = 1) -> Spread:
-    """The Spread of some arguments, whose rows lie in so many blocks."""
+    """The Spread of some arguments, with rows in so many blocks."""
     shardings: dict[tuple[KeyPath, Shape], NamedSharding] = {}
     for arg in args:
         if any(_left_to_the_compiler(leaf) for leaf in jax.tree.leaves(arg)):
@@ -104,7 +95,7 @@ def spread_of(args: Sequence[Tree], blocks: int = 1) -> Spread:
 
 
 def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
-    """How an array is sharded over the axes that no type names; None if there are none."""
+    """The sharding of an array over Auto axes; None if there are none."""
     if not isinstance(leaf, jax.Array) or _private.is_traced(leaf):
         return None
     sharding = leaf.sharding
@@ -115,7 +106,7 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
     ):
         return None
     mesh = sharding.mesh
-    # Over Explicit axes types say how gradients lie, and over Manual ones arrays are whole.
+    # Shardings over Explicit axes are in the types.
     free = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -128,15 +119,12 @@ def _left_to_the_compiler(leaf: object) -> NamedSharding | None:
 
 
 def _blocks_of(arguments: Arguments) -> int:
-    """How many blocks the rows of every split array lie in.
-
-    1 if they lie together, or in different ways, or if it is the compiler that says where; and for
-    threaded state, whose order counts.
+    """How many blocks the rows of every split array are in. 1 if arrays differ, or if the
+    placement is unknown; and with threaded state, which depends on the order.
     """
     if arguments.state:
         return 1
-    # All split arrays lie in as many blocks, or the rows of one example would be on several
-    # devices.
+    # All arrays need equally many blocks, or the rows of an example would be on several devices.
     counts = {
         _blocks(leaf, axis)
         for leaf, axis in arguments
@@ -147,22 +135,20 @@ def _blocks_of(arguments: Arguments) -> int:
 
 def _blocks(leaf: jax.Array, axis: int) -> int:
     if not -leaf.ndim <= axis < leaf.ndim or not leaf.shape[axis]:
-        return 1  # refused later, by whoever counts the rows
+        return 1  # an error is raised when rows are counted
     if not _private.is_traced(leaf):
         return int(leaf.shape[axis] // leaf.sharding.shard_shape(leaf.shape)[axis])
     # Over the axes that are Explicit.
     return devices_along(jax.typeof(leaf).sharding, axis % leaf.ndim)
 
 
-# -- micro-batches that take as many rows from each block, so that no row moves to another device
+# -- micro-batches with equally many rows of each block, so that no row moves to another device
 
 
-def keeps_result(outputs: Outputs, size: int) -> bool:
-    """Whether micro-batches of this size may take other rows: what is folded is so in any order,
-    whichever rows meet.
-
-    What is collected has to have one row for each of theirs; what observers collect has one for all
-    of them.
+def may_reorder_rows(outputs: Outputs, size: int) -> bool:
+    """Whether micro-batches of this size may take other rows: folds have to be independent of
+    the order, and collected leaves have one row for each row of the micro-batch. Leaves that
+    observers collect have one row for a micro-batch.
     """
     if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced_folds):
         return False
@@ -177,20 +163,18 @@ def keeps_result(outputs: Outputs, size: int) -> bool:
 
 
 def _axes(outputs: Outputs) -> list[int]:
-    return [fold.fold.reducer.monoid.axis or 0 for fold in outputs.collected_folds]
+    return [fold.axis or 0 for fold in outputs.collected_folds]
 
 
 def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
-    """`size` rows along an axis: as many of each block, in the order of the blocks, from its row
-    start / blocks on.
-    """
+    """`size` rows along an axis: equally many of each block, from its row start / blocks on."""
     array = jnp.asarray(array)
     axis %= array.ndim
     # [blocks, rows of each]: a slice of the second axis moves nothing between devices.
     before, rows, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
-    apart = array.reshape(*before, blocks, rows // blocks, *after)
-    taken = lax.dynamic_slice_in_dim(apart, start // blocks, size // blocks, axis + 1)
-    return taken.reshape(*before, size, *after)
+    blocked = array.reshape(*before, blocks, rows // blocks, *after)
+    sliced = lax.dynamic_slice_in_dim(blocked, start // blocks, size // blocks, axis + 1)
+    return sliced.reshape(*before, size, *after)
 
 
 def in_order(
@@ -199,8 +183,8 @@ def in_order(
     groups: Sequence[tuple[int, int]],
     chunks: Sequence[Sequence[jax.Array]],
 ) -> list[jax.Array]:
-    """What was collected from each group of micro-batches, as one array a leaf with its rows in
-    those of the batch.
+    """The collected chunks of each group of micro-batches as one array for each leaf, in the
+    order of the batch.
     """
     ordered = []
     for axis, column in zip(_axes(outputs), zip(*chunks, strict=True), strict=True):
@@ -208,26 +192,26 @@ def in_order(
         parts = []
         for array, (count, size) in zip(column, groups, strict=True):
             # [micro-batches, blocks, rows], and then the blocks first, as in the batch
-            apart = _apart(array, axis, (count, blocks, size // blocks))
-            parts.append(_joined(jnp.moveaxis(apart, axis + 1, axis), axis + 1))
-        ordered.append(_joined(jnp.concatenate(parts, axis=axis + 1), axis))
+            blocked = _split_axis(array, axis, (count, blocks, size // blocks))
+            parts.append(_merge_axes(jnp.moveaxis(blocked, axis + 1, axis), axis + 1))
+        ordered.append(_merge_axes(jnp.concatenate(parts, axis=axis + 1), axis))
     return ordered
 
 
-def joined_along(stacked: jax.Array, axis: int) -> jax.Array:
-    """Arrays that are stacked, [arrays, ...], as one, in order along an axis of theirs."""
+def concatenated(stacked: jax.Array, axis: int) -> jax.Array:
+    """Stacked arrays, [arrays, ...], concatenated along an axis of theirs."""
     axis %= stacked.ndim - 1
-    return _joined(jnp.moveaxis(stacked, 0, axis), axis)
+    return _merge_axes(jnp.moveaxis(stacked, 0, axis), axis)
 
 
-def _joined(array: jax.Array, axis: int) -> jax.Array:
-    """The array with an axis and the next one as one, which is sharded as the next one was."""
+def _merge_axes(array: jax.Array, axis: int) -> jax.Array:
+    """The array with an axis and the next one merged, sharded as the next one."""
     size = array.shape[axis] * array.shape[axis + 1]
     return _reshaped(array, axis, 2, (size,), lambda _, entry: (entry,))
 
 
-def _apart(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Array:
-    """The array with an axis as three, of which the second one is sharded as that was."""
+def _split_axis(array: jax.Array, axis: int, sizes: tuple[int, int, int]) -> jax.Array:
+    """The array with an axis split into three, the second one sharded as the axis was."""
     return _reshaped(array, axis, 1, sizes, lambda entry: (None, entry, None))
 
 
@@ -238,8 +222,8 @@ def _reshaped(
     sizes: tuple[int, ...],
     sharded: Callable[..., tuple[Entry, ...]],
 ) -> jax.Array:
-    """The array with axes of these sizes in place of so many. JAX does not guess how the new ones
-    are sharded: as `sharded` makes of the old ones.
+    """The array with axes of these sizes in place of `count` axes; `sharded` maps their
+    sharding, which JAX does not infer.
     """
     whole = (*array.shape[:axis], *sizes, *array.shape[axis + count :])
     sharding = jax.typeof(array).sharding

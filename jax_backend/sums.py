@@ -1,6 +1,4 @@
-"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied. Nothing is
-ever written to.
-"""
+"""Sums: how the accumulator of each leaf is added to, scaled, divided and emptied, out of place."""
 
 from collections.abc import Sequence
 
@@ -12,9 +10,8 @@ from funcga._fold import LeafFold, Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from jax_backend import arrays
 
-# In JAX the caller says what is given away, by jax.jit(donate_argnums=...). A donated array is
-# matched with the first result of its shape: where results come in another order than arguments,
-# XLA copies.
+# In JAX callers donate by jax.jit(donate_argnums=...). A donated array is matched with the first
+# result of its shape: if results have another order than arguments, XLA copies.
 donates = False
 
 
@@ -25,9 +22,7 @@ def add(
     weights: Sequence[Scalar],
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value, which has these weights for the folds, and whether
-    nobody else has their memory.
-    """
+    """(the accumulators with one more value, whether they share memory with nothing else)."""
     triples = zip(folds, accumulators, lifted(folds, leaves, weights), strict=True)
     return [
         None if fold is None else fold.combine(before, addend) for fold, before, addend in triples
@@ -37,7 +32,7 @@ def add(
 def lifted(
     folds: Sequence[LeafFold | None], leaves: Sequence[Array], weights: Sequence[Scalar]
 ) -> list[Reduced]:
-    """What one value contributes to the accumulator of each leaf."""
+    """The value of each leaf as it is combined with the accumulator."""
     triples = zip(folds, leaves, weights, strict=True)
     return [None if fold is None else fold.lift(leaf, weight) for fold, leaf, weight in triples]
 
@@ -48,7 +43,7 @@ def finish(
     tallies: Sequence[Tally],
     donate: bool,
 ) -> list[Reduced]:
-    """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+    """The normalised leaves, in memory of their own, or in that of donated sums."""
     finished = LeafFold.normalize if donate else LeafFold.result
     triples = zip(folds, accumulators, tallies, strict=True)
     return [
@@ -63,11 +58,9 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
 
 
 def emptied(
-    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, in_use: Tree
 ) -> list[Reduced]:
-    """The accumulators when nothing is folded; in the same memory if that is donated and not
-    taken.
-    """
+    """The accumulators of an empty window; in the same memory if that is donated and not in use."""
     pairs = zip(folds, accumulators, strict=True)
     return [
         None
@@ -78,11 +71,7 @@ def emptied(
 
 
 def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
-    """The constant, sharded as the accumulator is.
-
-    The compiler is free to place a constant, and would give each device all of it.
-    """
-    # A choice that is never taken, which the compiler cannot see through: the result has the
-    # sharding of both.
+    """The constant, sharded as the accumulator is. The compiler would replicate a constant."""
+    # A selection that is opaque to the compiler: its result has the sharding of both operands.
     never = lax.optimization_barrier(jnp.asarray(False))
     return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)

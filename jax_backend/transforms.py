@@ -1,9 +1,8 @@
-"""What a fold that is spread over calls needs of this framework: its branch, and how replicas
-join their windows.
-"""
+"""What `multi_steps` needs of this framework: its conditional, and windows over replicas."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,9 @@ from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.gradients import apply_updates
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
+
+Emit: TypeAlias = Callable[..., tuple[Tree, Tree]]
+"""Makes (updates, state) of a state and operands."""
 
 # -- the branch that ends a window
 
@@ -48,15 +50,15 @@ def _wide(leaf: Array) -> Array:
 
 
 def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
-    """The params with the updates added; in their own memory if that is donated and the state
-    does not have it.
+    """The params with the updates added; in place if they are donated and share no memory with
+    the state.
     """
     return apply_updates(params, updates)
 
 
 def when(
     predicate: Scalar,
-    emit: Callable[..., tuple[Tree, Tree]],
+    emit: Emit,
     state: Tree,
     operands: Tree,
     like: Tree,
@@ -73,18 +75,17 @@ def when(
         updates, after = emit(state, operands)
         return updates, _in_dtypes_of(state, after)
 
-    # In a compiled program the branch is an operation; where the host sees the predicate, it is
-    # Python's `if`.
+    # A conditional in a compiled program, Python's `if` where the host sees the predicate.
     if _private.is_traced(predicate):
         return *_branch(predicate, run, state, operands), predicate
     if predicate:
         return *run(state, operands), predicate
-    return _nothing(emit, state, operands, like), state, predicate
+    return _zero_updates(emit, state, operands, like), state, predicate
 
 
 def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
-    """The state after an update in the dtypes of the one before. Raises FuncgaError if its
-    structure is another.
+    """The state after an update, in the dtypes of the one before. Raises FuncgaError if the
+    structure differs.
     """
     if trees.flatten(after)[1] != trees.flatten(before)[1]:
         missing, new = (set(leaf_paths(tree, trees, "state")) for tree in (before, after))
@@ -102,39 +103,31 @@ def _in_dtype_of(before: Array, after: Array) -> Array:
     return after if after.dtype == before.dtype else lax.convert_element_type(after, before.dtype)
 
 
-def _branch(
-    predicate: jax.Array, run: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree
-) -> tuple[Tree, Tree]:
+def _branch(predicate: jax.Array, run: Emit, state: Tree, operands: Tree) -> tuple[Tree, Tree]:
     """`run(state, operands)` or zeros and the state, in a compiled program."""
-    # Only arrays can be operands of the program. Everything else, such as a flag, the function
-    # closes over.
+    # Only arrays can be operands; all else, such as a flag, is closed over.
     static, arguments = trees.partition(operands)
 
     def run_arrays(state: Tree, arguments: list[Array]) -> tuple[Tree, Tree]:
         return run(state, static.tree(arguments))
 
-    state, (_, updates) = arrays.settled(
-        lambda state: run_arrays(state, arguments)[::-1], jax.tree.map(arrays.strong, state)
+    state, (_, updates) = arrays.settle_types(
+        lambda state: run_arrays(state, arguments)[::-1],
+        jax.tree.map(arrays.without_weak_type, state),
     )
-    # What the function captures, such as a learning rate to be differentiated, becomes an operand
-    # as well.
+    # Captured tracers, such as a learning rate, become operands, too.
     closed, captured = jax.closure_convert(run_arrays, state, arguments)
-    # A while loop has no reverse derivative, and a cond has one: so whoever differentiates gets the
-    # cond.
-    branch = jax.custom_jvp(partial(_looped, closed, updates))
+    # A while loop has no reverse-mode derivative: a cond is used for that.
+    branch = jax.custom_jvp(partial(_as_loop, closed, updates))
     branch.defjvp(
-        lambda primals, tangents: jax.jvp(partial(_branched, closed, updates), primals, tangents)
+        lambda primals, tangents: jax.jvp(partial(_as_cond, closed, updates), primals, tangents)
     )
     return branch(predicate, state, [arguments, *captured])
 
 
-def _nothing(
-    emit: Callable[..., tuple[Tree, Tree]], state: Tree, operands: Tree, like: Tree
-) -> Tree:
-    """Updates of zeros, like those that `emit` returns; they lie where others of their shapes
-    lie.
-    """
-    # Nothing is computed for the types of the updates.
+def _zero_updates(emit: Emit, state: Tree, operands: Tree, like: Tree) -> Tree:
+    """Zeros like the updates of `emit`, sharded like `like`."""
+    # Only types are computed.
     types = jax.eval_shape(lambda state: emit(state, operands)[0], state)
     if trees.flatten(types)[1] != trees.flatten(like)[1]:
         like = types
@@ -143,18 +136,18 @@ def _nothing(
     )
 
 
-def _looped(
-    run: Callable[..., tuple[Tree, Tree]],
+def _as_loop(
+    run: Emit,
     updates: Tree,
     predicate: jax.Array,
     state: Tree,
     operands: list[Tree],
 ) -> tuple[Tree, Tree]:
-    """The branch as a loop of at most one turn: XLA lets its body write into what came in, where
-    a cond would copy.
+    """The branch as a loop of at most one iteration, whose body XLA runs in place; a cond would
+    copy.
     """
 
-    # The predicate is the condition of the loop, and False after one turn.
+    # The predicate is the condition of the loop, False after one iteration.
     def body(carry: tuple[jax.Array, Tree, Tree]) -> tuple[jax.Array, Tree, Tree]:
         return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
 
@@ -164,15 +157,15 @@ def _looped(
     return updates, state
 
 
-def _branched(
-    run: Callable[..., tuple[Tree, Tree]],
+def _as_cond(
+    run: Emit,
     updates: Tree,
     predicate: jax.Array,
     state: Tree,
     operands: list[Tree],
 ) -> tuple[Tree, Tree]:
     """The same as a cond, which can be differentiated in reverse."""
-    # Both branches of a cond have one type, so what is computed is typed as what is not.
+    # Both branches of a cond need the same types.
     untaken = _zeros(updates), state
     taken = lambda state: _typed(run(state, *operands), untaken)
     updates, state = lax.cond(predicate, taken, lambda state: untaken, state)
@@ -201,17 +194,15 @@ def check_gradients(
     """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
     over the replicas.
     """
-    # Nothing would merge them, or they are merged already.
+    # Not merged, or merged already.
     if replicas is None:
         check_step_merges()
         return
     for leaf_index, leaf in enumerate(leaves):
-        varying = None if leaf is None else varying_axes(jax.typeof(leaf))
-        missing = (
-            ()
-            if varying is None
-            else tuple(n for n in replicas.names if not typed_axes((n,)) <= varying)
-        )
+        if leaf is None:
+            continue
+        varying = varying_axes(jax.typeof(leaf))
+        missing = tuple(name for name in replicas.names if not typed_axes((name,)) <= varying)
         if missing:
             raise FuncgaError(
                 f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so "
@@ -224,18 +215,18 @@ def check_gradients(
 
 
 def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
-    """What all replicas hold together."""
+    """The window merged over all replicas."""
     outputs, accumulators = window.outputs, [*window.accumulators]
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     folded = merge(outputs, Folded(reduced, window.tally, [], [], unit=window.unit), replicas)
-    # A leaf that is None has no fold, and stays.
+    # None stays.
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         accumulators[leaf_index] = leaf
     return window._replace(accumulators=accumulators, tally=folded.total, unit=folded.unit)
 
 
-def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
-    """The parts of a state's window that are this replica's; without replicas all parts, from
+def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+    """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
     Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
@@ -254,11 +245,9 @@ def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]
     ]
 
 
-def closed(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
-    """A window as a state has it where replicas fold apart; without replicas from the parts of
-    all of them.
-    """
-    # A leading axis of the parts, which the specs of the state lay over the devices.
+def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+    """A window as this replica's part of a state; without replicas the whole of all parts."""
+    # Parts are stacked along a leading axis, which is sharded over the devices.
     names = () if replicas is None else replicas.names
     stacked: Window = jax.tree.map(
         lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows

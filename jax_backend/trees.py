@@ -1,6 +1,4 @@
-"""Trees, as JAX walks them: their arrays apart from all else, and the objects of flax.nnx among
-them.
-"""
+"""Trees of JAX: arrays separated from static leaves, and objects of flax.nnx."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,8 +23,7 @@ def flatten(
     if not any(issubclass(kind, Mapping) or is_dataclass(kind) for kind in {*map(type, leaves)}):
         return leaves, structure
 
-    # Mappings and dataclasses that JAX does not know become nodes, and what is in them is walked as
-    # well.
+    # Mappings and dataclasses that are not registered in JAX become nodes, recursively.
     def walked(node: Tree) -> Tree:
         return jax.tree.map(as_node, node, is_leaf=is_leaf)
 
@@ -38,9 +35,7 @@ def flatten(
 
 
 def check_registered(tree: Tree, name: str) -> None:
-    """Raises FuncgaError for a container among the leaves, which JAX takes neither as parameters
-    nor as an output.
-    """
+    """Raises FuncgaError for an unregistered container among the leaves."""
     for leaf in jax.tree.leaves(tree):
         if is_container(leaf):
             kind = type(leaf).__name__
@@ -68,13 +63,13 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
     return [(str(path[0]), subtree) for path, subtree in pairs]
 
 
-# -- the arrays of a tree apart from all else, which is part of a compiled program
+# -- the arrays of a tree, and its static rest
 
 
 @dataclass(frozen=True)
 class Static:
-    """Of some arguments, all that is no array: the structure, and the other leaves with their
-    places and types.
+    """The static part of some arguments: the structure, and leaves other than arrays with their
+    indices and types.
 
     Two are equal if their leaves are equal and of the same type, and numbers have the same digits:
     1, 1.0 and True make three programs, and so do 0.0 and -0.0.
@@ -86,7 +81,7 @@ class Static:
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
         leaves = list(arrays)
-        # In the order of the leaves, so each goes to its own place.
+        # In order, so that each index is valid.
         for (
             leaf_index,
             _,
@@ -97,7 +92,7 @@ class Static:
 
 
 def partition(tree: Tree) -> tuple[Static, list[Array]]:
-    """All of a tree that is no array, and its arrays."""
+    """(the static part of a tree, its arrays)."""
     leaves, structure = flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     others = [
@@ -116,8 +111,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def split(tree: Tree) -> tuple[Static, list[Array]]:
-    """The two of `partition`, for a program that is compiled for the one, and called with the
-    other.
+    """`partition`, checked for a program that is compiled for the static part.
 
     Raises FuncgaError for a leaf that is neither an array nor hashable, and for a shape without
     numbers.
@@ -157,9 +151,9 @@ def _unhashable(leaves: Sequence[object]) -> FuncgaError:
     )
 
 
-# -- flax.nnx: its objects hold their state in themselves, and are trees that are made anew in each
-# trace. So variables that two of them share come apart, and what grad_fn writes to an object is
-# lost. flax is not imported here: nobody has such an object before.
+# -- flax.nnx: stateful objects, which are trees and are copied in each trace. So shared
+# variables would be duplicated, and what grad_fn writes to an object would be lost. flax is not
+# imported here.
 
 
 def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
@@ -181,8 +175,8 @@ def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
 
 
 def check_unshared(tree: Tree) -> None:
-    """Raises FuncgaError if two places in a tree have one variable of nnx, which would get a
-    gradient for each.
+    """Raises FuncgaError if one variable of nnx is in two places of a tree, and would get two
+    gradients.
     """
     places: dict[int, str] = {}
     for path, variable in _variables(tree):
@@ -197,7 +191,7 @@ def check_unshared(tree: Tree) -> None:
 
 
 @contextmanager
-def unchanged(tree: Tree) -> Iterator[None]:
+def check_unchanged(tree: Tree) -> Iterator[None]:
     """A context that raises FuncgaError if variables of nnx in the tree have changed in it."""
     before = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
     yield
@@ -221,8 +215,8 @@ def unchanged(tree: Tree) -> Iterator[None]:
 
 
 def check_trained(tree: Tree) -> None:
-    """Raises FuncgaError if some of a tree of parameters is no tree to JAX, or a variable of nnx
-    that is state, such as BatchNorm's statistics.
+    """Raises FuncgaError if params have an unregistered container, or a variable of nnx that is
+    state, such as BatchNorm's statistics.
     """
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         check_registered(tree, "params")

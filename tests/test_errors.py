@@ -233,7 +233,9 @@ def test_in_axes(kit):
 
 def test_no_array():
     step = funcga.accumulate(lambda params, batch: params, 2)
-    says = check_refused("no array was found in `params`, `batch` (looked for arrays of", step, 1.0, [2.0])
+    says = check_refused(
+        "no array was found in `params`, `batch` (looked for torch tensors and JAX arrays)", step, 1.0, [2.0]
+    )
     assert "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`." in says
     check_refused("no array was found in the call, which has no arguments", funcga.accumulate(lambda: 1, 2))
 

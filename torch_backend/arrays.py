@@ -123,9 +123,7 @@ def cast(
 
 
 def exact(array: torch.Tensor, name: str) -> torch.Tensor:
-    """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has no
-    bits of its own.
-    """
+    """The array, for a fold `name` that reads its bits; FuncgaError if they are not available."""
     if array.requires_grad:
         raise no_derivative(name)
     if is_dtensor(array):
@@ -183,9 +181,7 @@ def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def measured(
     measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`measure(array)`, a sum over the elements, of each array; the sum over all of one that
-    lies in parts.
-    """
+    """`measure(array)`, a sum over the elements, of each array, over all shards."""
     if not any(map(is_dtensor, arrays)):
         return [measure(array).to(arrays[0].device) for array in arrays]
     whole = [without_partials(array) for array in arrays]
@@ -194,7 +190,7 @@ def measured(
 
 
 def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
+    """Whether all numbers are finite, as a 0-d array; None is skipped."""
     present: list[Any] = [array for array in arrays if array is not None]
     shards = [
         strided(shard) for shard in (local(array).detach() for array in present) if shard.numel()
@@ -408,7 +404,7 @@ def devices() -> list[str]:
 
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The array, or a copy of it where it is one of these others, or a view of one."""
+    """The array, or a copy if it shares memory with one of the others."""
     return (
         array.clone() if any(_private.is_view_of_same(array, other) for other in others) else array
     )

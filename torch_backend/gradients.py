@@ -114,9 +114,7 @@ def needs_autograd() -> FuncgaError:
 
 
 def depends(loss: torch.Tensor) -> bool | None:
-    """Whether a loss depends on what the innermost transform, one of these, differentiates it
-    by.
-    """
+    """Whether a loss depends on the inputs of the innermost of these transforms."""
     # A transform around the innermost one hides the number, and another gradient records the loss
     # anyway.
     if _private.transforms() != 1 or is_recorded():

@@ -104,7 +104,7 @@ class _NotWrapped:
 
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
-    """The gradient function as it runs where it is called by itself, and not in a window."""
+    """The gradient function for a call outside of any window."""
     if torch.compiler.is_compiling() or arrays.in_transform():
         return grad_fn.bound(backend)
     gradient = partial(value_alone, grad_fn, backend)
@@ -647,7 +647,7 @@ def _drops_what_communicates(scope: str | None) -> FuncgaError:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether these arguments are those of a program that is being compiled."""
+    """Whether these arguments belong to a program that is being compiled."""
     return torch.compiler.is_compiling()
 
 

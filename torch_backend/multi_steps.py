@@ -1,6 +1,4 @@
-"""What a fold that is spread over calls needs of this framework: its branch, and how replicas
-join their windows.
-"""
+"""What `multi_steps` needs of this framework: its conditional, and windows over replicas."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -117,7 +115,7 @@ def check_gradients(
 
 
 def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
-    """What all replicas hold together."""
+    """The window merged over all replicas."""
     reduction = Reduction(memory.keep(Progress, memory.step), replicas)
     total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
     # What merges has all weighted sums in one unit, which the host knows.
@@ -147,8 +145,8 @@ def _copied(accumulator: Reduced) -> Reduced:
     return accumulator if accumulator is None else accumulator.clone()
 
 
-def opened(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
-    """The parts of a state's window that are this replica's; without replicas all parts, from
+def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+    """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
     Raises FuncgaError if a part is missing, or is another replica's.
@@ -201,10 +199,8 @@ def _incomplete(saved: Sequence[tuple[int, int]], instead: str) -> FuncgaError:
     )
 
 
-def closed(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
-    """A window as a state has it where replicas fold apart; without replicas from the parts of
-    all of them.
-    """
+def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+    """A window as this replica's part of a state; without replicas the whole of all parts."""
     part = _WHOLE if is_empty or replicas is None else (replicas.rank, replicas.count)
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
 

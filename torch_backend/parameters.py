@@ -53,8 +53,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
-    """The params with the updates added; in their own memory if that is donated and the state
-    does not have it.
+    """The params with the updates added; in place if they are donated and share no memory with
+    the state.
     """
     if not donate or arrays.in_transform():
         return apply_updates(params, updates)

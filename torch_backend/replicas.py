@@ -154,9 +154,7 @@ def is_group(value: object) -> bool:
 
 
 def replicas_of(across: Any) -> Replicas:
-    """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
-    none.
-    """
+    """The replicas that `across=` names; FuncgaError if it names none."""
     if isinstance(across, Replicas):
         return across
     if not names_leaves(across):
@@ -180,14 +178,12 @@ def _groups_in(leaves: Tree) -> list[dist.ProcessGroup]:
 
 
 def of_window(across: Any) -> Any:
-    """`across=` without what it says of single leaves: what the weights of a window are counted
-    over.
-    """
+    """`across=` without the replicas of single leaves: those that weights are counted over."""
     return replace(replicas_of(across), leaves=None) if names_leaves(across) else across
 
 
 def names_leaves(across: Any) -> bool:
-    """Whether `across=` says what single leaves are merged over."""
+    """Whether `across=` names replicas for each leaf."""
     if isinstance(across, Replicas):
         return across.leaves is not None
     is_function = callable(across) and not isinstance(across, type)
@@ -196,7 +192,7 @@ def names_leaves(across: Any) -> bool:
 
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
-    """The sum of a scalar over the replicas, which hold these."""
+    """The sum of a scalar over the replicas, which have these accumulators."""
     device = next(
         (
             accumulator.device

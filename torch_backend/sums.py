@@ -23,9 +23,7 @@ def add(
     weights: Sequence[Scalar],
     donate: bool,
 ) -> tuple[list[Reduced], bool]:
-    """The accumulators with one more value, which has these weights for the folds, and whether
-    nobody else has their memory.
-    """
+    """(the accumulators with one more value, whether they share memory with nothing else)."""
     pure, added = arrays.in_transform(), [*accumulators]
     # Sums are added in one kernel for all leaves of a factor; every other fold is combined leaf by
     # leaf. So is a sum by a weight on a device: that may be 0, and then not even a NaN may be
@@ -81,7 +79,7 @@ def _combined(
 def lifted(
     folds: Sequence[LeafFold | None], leaves: Sequence[Array], weights: Sequence[Scalar]
 ) -> list[Reduced]:
-    """What one value contributes to the accumulator of each leaf."""
+    """The value of each leaf as it is combined with the accumulator."""
     pure = arrays.in_transform()
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         return [
@@ -121,7 +119,7 @@ def finish(
     tallies: Sequence[Tally],
     donate: bool,
 ) -> list[Reduced]:
-    """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+    """The normalised leaves, in memory of their own, or in that of donated sums."""
     pure = arrays.in_transform()
     finished: list[Reduced] = [None] * len(folds)
     # Where the host knows the total weight, all means are divided in one kernel. The others are
@@ -182,14 +180,12 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
 
 
 def emptied(
-    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, taken: Tree
+    folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced], donate: bool, in_use: Tree
 ) -> list[Reduced]:
-    """The accumulators when nothing is folded; in the same memory if that is donated and not
-    taken.
-    """
+    """The accumulators of an empty window; in the same memory if that is donated and not in use."""
     pure = arrays.in_transform()
     in_place = donate and not pure
-    kept = storages(taken) if in_place else set()
+    kept = storages(in_use) if in_place else set()
     empty: list[Reduced] = [None] * len(accumulators)
     zeroed = []
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):

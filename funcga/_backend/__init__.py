@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
-# These types belong to rooms that import this one, so naming them would be a cycle. Here they only
-# pass through.
+# These types belong to packages that import this one, so naming them would be a cycle.
 Program = Any
 Coupled = Any
 Accumulation = Any
@@ -29,8 +28,8 @@ Memory = Any
 
 
 class Trees(Protocol):
-    """A framework's own idea of a tree: which containers it walks, in which order, and what it
-    does with None.
+    """A framework's trees: which containers they have as nodes, in which order, and whether None
+    is a leaf.
     """
 
     def flatten(
@@ -49,7 +48,7 @@ class Trees(Protocol):
 
 
 class Arrays(Protocol):
-    """The facts about a framework's arrays that the mathematics needs."""
+    """What the mathematics has to know of a framework's arrays."""
 
     # The array namespace: `torch` or `jax.numpy`.
     xp: Any
@@ -95,8 +94,8 @@ class Arrays(Protocol):
         ...
 
     def exact(self, array: Array, name: str) -> Array:
-        """The array, of which `name` takes the bits; FuncgaError if it is differentiated, or has
-        no bits of its own.
+        """The array, for a fold `name` that reads its bits; FuncgaError if they are not
+        available.
         """
         ...
 
@@ -111,13 +110,11 @@ class Arrays(Protocol):
         ...
 
     def measured(self, measure: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-        """`measure(array)`, a sum over the elements, of each array; the sum over all of one that
-        lies in parts.
-        """
+        """`measure(array)`, a sum over the elements, of each array, over all shards."""
         ...
 
     def finite(self, arrays: Sequence[Array]) -> Array:
-        """Whether every number is finite: a 0-d array. None among the arrays has no numbers."""
+        """Whether all numbers are finite, as a 0-d array; None is skipped."""
         ...
 
     # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does
@@ -154,7 +151,7 @@ class Arrays(Protocol):
         ...
 
     def owned(self, array: Array, others: Sequence[Array]) -> Array:
-        """The array, or a copy of it where it is one of these others, or a view of one."""
+        """The array, or a copy if it shares memory with one of the others."""
         ...
 
     def stored(self, array: Array) -> Array:
@@ -181,17 +178,15 @@ class Gradients(Protocol):
         ...
 
     def depends(self, loss: Array) -> bool | None:
-        """Whether a loss depends on what the innermost transform, one of these, differentiates it
-        by.
+        """Whether a loss depends on the inputs of the innermost of these transforms.
 
-        None where that cannot be known, and for a constant that is 0 or NaN, as of a micro-batch
-        that is masked whole.
+        None if that is unknown, and for a constant 0 or NaN, as of a fully masked micro-batch.
         """
         ...
 
 
 class Loop(Protocol):
-    """A framework's way to go through the micro-batches."""
+    """A framework's loop over the micro-batches."""
 
     def accumulate(self, program: Program, backend: "Backend") -> Callable[..., Any]:
         """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
@@ -204,11 +199,11 @@ class Loop(Protocol):
         ...
 
     def alone(self, grad_fn: GradientFunction, backend: "Backend") -> GradFn:
-        """The gradient function as it runs where it is called by itself, and not in a window."""
+        """The gradient function for a call outside of any window."""
         ...
 
     def is_traced(self, tree: Tree) -> bool:
-        """Whether these arguments are those of a program that is being compiled."""
+        """Whether these arguments belong to a program that is being compiled."""
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -217,9 +212,7 @@ class Loop(Protocol):
 
 
 class Passes(Protocol):
-    """A framework's way to go through the micro-batches twice, for a loss that needs the whole
-    batch.
-    """
+    """A framework's two passes over the micro-batches, for a loss that needs the whole batch."""
 
     def coupled(self, job: Coupled, backend: "Backend") -> Callable[..., Any]:
         """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
@@ -232,23 +225,19 @@ class Replicas(Protocol):
     """A framework's replicas: what `across=` names, and whether they hold the same."""
 
     def replicas_of(self, across: Any) -> Any:
-        """The replicas that `across=` names, as the loop takes them; FuncgaError for what names
-        none.
-        """
+        """The replicas that `across=` names; FuncgaError if it names none."""
         ...
 
     def names_leaves(self, across: Any) -> bool:
-        """Whether `across=` says what single leaves are merged over."""
+        """Whether `across=` names replicas for each leaf."""
         ...
 
     def of_window(self, across: Any) -> Any:
-        """`across=` without what it says of single leaves: what the weights of a window are
-        counted over.
-        """
+        """`across=` without the replicas of single leaves: those that weights are counted over."""
         ...
 
     def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
-        """The sum of a scalar over the replicas, which hold these."""
+        """The sum of a scalar over the replicas, which have these accumulators."""
         ...
 
     def check_replicas(self, params: Tree, across: Any) -> None:
@@ -260,11 +249,10 @@ class Replicas(Protocol):
 
 class Sums(Protocol):
     """How a framework adds to the accumulators of a window, scales, divides and empties them.
-
-    What is donated may be written to, and what comes back may lie in its memory.
+    Donated arguments may be written to, and results may share their memory.
     """
 
-    # Whether `donate` is for this framework. In JAX the caller says it to jax.jit.
+    # Whether calls of this framework can donate. In JAX that is an option of jax.jit.
     donates: bool
 
     def add(
@@ -275,9 +263,7 @@ class Sums(Protocol):
         weights: Sequence[Scalar],
         donate: bool,
     ) -> tuple[list[Reduced], bool]:
-        """The accumulators with one more value, which has these weights for the folds, and
-        whether nobody else has their memory.
-        """
+        """(the accumulators with one more value, whether they share memory with nothing else)."""
         ...
 
     def lifted(
@@ -286,7 +272,7 @@ class Sums(Protocol):
         leaves: Sequence[Array],
         weights: Sequence[Scalar],
     ) -> list[Reduced]:
-        """What one value contributes to the accumulator of each leaf."""
+        """The value of each leaf as it is combined with the accumulator."""
         ...
 
     def finish(
@@ -296,7 +282,7 @@ class Sums(Protocol):
         tallies: Sequence[Tally],
         donate: bool,
     ) -> list[Reduced]:
-        """The normalised leaves, in memory of their own; in that of the sums if it is donated."""
+        """The normalised leaves, in memory of their own, or in that of donated sums."""
         ...
 
     def scaled(self, leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
@@ -308,18 +294,16 @@ class Sums(Protocol):
         folds: Sequence[LeafFold | None],
         accumulators: Sequence[Reduced],
         donate: bool,
-        taken: Tree,
+        in_use: Tree,
     ) -> list[Reduced]:
-        """The accumulators when nothing is folded; in the same memory if that is donated and not
-        taken.
+        """The accumulators of an empty window; in the same memory if that is donated and not in
+        use.
         """
         ...
 
 
 class Transforms(Protocol):
-    """What a fold that is spread over calls needs of a framework: its branch, and how replicas
-    join their windows.
-    """
+    """What `multi_steps` needs of a framework: its conditional, and windows over replicas."""
 
     def widened(
         self, params: Tree, copies: bool = False, donate: bool = False
@@ -334,8 +318,8 @@ class Transforms(Protocol):
         ...
 
     def added(self, params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
-        """The params with the updates added; in their own memory if that is donated and the
-        state does not have it.
+        """The params with the updates added; in place if they are donated and share no memory
+        with the state.
         """
         ...
 
@@ -367,24 +351,22 @@ class Transforms(Protocol):
         """
         ...
 
-    # Over replicas, which fold apart until an update.
+    # Over replicas, each of which folds a window of its own until an update.
 
-    def opened(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
-        """The parts of a state's window that are this replica's; without replicas all parts, from
+    def own_parts(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
+        """The parts of a state's window that belong to this replica; without replicas all, of
         several states.
 
         Raises FuncgaError if a part is missing, or is another replica's.
         """
         ...
 
-    def closed(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
-        """A window as a state has it where replicas fold apart; without replicas from the parts
-        of all of them.
-        """
+    def as_part(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
+        """A window as this replica's part of a state; without replicas the whole of all parts."""
         ...
 
     def merged(self, window: Accumulation, replicas: Any, memory: Memory) -> Accumulation:
-        """What all replicas hold together."""
+        """The window merged over all replicas."""
         ...
 
 

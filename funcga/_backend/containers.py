@@ -10,7 +10,7 @@ from funcga._types import Tree
 
 
 class Kind(NamedTuple):
-    """What a container is, apart from its values."""
+    """The structure of a container: its type and keys."""
 
     type: Callable[..., Tree]
     keys: tuple[Hashable, ...]
@@ -28,8 +28,8 @@ class Mapped:
 
 
 def is_container(node: object) -> bool:
-    """Whether this is a mapping, or a dataclass with arrays: one without is a setting, and stays
-    as it is.
+    """Whether this is a mapping, or a dataclass with arrays; a dataclass without arrays is a
+    leaf.
     """
     if isinstance(node, Mapping):
         return True
@@ -71,11 +71,10 @@ def container_children(node: Tree) -> list[tuple[str, Tree]] | None:
 
 
 def rebuilt(kind: Kind, values: Iterable[Tree]) -> Tree:
-    """A container of this kind with other values; a dict of them for a mapping that is not made of
-    a dict.
+    """A container of this kind with other values; a dict if the mapping cannot be made from one.
 
-    What it knows beside its values, as a `BatchEncoding` does the words that its tokens come from,
-    is of all rows: it is left out.
+    Attributes beside the values, such as the encodings of a `BatchEncoding`, are of all rows,
+    and left out.
     """
     plain = dict(zip(kind.keys, values, strict=True))
     if (
@@ -84,23 +83,22 @@ def rebuilt(kind: Kind, values: Iterable[Tree]) -> Tree:
         and not issubclass(kind.type, Mapping)
     ):
         return _rebuilt_dataclass(kind.type, plain)
-    # The type is tried out: one whose constructor takes something else would make another mapping,
-    # silently.
+    # Tried out, as a constructor with other parameters might silently make another mapping.
     try:
         mapping = kind.type(plain)
         is_alike = [*mapping] == [*plain] and all(mapping[key] is plain[key] for key in plain)
-    except Exception:  # of somebody else's type, which may want anything
+    except Exception:  # a foreign type may raise anything
         return plain
     return mapping if is_alike and type(mapping) is kind.type else plain
 
 
 def _rebuilt_dataclass(kind: type, values: dict[Hashable, Tree]) -> Tree:
-    """A dataclass with these fields. Its `__init__` makes what it has beside them."""
+    """A dataclass with these fields, by its `__init__` if possible, which sets other attributes."""
     try:
         made = kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
-    except Exception:  # it checks its fields, for example, and these are not arrays
+    except Exception:  # for example one that checks for arrays
         made = object.__new__(kind)
-    # As they are, also where `__init__` computes a field, or changes one.
+    # Set again, as `__init__` may change them.
     for name, value in values.items():
         object.__setattr__(made, str(name), value)
     return made

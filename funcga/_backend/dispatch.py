@@ -13,8 +13,8 @@ from funcga.errors import FuncgaError, streamable
 def load(framework: str) -> Backend:
     """The backend of a framework.
 
-    Raises FuncgaError if the framework is not installed, or if another module stands under the
-    backend's name.
+    Raises FuncgaError if the framework is not installed, or if another module has the backend's
+    name.
     """
     if framework not in _LOADED:
         _LOADED[framework] = _imported(framework)
@@ -47,16 +47,14 @@ def _imported(framework: str) -> Backend:
 
 
 def load_imported() -> list[Backend]:
-    """The backends of the frameworks that are imported.
-
-    What makes a step calls this, so that no import is left for the first call, which torch.compile
-    may be tracing.
+    """The backends of the imported frameworks. Called when a step is made, as torch.compile may
+    trace its first call, and cannot trace an import.
     """
     return [_LOADED[framework] for framework in _imported_frameworks()]
 
 
 def _imported_frameworks() -> tuple[str, ...]:
-    """The frameworks that are imported, whose backends are loaded now."""
+    """The imported frameworks; their backends are loaded."""
     frameworks = tuple(
         [framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None]
     )
@@ -66,8 +64,7 @@ def _imported_frameworks() -> tuple[str, ...]:
     return frameworks
 
 
-# Torch.compile runs it as it is, and what is imported later changes nothing: an import it could not
-# trace.
+# torch.compile calls it once, as it cannot trace an import.
 _imported_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -80,19 +77,18 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     frameworks own leaves, or none does.
     """
     loaded = [_LOADED[framework] for framework in _imported_frameworks()]
-    # Of one framework nothing can be mixed with another's, so the first array tells.
+    # With one framework nothing can be mixed.
     if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
         return loaded[0]
-    # First what only one framework can have made; then what it takes as it is, as JAX does NumPy's
-    # arrays.
+    # First arrays of one framework alone; then those that it accepts, as JAX does NumPy arrays.
     for takes_as_it_is in (False, True):
         for backend in loaded:
             leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
-            # Their types tell, so that one leaf of each type is looked at.
+            # One leaf of each type is enough.
             of_each_type = dict(zip(map(type, leaves), leaves, strict=True)).values()
             is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
             if any(map(is_own, of_each_type)):
-                # By the name of the type, as torch.compile cannot look into another framework.
+                # By the name of the type, as torch.compile cannot trace another framework.
                 if any(
                     _framework(leaf) not in (None, backend.name)
                     for leaf in of_each_type
@@ -127,9 +123,10 @@ def _framework(leaf: object) -> str | None:
 
 def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[str]) -> FuncgaError:
     where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
+    kinds = {"torch": "torch tensors", "jax": "JAX arrays"}
     return FuncgaError(
         f"no array was found in {where}"
-        + (f" (looked for arrays of {' and '.join(loaded)})" if loaded else "")
+        + (f" (looked for {' and '.join(kinds[name] for name in loaded)})" if loaded else "")
         + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. "
         + (
             streamable(trees)

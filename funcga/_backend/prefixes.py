@@ -24,7 +24,7 @@ class PrefixValue(NamedTuple):
 
 
 class PrefixError(Exception):
-    """The prefix and the tree diverge at a path; the caller knows what to say about it."""
+    """The prefix and the tree diverge at a path; the caller makes the error."""
 
     def __init__(self, path: str, prefix: Tree, tree: Tree):
         super().__init__(path)
@@ -60,9 +60,7 @@ def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
 
 
 def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tuple[str, Array]]:
-    """(dotted path, leaf) of every leaf, in the order of `children`; of a backend's trees that
-    is also None's.
-    """
+    """(dotted path, leaf) of every leaf, in the order of `children`, which may include None."""
     below = children(tree)
     if below is None:
         return [(path, tree)]
@@ -76,10 +74,10 @@ def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tup
 
 
 def _dotted(key: str) -> str:
-    """`['a']`, `[0]` and `.a`, as one would write them in code, without what is around the name."""
+    """`['a']`, `[0]` and `.a` as `a`, `0` and `a`."""
     if key.startswith("."):
         return key[1:]
-    # A key in quotes is Python's spelling of a string, and an index is a number as it stands.
+    # A quoted key is a Python literal.
     inner = key[1:-1]
     return str(ast.literal_eval(inner)) if inner[:1] in "'\"" else inner
 
@@ -93,8 +91,8 @@ def paths_apart(expected: Sequence[str], paths: Sequence[str]) -> tuple[list[str
 
 
 class PathError(Exception):
-    """A tree has leaves at other paths than were expected; its text says which, and the caller
-    what that means.
+    """A tree has leaves at other paths than expected; its text lists them, for the caller's
+    error.
     """
 
     def __init__(self, missing: list[str], new: list[str]):
@@ -171,10 +169,10 @@ def broadcast(
 def named_by_leaf(
     named: Tree, tree: Tree, is_name: Callable[[Any], bool], trees: Trees, path: str, write: str
 ) -> list[Any]:
-    """What `across=`, a prefix or a function of a leaf's dotted path, names for every leaf of a
-    tree at this path.
+    """The names in `across=`, a prefix or a function of a leaf's dotted path, for every leaf of
+    a tree.
 
-    `write` is how it can be written. Raises FuncgaError for a leaf that nothing is named for.
+    `write` is an example for errors. Raises FuncgaError for a leaf without names.
     """
     paths, (leaves, structure) = leaf_paths(tree, trees, path), trees.flatten(tree)
     if callable(named):
@@ -199,8 +197,8 @@ def named_by_leaf(
 def _children_like(
     other: Tree, tree: Tree, children: list[tuple[str, Tree]] | None, trees: Trees
 ) -> list[tuple[str, Tree]] | None:
-    """The children of another tree, also of a dataclass of the tree's type that has no arrays,
-    and so is no node.
+    """The children of another tree; also of a dataclass of this type without arrays, which is a
+    leaf.
     """
     branches = trees.children(other)
     if branches is None and children is not None and type(other) is type(tree):
@@ -220,15 +218,13 @@ def _without_absent(
 
 
 def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
-    """A short picture of a tree for an error message: its keys, and its leaves in a few
-    characters.
-    """
+    """A short description of a tree for errors: its keys, and its leaves in a few characters."""
     children = trees.children(tree)
     if children is None:
         return leaf(tree)
     if depth == 0:
         return "..."
-    # Four keys are enough to see which container it is.
+    # The first four keys.
     shown = [f"{key}: {outline(child, trees, leaf, depth - 1)}" for key, child in children[:4]]
     if len(children) > 4:
         shown.append(f"... {len(children) - 4} more")
@@ -236,7 +232,7 @@ def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2
 
 
 def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
-    """What a tree has at each leaf of another one, in the order of that one's leaves.
+    """The subtrees of a tree at the leaves of another one, in their order.
 
     Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
     they don't match.

@@ -1,5 +1,5 @@
-"""What `accumulate` and `stream` hand to a backend's loop: the user's functions and choices,
-checked.
+"""The program that `accumulate` and `stream` hand to a backend's loop: the user's functions and
+options, checked.
 """
 
 import functools
@@ -12,9 +12,16 @@ from funcga import reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._call.dropping import DroppingStep, DropScope, DropTest, read_dropping
+from funcga._call.dropping import DroppingStep, DropScope, DropTest
 from funcga._call.supported import ANY, MODULE, check_supported
-from funcga._call.totals import Count, Totals, check_taken, check_totals, exact_sum, whole_state
+from funcga._call.totals import (
+    Count,
+    Totals,
+    check_takes_totals,
+    check_totals,
+    exact_sum,
+    without_carry,
+)
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
@@ -50,7 +57,7 @@ class OwningGradient(KnownGradient):
         raise NotImplementedError
 
     def snapshot(self) -> Callable[[], None]:
-        """What a window writes besides its result, as it is now; calling it puts that back."""
+        """Saves what a window writes besides its result; calling the result restores it."""
         return lambda: None
 
     def parameters(self) -> Sequence[Array]:
@@ -62,14 +69,14 @@ class OwningGradient(KnownGradient):
         return across
 
     def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError if totals do not reach as far as a step of grad_fn does, which
-        calls this function.
+        """Raises FuncgaError if totals cannot be counted for a step of grad_fn, which wraps this
+        function.
         """
 
 
 @dataclass(eq=False)
 class Memory:
-    """What a backend keeps from one call of a step to the next; and which step it is, if it is
+    """What a backend caches from one call of a step to the next; and which step it is, if it is
     merged over replicas.
     """
 
@@ -77,9 +84,8 @@ class Memory:
     kept: dict[type, object] = field(default_factory=dict)
 
     def keep(self, kind: type[Kept], *args: object) -> Kept:
-        """What is kept of this kind: `kind(*args)`, made at the first call.
-
-        Each backend has classes of its own for what it works out once, not at every call.
+        """The cached object of this class: `kind(*args)`, made at the first call. Each backend
+        has its own classes for what it computes once, not at every call.
         """
         # The class is the key, so backends never meet in it, and a type checker knows what comes
         # back.
@@ -102,11 +108,11 @@ class Program:
     device: Any = None
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
-    default_in_axes: Tree = None  # where in_axes is None: the one of what grad_fn wraps
+    default_in_axes: Tree = None  # if in_axes is None: that of a wrapped function
     totals: Totals | None = None
     observers: Observers | None = None
     dropping: DroppingStep | None = None
-    is_exact: bool = False  # whether some sums are exact, and the bits of every micro-batch count
+    is_exact: bool = False  # whether a fold reads bits, as reproducible() does
     on_each: Callable[..., Tree] | None = (
         None  # of a plan: what runs a function on every device of a mesh
     )
@@ -118,16 +124,14 @@ class Program:
         )
 
     def replicas(self, backend: Backend) -> Any:
-        """What `across=` names, as the backend takes it; None without it. FuncgaError for what
-        names none.
-        """
+        """The replicas that `across=` names; None without it. FuncgaError if it names none."""
         replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
-        self.check_leaves_of(replicas)
+        self.check_one_group(replicas)
         return replicas
 
-    def check_leaves_of(self, replicas: Any) -> None:
-        """Raises FuncgaError if leaves have replicas of their own, and single micro-batches are
-        to be looked at.
+    def check_one_group(self, replicas: Any) -> None:
+        """Raises FuncgaError if leaves have replicas of their own, and micro-batches are
+        observed or dropped.
         """
         if self.observers is not None or self.dropping is not None:
             what = "observe=" if self.observers is not None else "drop="
@@ -139,7 +143,7 @@ class Program:
             )
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
-        """The positional arguments, with what in_axes says of them."""
+        """The positional arguments, each leaf with its axis from in_axes."""
         in_axes = self.default_in_axes if self.in_axes is None else self.in_axes
         return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
 
@@ -162,18 +166,16 @@ class Program:
         )
 
     def counting(self, backend: Backend) -> "Program":
-        """The program whose result grad_fn gets as `totals`: the same at every call."""
+        """The program that computes `totals` for grad_fn, cached."""
         return self.memory.keep(_Counting, self, backend).program
 
     def check_call(
         self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False
     ) -> None:
-        """Raises FuncgaError if `error` says that grad_fn does not take so many arguments, or these
-        keywords.
-
-        An error from inside of grad_fn is the user's own, and passes.
+        """Raises FuncgaError if `error` says that grad_fn does not take these arguments. Errors
+        from inside of grad_fn pass unchanged.
         """
-        check_taken(error)
+        check_takes_totals(error)
         keywords = {*kwargs} | ({"totals"} if self.totals is not None else set())
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
@@ -193,13 +195,13 @@ class Program:
         ) from error
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
-        """The Outputs of a first micro-batch with this output, and the leaves of it."""
+        """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
         if self.observers is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
-            # Its errors tell what grad_fn returned.
+            # Bound first without observers, so that errors name leaves of grad_fn's own output.
             bind_outputs(self.fold, value[1], backend, carried=carried)
             outputs, leaves = bind_outputs(
                 (self.observers.folds, self.fold), value, backend, carried=carried
@@ -210,18 +212,15 @@ class Program:
         return outputs, leaves
 
     def readings(self, value: Tree, arguments: Arguments) -> Readings:
-        """What observers are told of outputs like this value; `arguments` are what grad_fn was
-        called with.
-        """
+        """The Readings of outputs like this value; grad_fn was called with these arguments."""
         assert self.observers is not None
         return self.memory.keep(_Readings).of(self.observers, self, value, arguments)
 
     def observed(
         self, result: Tree, kwargs: dict[str, Tree], arguments: Arguments | None = None
     ) -> Tree:
-        """(the value, the observation): a finished window's result, where there are observers.
-
-        `arguments` are those of the call where no micro-batch has shown the structure of the value.
+        """(value, observation), from the result of a finished window. `arguments` are those of
+        the call if no micro-batch has been bound.
         """
         folded, value = result
         readings = (
@@ -237,7 +236,7 @@ class Program:
 
 
 class _Readings:
-    """Kept by a step: the last Readings, for outputs of this structure."""
+    """Cached by a step: the last Readings, and the structure and dtypes that they are for."""
 
     def __init__(self) -> None:
         self.key: object = None
@@ -251,8 +250,8 @@ class _Readings:
         leaves, structure = backend.trees.flatten(value)
         key = structure, [getattr(leaf, "dtype", None) for leaf in leaves]
         if self.readings is None or self.key != key:
-            # A gradient function of funcga's says which part the gradient is. That of another one
-            # looks like the params.
+            # A gradient function of funcga says which part the gradient is. In another's output
+            # it is the part that looks like the params.
             numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
             grad_fn = observers.grad_fn  # the loop may have made another one of it
             gradient = (
@@ -260,22 +259,20 @@ class _Readings:
                 if isinstance(grad_fn, KnownGradient)
                 else locate(value, arguments.parts[0].value, backend)
             )
-            before, self.key = self.readings, key
+            self.key = key
             self.readings = Readings(observers, program.fold, value, gradient, backend)
-            if before is not None:
-                self.readings.order_groups_like(before)
         return self.readings
 
 
 class _Counting:
-    """The program that sums totals over a window, as its step splits, streams and merges; kept
-    in the step's memory.
+    """Cached by a step: the program that sums totals over a window, split and merged as the step
+    is.
     """
 
     def __init__(self, program: Program, backend: Backend):
         totals = program.totals
         assert totals is not None
-        in_axes = whole_state(
+        in_axes = without_carry(
             program.default_in_axes if program.in_axes is None else program.in_axes, backend
         )
         owner = owner_of(program.grad_fn)
@@ -285,7 +282,7 @@ class _Counting:
             program,
             grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),
             fold=exact_sum(backend.arrays),
-            # Sums are not weighed, and the rows of a micro-batch that streams need not be known.
+            # Sums have no weights, and rows of streamed micro-batches need not be countable.
             weight=None if program.n or program.microbatch_size else lambda *_: 1,
             in_axes=in_axes,
             device=None,
@@ -315,10 +312,8 @@ def _check_no_model(grad_fn: GradFn) -> None:
 def read_sizes(
     n: object, microbatch_size: object, instead: str = ""
 ) -> tuple[int | None, int | None]:
-    """`n` and `microbatch_size` of a step, of which one is given.
-
-    Raises FuncgaError if neither or both are given, or if one is not a count; the error names
-    what else n may be, `instead`.
+    """`n` and `microbatch_size` of a step, one of them None. Raises FuncgaError unless exactly
+    one is given and is a count; `instead` is what else n may be.
     """
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"
@@ -347,10 +342,8 @@ def read_program(
     device: object = None,
     searches: bool = False,
 ) -> Program:
-    """The Program of these choices; one that `searches` looks for its n.
-
-    Raises FuncgaError for a grad_fn or a weight that cannot be called, and for what is not
-    supported.
+    """The Program of these options; `searches`: n is searched for. Raises FuncgaError if grad_fn
+    or weight cannot be called, or for an unsupported combination.
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if in_axes is None and not isinstance(grad_fn, KnownGradient):
@@ -368,15 +361,18 @@ def read_program(
         f'drop="{drop}"': drop is not None,
         "drop_if=": drop_if is not None,
         "scaled=True": getattr(grad_fn, "scaled", False),
-        # Of Replicas, a tree of ints; a process group of torch has a method of this name.
+        # In Replicas a tree of ints; a torch process group has a method of this name.
         "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
     }
     used = [feature for feature, is_used in features.items() if is_used]
     if used:
         owner = owner_of(grad_fn)
         check_supported(used, ANY if owner is None else owner.kind)
-    dropping = None if (drop, drop_if) == (None, None) else read_dropping(drop, drop_if, grad_fn)
-    # No import is left for the first call, which torch.compile may be tracing.
+    dropping = None
+    if (drop, drop_if) != (None, None):
+        part = getattr(grad_fn, "without_aux", lambda output: output)
+        dropping = DroppingStep(drop, drop_if, part)
+    # Imported now, as torch.compile may trace the first call.
     load_imported()
     step = None if across is None else step_of(grad_fn)
     default_in_axes = _default_in_axes(grad_fn)
@@ -403,7 +399,7 @@ def read_program(
 
 
 def _is_exact(folds: Tree) -> bool:
-    """Whether a fold in a tree of folds looks at bits, as reproducible() does."""
+    """Whether a fold in a tree of folds reads bits, as reproducible() does."""
     if isinstance(folds, Fold):
         return folds.reducer.of_bits
     children = (
@@ -417,19 +413,18 @@ def _is_exact(folds: Tree) -> bool:
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:
-    """The gradient function with parameters of its own that grad_fn is, or is seen to wrap; None
-    for any other.
+    """The gradient function with parameters of its own that grad_fn is or wraps; None if there
+    is none.
     """
     return next((layer for layer in _layers(grad_fn) if isinstance(layer, OwningGradient)), None)
 
 
 def _default_in_axes(grad_fn: GradFn) -> Tree:
-    """What in_axes is where nobody says it; None passes the first argument whole, and splits the
+    """The in_axes of a step that has none; None passes the first argument whole, and splits the
     others.
     """
     for layer in _layers(grad_fn):
-        # A gradient function with parameters of its own gets none to be passed whole: all arguments
-        # are split.
+        # With parameters of its own all arguments are split.
         if isinstance(layer, OwningGradient):
             return 0
         step = step_program(layer)
@@ -439,9 +434,7 @@ def _default_in_axes(grad_fn: GradFn) -> Tree:
 
 
 def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
-    """grad_fn, and the functions inside that it passes its arguments on to, as far as can be
-    seen from outside.
-    """
+    """grad_fn and the functions that it wraps, as far as they can be seen."""
     layer: object = grad_fn
     while callable(layer):
         yield layer
@@ -451,21 +444,21 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
         elif isinstance(layer, functools.partial):
             layer = None if layer.args else layer.func
         else:
-            # Of the object itself, as functools.wraps sets it: a gradient function has a property
-            # of this name.
+            # From the instance, where functools.wraps sets it: a gradient function has a
+            # property of this name.
             layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
 
 
 def step_program(step: object) -> Program | None:
-    """The program of a step that `accumulate` has made."""
-    # Of jax.jit(step), too, which takes over what the step has.
+    """The program of a step made by `accumulate`; None for anything else."""
+    # Also of jax.jit(step), which copies the attributes of the step.
     program = getattr(step, "program", None)
     return program if isinstance(program, Program) else None
 
 
 def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:
-    """What a weight function makes of the arguments that are split. Raises FuncgaError if it
-    does not take so many.
+    """The weight of a micro-batch with these split arguments. Raises FuncgaError if the function
+    takes another number of them.
     """
     try:
         return weight(*split)
@@ -480,9 +473,7 @@ def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:
 
 
 def _check_state(returned: list[Any], arguments: Arguments) -> None:
-    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state, which the next
-    micro-batch gets.
-    """
+    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state."""
     describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
     for (_, path), before, after in zip(
         arguments.carried(), arguments.state, returned, strict=True

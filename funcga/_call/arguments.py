@@ -38,8 +38,7 @@ CARRY = Carry()
 output that is this state is marked by `fold=`, with `carry()`.
 """
 
-# What becomes of one leaf: an int splits it along that axis, None passes it whole, CARRY threads
-# it.
+# For one leaf: an int splits it along that axis, None passes it whole, CARRY threads it.
 Axis = int | None | Carry
 
 
@@ -60,7 +59,7 @@ class Arguments:
     parts: tuple[Argument, ...]
     grad_fn: GradFn
     backend: Backend
-    assumed: bool = False  # whether no in_axes says where the rows are
+    assumed: bool = False  # whether in_axes was left at its default
     state: list[Any] = field(default_factory=list)  # the leaves that are CARRY
 
     def __iter__(self) -> Iterator[tuple[Any, Axis]]:
@@ -72,11 +71,10 @@ class Arguments:
         )
 
     def rows(self, may_be_empty: bool = False, streamed: bool = False) -> int:
-        """The number of rows that the split leaves have in common; `streamed`: as the weight of a
-        micro-batch.
+        """The common number of rows of the split leaves; `streamed`: for errors, it is a weight.
 
-        Raises FuncgaError if they differ, if there are none, unless it `may_be_empty`, or if a leaf
-        has no such axis.
+        Raises FuncgaError if they differ, if there are none (unless `may_be_empty`), or if a
+        leaf lacks the axis.
         """
         # Keyed by the index of the leaf, so that an error can name it.
         sizes = {
@@ -102,8 +100,7 @@ class Arguments:
             )
         first, rows = next(iter(sizes.items()))
         even = all(size == rows for size in sizes.values())
-        # A list of examples comes first: it explains more than that its arrays are of different
-        # lengths.
+        # First, as it explains why arrays differ in length.
         if self.assumed:
             _check_lists(self, rows, even)
         if not even:
@@ -121,11 +118,9 @@ class Arguments:
         state: list[Any],
         narrow: Callable[..., Array] | None = None,
     ) -> tuple[Any, ...]:
-        """The arguments of the micro-batch of `size` rows from row `start` on; with size None, of
-        all rows.
-
-        state: what stands for the leaves that are CARRY. narrow: `narrow(array, axis, start, size)`
-        takes the rows; by default those that follow `start`.
+        """The arguments of the micro-batch of `size` rows from row `start` on; with size None,
+        of all rows. state: the values of the leaves that are CARRY. narrow: `narrow(array, axis,
+        start, size)` slices the rows; by default those that follow `start`.
         """
         # The leaves that are CARRY take what is in the state, in order.
         threaded = iter(state)
@@ -135,8 +130,7 @@ class Arguments:
             if not part.axes:
                 args.append(part.value)
                 continue
-            # Trying is cheap, and a look at every leaf is not: so an error is explained after the
-            # fact.
+            # Checking each leaf before is slow, so a failure is explained afterwards.
             try:
                 pieces = [
                     next(threaded)
@@ -153,11 +147,8 @@ class Arguments:
         return tuple(args)
 
     def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
-        """Those of a micro-batch's arguments that are split: what the function given as `option`
-        is called with.
-        """
-        # In JAX None has no leaf. It is split all the same, as in torch, so that weight gets as
-        # many arguments.
+        """The split arguments of a micro-batch, for the function that was given as `option`."""
+        # In JAX None has no leaf. It counts as split all the same, as in torch.
         split = [
             any(isinstance(axis, int) for axis in part.axes)
             if part.axes
@@ -172,8 +163,8 @@ class Arguments:
         return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
 
     def paths(self) -> list[tuple[str, str]]:
-        """(root, path) of the leaves, in the order of iteration: where in_axes speaks of a leaf,
-        and where it is.
+        """(root, path) of the leaves, in the order of iteration: the path of the in_axes entry,
+        and that of the leaf.
         """
         trees, paths = self.backend.trees, []
         for name, part in zip(
@@ -188,7 +179,7 @@ class Arguments:
         return paths
 
     def path(self, leaf_index: int) -> str:
-        """Where one of these leaves is."""
+        """The path of one of these leaves."""
         return self.paths()[leaf_index][1]
 
     def carried(self) -> list[tuple[str, str]]:
@@ -202,8 +193,8 @@ def read_arguments(
     """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on
     axis 0.
 
-    assumed: whether in_axes was left to its default. Then a list of examples is refused when rows
-    are counted. Raises FuncgaError if in_axes is no tree prefix of the arguments.
+    assumed: whether in_axes was left at its default. Then lists of examples are refused when
+    rows are counted. Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
     count, parts, state = len(args), [], []
     # in_axes has one entry for each argument, as in vmap; each entry is a prefix, with one axis for
@@ -217,7 +208,7 @@ def read_arguments(
             parts.append(Argument(arg, [], [], None))
             continue
         leaves, structure = backend.trees.flatten(arg)
-        # The usual entry, a number, needs no walk through the tree.
+        # The usual entry, a number, needs no broadcast.
         if type(axis) is int:
             axes: list[Axis] = [axis] * len(leaves)
         else:
@@ -313,7 +304,7 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
             f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}: axis {axis} is "
             f"out of range. in_axes for it lies between {-rank} and {rank - 1}."
         )
-    # It may be a symbol, where a program is exported or compiled for any number of rows.
+    # A symbol, if a program is exported or compiled for any number of rows.
     rows: int = shape[axis]
     return rows
 
@@ -325,7 +316,7 @@ _KEYS = (
 
 
 def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
-    """Raises FuncgaError for a list whose arrays are examples, not rows of examples."""
+    """Raises FuncgaError for a list whose arrays are single examples, not batches."""
     backend = arguments.backend
     # The usual arguments, bare arrays, are no lists.
     if all(
@@ -353,7 +344,7 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
 
 
 def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
-    """The error for a micro-batch of a stream whose rows, and so its weight, cannot be counted."""
+    """The error for a streamed micro-batch whose rows, which are its weight, cannot be counted."""
     names = argument_names(arguments.grad_fn, len(arguments.parts))
     split = [
         name for name, part in zip(names, arguments.parts, strict=True) if part.in_axes is not None
@@ -378,8 +369,7 @@ def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
 def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> FuncgaError:
     """The error for leaves with these numbers of rows, by the index of the leaf."""
     describe, leaves = arguments.backend.arrays.describe, list(arguments)
-    # One leaf stands for each number of rows: reversed, so that the first leaf of a size is the one
-    # that stays.
+    # The first leaf of each size: reversed, as the last one in a dict wins.
     first = {size: leaf_index for leaf_index, size in reversed(sizes.items())}
     listed = "; ".join(
         f"`{arguments.path(leaf_index)}` has {size} (axis {leaves[leaf_index][1]} of "
@@ -404,7 +394,7 @@ def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> Func
 def _check_cut(
     arguments: Arguments, narrow: Callable[..., Array], start: Any, size: int | None
 ) -> None:
-    """Raises FuncgaError for the first leaf that has rows and cannot be cut."""
+    """Raises FuncgaError for the first leaf that cannot be sliced."""
     for leaf_index, (leaf, axis) in enumerate(arguments):
         if leaf is None or not isinstance(axis, int):
             continue
@@ -444,11 +434,11 @@ def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[
         sizes = [(rows // microbatch_size, microbatch_size), (1, rows % microbatch_size)]
     elif n is not None:
         n = min(n, rows)
-        # Not divmod, which torch.compile lacks for symbolic sizes. The first ones are longer by a
-        # row, as in numpy.array_split.
+        # Not divmod, which torch.compile lacks for symbolic sizes. The first ones have one row
+        # more, as in numpy.array_split.
         size, longer = rows // n, rows % n
         sizes = [(longer, size + 1), (n - longer, size)]
-    # Where the rows divide there is one size alone.
+    # If the rows divide evenly there is one size.
     return [(count, size) for count, size in sizes if count and size]
 
 

@@ -1,37 +1,87 @@
-"""`drop=` and `drop_if=` of a step: which of its micro-batches are folded, and which are left
-out.
-"""
+"""What is dropped of a window, by a test of its micro-batches: `drop=` and `drop_if=`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-from funcga._fold.dropping import Dropping
+from funcga._backend import Arrays, Backend
+from funcga._fold import as_number
 from funcga._fold.outputs import Outputs
 from funcga._reproducible import plain
-from funcga._types import Array, GradFn, Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 
 DropScope = Literal["microbatch", "window"]
 DropTest = Callable[[Tree], object]
 
 
-def read_dropping(
-    drop: DropScope | None, drop_if: DropTest | None, grad_fn: GradFn
-) -> "DroppingStep | None":
-    """What a step of grad_fn drops; None if it drops nothing. Raises FuncgaError for no scope,
-    or no test.
+@dataclass(frozen=True)
+class Dropping:
+    """What is dropped, a "microbatch", a whole "window" or None, and by which test; by default
+    what is not finite.
     """
-    dropping = DroppingStep(drop, drop_if, getattr(grad_fn, "without_aux", _whole))
-    return None if drop is None else dropping
+
+    scope: str | None
+    test: DropTest | None
+
+    # For errors: what becomes of a dropped window, and what is tested, with its name.
+    of_window: ClassVar[str] = "get zeros for"
+    of_test: ClassVar[tuple[str, str]] = "what grad_fn returns", "output"
+
+    def __post_init__(self) -> None:
+        if self.scope not in (None, "microbatch", "window"):
+            raise FuncgaError(
+                f'drop is {self.scope!r}: write "microbatch" to leave out what is not finite, '
+                '"window" to '
+                f"{self.of_window} a window that has such a micro-batch, or None to pass it on."
+            )
+        if self.test is not None and (self.scope is None or not callable(self.test)):
+            what, name = self.of_test
+            raise FuncgaError(
+                f'drop_if is {self.test!r} and drop is {self.scope!r}: write drop="microbatch" or '
+                'drop="window", and a '
+                f"function of {what} that says whether to drop it: drop_if=lambda {name}: "
+                f"norm({name}) > 100."
+            )
+
+    def is_kept(self, value: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
+        """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see.
+        `value` is for the user's test; without one the `leaves` have to be finite.
+        """
+        # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
+        if self.test is None:
+            return backend.arrays.scalar(backend.arrays.finite(leaves))
+        try:
+            answer = self.test(value)
+        except Exception as error:
+            error.add_note(
+                "It was raised in drop_if. In JAX that is traced: return an array, without `if` or "
+                "`not`."
+            )
+            raise
+        drop = _as_bool(answer, backend.arrays)
+        return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
 
-def _whole(output: Tree) -> Tree:
-    return output
+def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
+    """The result of a test, as a bool or a 0-d array that the host does not see. Raises
+    FuncgaError for anything else.
+    """
+    if arrays.is_array(drop) and drop.shape == () and arrays.kind(drop.dtype) == "bool":
+        return arrays.scalar(drop)
+    # It may be a NumPy bool, as np.isnan(float(loss)) is.
+    if isinstance(as_number(drop), bool):
+        return bool(drop)
+    # Not by truth value: a loss is true unless it is 0.
+    raise FuncgaError(
+        f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one "
+        "bool, or a 0-d array of one. Compare a number, drop_if=lambda output: norm(output) > 100, "
+        "and reduce bools by .any()."
+    )
 
 
 class Tested(NamedTuple):
-    """The leaves of an output that a test looks at, and whether a micro-batch of weight 0 adds
+    """The leaves of an output that are tested, and whether a micro-batch of weight 0 adds
     nothing to them.
     """
 
@@ -41,17 +91,17 @@ class Tested(NamedTuple):
 
 @dataclass(frozen=True)
 class DroppingStep(Dropping):
-    """What a step drops. `part` is what of an output has to be finite: not the aux of a gradient
+    """What a step drops. `part` gives what has to be finite of an output: not the aux of a gradient
     function.
     """
 
-    part: Callable[[Tree], Tree] = _whole
+    part: Callable[[Tree], Tree]
 
     def tested(self, outputs: Outputs) -> Tested:
-        """What is looked at in such outputs. Raises FuncgaError for a fold that cannot leave a
+        """The leaves to test in such outputs. Raises FuncgaError for a fold that cannot leave a
         micro-batch out.
         """
-        # What observers collect has a row for what is dropped, too.
+        # Observers collect a row for a dropped micro-batch, too.
         collected = [leaf_index for leaf_index in outputs.collected if leaf_index >= outputs.before]
         if collected:
             raise FuncgaError(
@@ -77,12 +127,10 @@ class DroppingStep(Dropping):
     def keeps(
         self, outputs: Outputs, tested: Tested, leaves: Sequence[Array], weight: Scalar
     ) -> bool | Array:
-        """Whether a micro-batch is folded: a bool, or a 0-d array of one that the host does not
-        see.
-        """
+        """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see."""
         backend = outputs.backend
         is_on_host = not backend.arrays.is_array(weight)
-        # What weighs nothing adds nothing, not even a NaN, as where all is masked.
+        # A fully masked micro-batch adds nothing, not even a NaN.
         if tested.are_weighted and is_on_host and not weight:
             return True
         value = None if self.test is None else outputs.value_of(leaves)

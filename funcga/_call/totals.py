@@ -1,4 +1,4 @@
-"""`totals=`: what is counted of a whole window, on all replicas, before its first micro-batch is
+"""`totals=`: counts of a whole window, on all replicas, before its first micro-batch is
 evaluated.
 
 Counting is a fold like any other: in place of grad_fn it has a function that counts one
@@ -26,8 +26,8 @@ _LIKE = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(b
 
 
 class Totals(NamedTuple):
-    """What counts a micro-batch, and which step this is on all replicas, if it is merged over
-    any.
+    """The function that counts a micro-batch, and which step this is, if it is merged over
+    replicas.
     """
 
     function: TotalsFn
@@ -67,8 +67,7 @@ class Count:
                 f"totals returned {value!r}, without a number. Return a dict of them: "
                 f"totals={_LIKE}."
             )
-        # Numbers join the arrays on their device, so that all totals travel together. On the host
-        # nothing waits for it.
+        # Python numbers go to the device of the arrays, so that all totals are merged together.
         like = next((leaf for leaf in leaves if self.backend.arrays.is_array(leaf)), None)
         return self.backend.trees.unflatten(
             structure,
@@ -94,7 +93,7 @@ class Count:
             )
         if kind not in ("bool", "int", "float"):
             raise self._no_total(leaf, value, leaf_index, "Return real numbers")
-        # Integers of a few bits would overflow, and sums of 16-bit floats end at 256 or 2,048.
+        # Narrow integers would overflow, and sums of 16-bit floats stop at 256 or 2,048.
         wide = (
             arrays.as_array(0).dtype
             if kind in ("bool", "int")
@@ -114,14 +113,12 @@ class Count:
 
 # --- integers of 32 bits, which sums of counts may not fit in
 
-# What stands for a sum that int32 does not hold: the least of all int32, which no count is.
+# Marks a sum that int32 cannot hold.
 OVERFLOWN = -(2**31)
 
 
 def exact_sum(arrays: Arrays) -> Fold:
-    """The fold of totals: a sum, which says so where it does not fit in the framework's
-    integers.
-    """
+    """The fold of totals: a sum, OVERFLOWN if it does not fit in the framework's integers."""
     return sum() if arrays.as_array(0).dtype.itemsize == 8 else _SUM32
 
 
@@ -153,8 +150,8 @@ _SUM32 = Fold(
 )
 
 
-def whole_state(in_axes: Tree, backend: Backend) -> Tree:
-    """The in_axes with None for CARRY: state that a step threads is nothing to be counted."""
+def without_carry(in_axes: Tree, backend: Backend) -> Tree:
+    """The in_axes with None for CARRY, as threaded state is not counted."""
     leaves, structure = backend.trees.flatten(in_axes)
     return backend.trees.unflatten(structure, [None if axis is CARRY else axis for axis in leaves])
 
@@ -171,10 +168,8 @@ def check_totals(totals: object, grad_fn: GradFn) -> None:
         raise _no_parameter(f"grad_fn takes ({', '.join(parameters)})")
 
 
-def check_taken(error: TypeError) -> None:
-    """Raises FuncgaError if the error says that a function takes no totals, or that it asks for
-    them in vain.
-    """
+def check_takes_totals(error: TypeError) -> None:
+    """Raises FuncgaError if the error says that a function takes no totals, or lacks them."""
     if "unexpected keyword argument 'totals'" in str(error):
         raise _no_parameter(f"a call raised `{error}`") from error
     if "required keyword-only argument: 'totals'" in str(error):

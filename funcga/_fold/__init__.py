@@ -1,5 +1,5 @@
-"""What a window holds: for each leaf a fold that is bound to its dtypes, and a tally of how much
-has been folded.
+"""The state of a window: for each leaf a fold bound to its dtypes, and a tally of how much has
+been folded.
 """
 
 import numbers
@@ -17,7 +17,7 @@ from funcga.folds import Fold
 # -- weights and their tally: counts stay exact where a float32 would stop at 2**24
 
 _MOST = sys.float_info.max
-# Between these a float32 has all of its bits, and so has its reciprocal.
+# The range in which a float32 and its reciprocal are both normal numbers.
 LEAST32, MOST32 = 2.0**-126, 2.0**126
 
 
@@ -50,8 +50,7 @@ class Tally(NamedTuple):
             )
         if len(a) == 1:
             return Tally((a[0] + b[0],), steps)
-        # The sum of the high parts loses some low bits. They join the low parts, and a second sum
-        # carries them over.
+        # The error of the high sum joins the low parts, and a second two_sum renormalises.
         high, error = two_sum(a[0], b[0])
         return Tally(two_sum(high, error + (a[1] + b[1])), steps)
 
@@ -74,7 +73,7 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
     Raises FuncgaError if it is not a scalar number, or if the host sees that it is negative, NaN or
     infinite.
     """
-    # The usual case: a number of rows, which every type that counts can hold.
+    # The usual case: a number of rows, exact in every dtype of weights.
     if type(weight) is int and 0 <= weight <= 2**53:
         return weight
     number = as_number(weight)
@@ -86,7 +85,7 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
                 "number or a 0-d array, "
                 'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
             )
-        # Where the array is traced, or on a device, it stays one: its value is not waited for.
+        # An array that is traced, or on a device, stays one: the host does not wait for it.
         number = arrays.scalar(number)
     return _checked(number) if isinstance(number, numbers.Number) else number
 
@@ -101,7 +100,7 @@ def check_narrow(weight: Scalar) -> None:
 
 
 def weight_on_host(weight: Scalar) -> float:
-    """The weight as a Python number. If it is on a device, the host waits for it.
+    """The weight as a Python number; the host waits for a device.
 
     Raises FuncgaError if it is no number, or negative, NaN or infinite.
     """
@@ -155,14 +154,14 @@ def has_no_axes(value: object) -> bool:
 
 @dataclass(frozen=True)
 class LeafFold:
-    """`identity`, `lift`, `combine` and `normalize` of one leaf, with the casts that keep sums in
-    enough bits.
+    """`identity`, `lift`, `combine` and `normalize` of one leaf, with casts to wide enough
+    dtypes.
 
-    `adds` says what a backend may add in place instead of `lift` and `combine`: w * v of a
-    "weighted" sum, v of a "plain" one; None if the fold is no sum. `is_narrow`: whether sums are
+    `adds`: what a backend may add in place instead of `lift` and `combine`: w * v of a
+    "weighted" sum, v of a "plain" one; None if the fold is not a sum. `is_narrow`: whether sums are
     held in float32, whose range is smaller than that of the weights. `is_wide`: whether in float64,
     so that the weights need as many bits. `is_mean`: whether it is a quotient of sums of weights,
-    so that these may be measured in any unit.
+    so that these may be measured in any unit. `axis`: the one that values are collected along.
     """
 
     fold: Fold
@@ -173,32 +172,32 @@ class LeafFold:
     is_narrow: bool = False
     is_wide: bool = False
     is_mean: bool = False
+    axis: int | None = None
 
     @property
     def weighs(self) -> bool:
-        """Whether the weight of a micro-batch counts for what is folded of it."""
+        """Whether the result depends on the weights of micro-batches."""
         reducer = self.fold.reducer
-        # As exact sums say themselves.
+        # Exact sums have an attribute for it.
         return getattr(reducer.lift, "is_weighted", not reducer.unweighted)
 
     @property
     def is_of_window(self) -> bool:
-        """Whether it is one for the whole window, and none of some replicas: moments() counts
-        weights of its own.
+        """Whether it has to be merged over all replicas of the window, as moments(), which
+        counts weights itself.
         """
         monoid = self.fold.reducer.monoid
         return monoid.collective is None and monoid.sent is None
 
     def identity(self, like: Array) -> Reduced:
-        """The reduced value of no micro-batch at all; `like` gives the shape."""
+        """The reduced value of no micro-batch, in the shape of `like`."""
         xp = self.arrays.xp
-        # Lifted once, since a reducer may turn a leaf into several arrays, or into one of another
-        # shape.
+        # Lifted, as a reducer may make several arrays of a leaf, or one of another shape.
         zeros = xp.zeros_like(like, dtype=self.accumulator_dtype)
         return self.fold.reducer.monoid.identity(xp, self.fold.reducer.lift(xp, zeros, 0))
 
     def lift(self, value: Array, weight: Scalar) -> Reduced:
-        """What one micro-batch's value contributes."""
+        """One micro-batch's value as it enters the monoid."""
         if self.arrays.is_array(weight):
             weight = self.arrays.cast(weight, self.accumulator_dtype, value)
         elif isinstance(weight, int):
@@ -208,19 +207,12 @@ class LeafFold:
             value = self.arrays.exact(value, "reproducible()")
         return self.fold.reducer.lift(self.arrays.xp, value, weight)
 
-    def takes(self, value: Array, accumulator: Reduced) -> bool:
-        """Whether a value plainly has the shape of its accumulator. It is not lifted for that."""
-        # Arrays that are collected along an axis may differ in their number of rows.
-        if self.fold.reducer.monoid.axis is not None:
-            return True
-        return bool(value.shape == largest(accumulator).shape)
-
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
-        """What both contribute."""
+        """Both, combined by the monoid."""
         return self.fold.reducer.monoid.combine(self.arrays.xp, a, b)
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
-        """The result, in the dtype that the caller is to see."""
+        """The result, in the dtype of results."""
         dtype, beside = (
             self.accumulator_dtype,
             largest(reduced) if isinstance(reduced, tuple) else reduced,
@@ -236,17 +228,14 @@ class LeafFold:
         )
 
     def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
-        """Raises FuncgaError if the host sees that the result is not known, as of a sum that has
-        left its range.
-
-        Returns the conditions for that which the host does not see.
+        """Raises FuncgaError if the host sees that the result is lost, as that of a sum out of
+        range. Returns the conditions for it that the host does not see.
         """
         unseen: list[Array] = []
         if self.fold.normalizer.lost is None:
             return unseen
         for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
-            # While planning there are no numbers, and what is asked for is true: here, that it is
-            # known.
+            # While planning, arrays without numbers count as True: here, as known.
             known = self.arrays.scalar(condition ^ True)
             if not isinstance(known, bool):
                 unseen.append(condition)
@@ -255,23 +244,20 @@ class LeafFold:
         return unseen
 
     def result(self, reduced: Reduced, tally: Tally) -> Reduced:
-        """The result in memory of its own: the caller may write to it, or donate the memory of
-        the reduced value.
-        """
+        """The result in memory of its own."""
         parts = parts_of(reduced)
         return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
 
     def _cast(self, result: Array) -> Array:
         kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
         if kinds == ["int", "bool"]:
-            # Bools are compared as ints. The maximum of no values is the lowest int, and the lowest
-            # bool is False.
+            # Bools are folded as ints, whose identity for a maximum is the lowest int.
             result = result > 0
         return self.arrays.cast(result, self.result_dtype)
 
 
 def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
-    """The result with a function applied to each array in it; a named tuple stays one."""
+    """The result with a function applied to each array; a NamedTuple stays one."""
     # Some normalizers return several arrays, as Moments does.
     if not isinstance(result, tuple):
         return function(result)
@@ -280,13 +266,13 @@ def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
 
 
 def parts_of(reduced: Reduced) -> tuple[Array, ...]:
-    """The arrays of what is accumulated of a leaf."""
+    """The arrays of the accumulator of a leaf."""
     return reduced if isinstance(reduced, tuple) else (reduced,)
 
 
 def largest(reduced: Reduced) -> Array:
-    """The array of them that has the shape of the leaf: of a tuple, such as a sum and a count,
-    that of most axes.
+    """The array that has the shape of the leaf: in a tuple, such as a sum and a count, the one
+    with most axes.
     """
     if not isinstance(reduced, tuple):
         return reduced
@@ -304,23 +290,30 @@ def bind(
     """
     reducer, normalizer = fold.reducer, fold.normalizer
     accumulator_dtype = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
-    # Both must be defined for values of this kind: a mean of integers would have to be rounded.
+    # Both must support this kind: a mean of integers would have to be rounded.
     kind = arrays.kind(accumulator_dtype)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
         raise _unfit(where(), like, kind, arrays, tree, fold.name)
-    # A dtype that the caller asks for is taken as it is; else sums get at least 32 bits, and a
-    # maximum keeps its own.
+    # A dtype that the fold asks for is used; else sums get at least 32 bits, and a maximum keeps
+    # its own.
     if reducer.dtype is None and reducer.monoid.widens:
         accumulator_dtype = arrays.accumulator_dtype(like.dtype)
     adds: Literal["weighted", "plain"] | None = None
     if reducer.additive:
         adds = "weighted" if reducer.linear else "plain"
     result_dtype = _result_dtype(fold, like.dtype, accumulator_dtype, arrays)
-    # A complex number has two parts.
+    # Of the real part, if it is complex.
     bits = accumulator_dtype.itemsize * {"float": 8, "complex": 4}.get(kind, 0)
-    is_mean = adds == "weighted" and normalizer.divides_by == "weight"
     return LeafFold(
-        fold, accumulator_dtype, result_dtype, arrays, adds, bits == 32, bits == 64, is_mean
+        fold,
+        accumulator_dtype,
+        result_dtype,
+        arrays,
+        adds,
+        is_narrow=bits == 32,
+        is_wide=bits == 64,
+        is_mean=adds == "weighted" and normalizer.divides_by == "weight",
+        axis=reducer.monoid.axis,
     )
 
 
@@ -335,13 +328,13 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
             if arrays.kind(accumulator_dtype) == "int"
             else accumulator_dtype
         )
-    # A maximum of bools is a bool, whereas a sum of them is a number.
+    # A maximum of bools is a bool, a sum of them a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
     keeps_kind = arrays.kind(leaf_dtype) == arrays.kind(accumulator_dtype)
     return leaf_dtype if selects or keeps_kind else accumulator_dtype
 
 
-# For the error: how a leaf comes to be the stack of arrays that a reducer takes.
+# For the error: how to make the stack of arrays that a reducer takes.
 _STACKS = {
     reducers.pairs: "{}.stack([correct, counted]) for ratio()",
     reducers.pooled: "funcga.statistics.batch_moments makes them for pooled()",
@@ -350,7 +343,7 @@ _STACKS = {
 
 def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> None:
     """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the
-    stack that it takes.
+    stack of arrays that it needs.
     """
     axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
     if stacked is not None and like.shape[:1] != (stacked,):

@@ -16,16 +16,16 @@ from funcga.folds import FoldTree, mean
 
 
 def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
-    """The power of 16 at or below a total weight: what the weights of means are measured in.
+    """The power of 16 at or below a total weight, the unit of weights in sums of means.
 
-    So the sums of a mean are less than 16 times as large as the mean, and leave the range of their
-    floats only where that nearly does. To multiply or to divide by a power of 2 rounds nothing; of
-    16, because a window then seldom gets another unit.
+    So the sum of a mean is less than 16 times as large as the mean, and overflows only if that
+    nearly does. Scaling by a power of 2 is exact; with powers of 16 the unit of a window seldom
+    changes.
     """
     if isinstance(total, float):
         return max(16.0 ** ((math.frexp(total)[1] - 1) // 4), LEAST_UNIT)
-    # The exponent of 2, as it stands in the bits of a float, rounded down to one of 16. It counts
-    # from one below a multiple of 4. Of 0 comes a number below 0.
+    # The exponent bits of the float, rounded down to a power of 16. The bias is one below a
+    # multiple of 4. For 0 the result is negative, and clipped.
     form = format_of(arrays.xp, total.dtype)
     one = 1 << (form.mantissa - 1)
     bits = ((total.view(form.integers) + one) & (-4 * one)) - one
@@ -33,16 +33,16 @@ def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
     return unit
 
 
-# Of smaller weights: a float32 that has all of its bits, and so has its reciprocal.
+# For smaller weights: a normal float32 whose reciprocal is normal, too.
 LEAST_UNIT = 2.0**-124
 
 
 class Accumulation(NamedTuple):
-    """A window as it is worked on: an accumulator for each leaf, and how much has been folded.
+    """A window: an accumulator for each leaf, and how much has been folded.
 
-    `Accumulator` and `multi_steps` open their states as one. The weights of means are measured in
-    `unit`: their accumulators are sums of w / unit * v. `rejected` counts the micro-batches that
-    were not folded. `owned` says that nobody else has the memory of the accumulators.
+    `Accumulator` and `multi_steps` work on their states in this form. Accumulators of means are
+    sums of w / unit * v. `rejected` counts the micro-batches that were dropped. `owned`: True if
+    nothing else shares the memory of the accumulators.
     """
 
     outputs: Outputs
@@ -55,23 +55,21 @@ class Accumulation(NamedTuple):
     @property
     def total(self) -> Scalar:
         """The total weight: a float where the host sees it."""
-        # The two addends are exact in float32, and so is their sum in Python's float64.
+        # The sum of two float32 numbers, exact in Python's float64.
         first, *rest = map(self.outputs.backend.arrays.scalar, self.tally.weight)
         return sum(rest, first)
 
     def add(
         self, leaves: Sequence[Array], weight: Scalar, donate: bool = False, fused: bool = True
     ) -> "Accumulation":
-        """The window with one more micro-batch of this weight; in the same memory if that is
-        donated.
-
-        Unless `fused`, every product is rounded before it is added: then this is, to the bit, the
-        merge with a window of that micro-batch alone.
+        """The window with one more micro-batch; in place if `donate`. Unless `fused`, products
+        are rounded before they are added: then the result is bitwise that of a merge with a
+        window of this micro-batch.
         """
         outputs, sums, arrays = self.outputs, self.outputs.backend.sums, self.outputs.backend.arrays
         before, is_empty, is_wide = self.total, False, len(self.tally.weight) == 1
         if isinstance(weight, int | float) and isinstance(before, float):
-            # Where the host sees all of them, it adds them: arrays of one number are slow.
+            # Added on the host if it sees them, as 0-d arrays are slow.
             number, total, is_empty = weight, before + weight, not before
             tally = Tally(arrays.addends(total, is_wide), self.tally.steps + 1)
         else:
@@ -91,9 +89,7 @@ class Accumulation(NamedTuple):
         return window._replace(accumulators=accumulators, tally=tally, owned=owned)
 
     def in_unit(self, unit: Scalar, donate: bool = False, is_empty: bool = False) -> "Accumulation":
-        """The same in another unit; in the same memory if that is donated. Nothing is rescaled of
-        a window that `is_empty`.
-        """
+        """The window in another unit, rescaled unless it `is_empty`; in place if `donate`."""
         backend, folds = self.outputs.backend, self.outputs.folds
         factor = backend.arrays.scalar(self.unit) / unit
         if isinstance(factor, float):
@@ -113,7 +109,7 @@ class Accumulation(NamedTuple):
         return self._replace(accumulators=accumulators, unit=unit, owned=owned)
 
     def merge(self, other: "Accumulation") -> "Accumulation":
-        """What both have folded; this one comes first, for folds that keep the order."""
+        """The two windows merged; this one first, for folds that keep the order."""
         tally = self.tally.merge(other.tally)
         merged = self._replace(tally=tally, rejected=self.rejected + other.rejected)
         unit = unit_of(merged.total, self.outputs.backend.arrays)
@@ -123,15 +119,31 @@ class Accumulation(NamedTuple):
         )
 
     def _combined(self, others: Sequence[Reduced]) -> list[Reduced]:
+        """The accumulators combined with others. Raises FuncgaError if one would be broadcast."""
+        combined: list[Reduced] = [None] * len(others)
         triples = zip(self.outputs.folds, self.accumulators, others, strict=True)
-        return [
-            None if fold is None else fold.combine(first, second) for fold, first, second in triples
-        ]
+        for leaf_index, (fold, first, second) in enumerate(triples):
+            if fold is None:
+                continue
+            if fold.axis is None:
+                self._check_shapes(leaf_index, first, second)
+            combined[leaf_index] = fold.combine(first, second)
+        return combined
+
+    def _check_shapes(self, leaf_index: int, first: Reduced, second: Reduced) -> None:
+        describe = self.outputs.backend.arrays.describe
+        for before, added in zip(parts_of(first), parts_of(second), strict=True):
+            if before.shape != added.shape:
+                raise FuncgaError(
+                    f"{self.outputs.paths()[leaf_index]} is {describe(added)}, and the state was "
+                    f"made for {describe(before)}: the two cannot be combined. Make a state for "
+                    "each shape, or, if it has a row for each example, fold with funcga.concat()."
+                )
 
     @property
     def tallies(self) -> list[Tally]:
-        """What each leaf is normalised by: numbers where the host sees them, and the weight of a
-        mean in the unit of its sum.
+        """The tally to normalise each leaf by: Python numbers if the host sees them, and the
+        weight of a mean in the unit of its sum.
         """
         arrays, total = self.outputs.backend.arrays, self.total
         steps, share = arrays.scalar(self.tally.steps), total / arrays.scalar(self.unit)
@@ -140,25 +152,21 @@ class Accumulation(NamedTuple):
             of_mean if fold is not None and fold.is_mean else whole for fold in self.outputs.folds
         ]
 
-    def emptied(self, donate: bool = False, taken: Tree = None) -> "Accumulation":
-        """The window when nothing is folded; in the same memory if that is donated, and not
-        taken by other arrays.
-        """
+    def emptied(self, donate: bool = False, in_use: Tree = None) -> "Accumulation":
+        """The empty window; in the same memory if `donate`, unless arrays `in_use` share it."""
         backend = self.outputs.backend
-        accumulators = backend.sums.emptied(self.outputs.folds, self.accumulators, donate, taken)
+        accumulators = backend.sums.emptied(self.outputs.folds, self.accumulators, donate, in_use)
         return empty(self.outputs, accumulators)
 
     def of_value(self) -> "Accumulation":
-        """The part of it that accumulates what grad_fn returns, without what observers have
-        folded.
-        """
+        """The window of grad_fn's output, without what observers fold."""
         return self._replace(
             outputs=self.outputs.of_value, accumulators=self.accumulators[self.outputs.before :]
         )
 
     def check_known(self, name: str = "output") -> None:
-        """Raises FuncgaError, which names the leaf of a tree of this name, if the host sees that
-        a result is lost.
+        """Raises FuncgaError if the host sees that a result is lost; it names the leaf, in a
+        tree of this name.
         """
         pairs = zip(self.outputs.folds, self.accumulators, strict=True)
         for leaf_index, (fold, accumulator) in enumerate(pairs):
@@ -167,12 +175,10 @@ class Accumulation(NamedTuple):
                 fold.check_known(accumulator, self.tally, path)
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
-        """Itself where the condition is true, else the other window. The host need not see the
-        condition.
-        """
+        """Itself if the condition, a 0-d array, is true, else the other window."""
         arrays, trees = self.outputs.backend.arrays, self.outputs.backend.trees
 
-        # `where`, not a product with 0 or 1: 0 * NaN is NaN, and what is not chosen may be NaN.
+        # `where`, as 0 * NaN is NaN, and what is not chosen may be NaN.
         def select(chosen: Array, otherwise: Array) -> Array:
             if not arrays.is_array(chosen):
                 return chosen
@@ -190,11 +196,11 @@ class Accumulation(NamedTuple):
 
 
 def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
-    """The window of these accumulators in which nothing is folded."""
+    """The empty window of these accumulators."""
     arrays = outputs.backend.arrays
-    # Weights are counted in 64 bits only beside sums of as many.
+    # Weights are counted in 64 bits only if some sums are.
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
-    # Every number is an array of its own, since one buffer cannot be donated twice.
+    # Each number is an array of its own, as one buffer cannot be donated twice.
     zero, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
     tally = Tally(zero, arrays.integer(0))
     return Accumulation(outputs, accumulators, tally, unit, arrays.integer(0))
@@ -264,14 +270,14 @@ class Accumulator:
         """
         backend = backend_of([like], lambda: ["like"])
         outputs, leaves = bind_outputs(self.fold, like, backend)
-        # The state remembers dtypes and structure as 0-d arrays: unlike a dtype, an array passes
-        # through jit.
+        # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
+        # jit.
         zeros = backend.arrays.xp.zeros
         dtype_marks = [
             None if dtype is None else zeros((), dtype=dtype) for dtype in outputs.dtypes
         ]
         window = empty(outputs, outputs.identities(leaves))
-        return self._closed(window, outputs.structure_of(dtype_marks))
+        return _state_of(window, outputs.structure_of(dtype_marks))
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:
         """The state with one more value.
@@ -294,18 +300,12 @@ class Accumulator:
         Example:
             >>> state = accumulator.update(state, {"w": torch.ones(2)}, weight=3)
         """
-        window = self._opened(state, backend_of([state, value], lambda: ["state", "value"]))
+        window = self._window_of(state, backend_of([state, value], lambda: ["state", "value"]))
         weight = check_weight(weight, window.outputs.backend.arrays)
         if any(fold is not None and fold.is_narrow for fold in window.outputs.folds):
             check_narrow(weight)
         leaves = window.outputs.leaves(value, "this update")
-        # `like` in the state has no shapes, so these are compared here, before broadcasting could
-        # hide a difference.
-        for leaf_index, leaf in enumerate(leaves):
-            fold, accumulator = window.outputs.folds[leaf_index], window.accumulators[leaf_index]
-            if fold is not None and not fold.takes(leaf, accumulator):
-                _check_shapes(window, leaf_index, fold.lift(leaf, weight))
-        return self._closed(window.add(leaves, weight, fused=False), state.like)
+        return _state_of(window.add(leaves, weight, fused=False), state.like)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
         """The state of what two states have folded: two halves of a window, or two replicas.
@@ -323,13 +323,10 @@ class Accumulator:
         Example:
             >>> both = accumulator.merge(state, state)
         """
-        window = self._opened(a, backend_of([a, b], lambda: ["a", "b"]))
+        window = self._window_of(a, backend_of([a, b], lambda: ["a", "b"]))
         window.outputs.leaves(b.like, "the second state")
-        for leaf_index, second in enumerate(b.leaves):
-            _check_shapes(window, leaf_index, second)
-        return self._closed(
-            window.merge(window._replace(accumulators=b.leaves, tally=b.tally, unit=b.unit)), a.like
-        )
+        second = window._replace(accumulators=b.leaves, tally=b.tally, unit=b.unit)
+        return _state_of(window.merge(second), a.like)
 
     def finalize(self, state: AccumulatorState) -> Tree:
         """The result of the fold.
@@ -345,7 +342,7 @@ class Accumulator:
             >>> accumulator.finalize(state)
             {'w': tensor([1., 1.])}
         """
-        window = self._opened(state, backend_of([state], lambda: ["state"]))
+        window = self._window_of(state, backend_of([state], lambda: ["state"]))
         window.check_known()
         outputs, accumulators = window.outputs, window.accumulators
         sums = outputs.backend.sums
@@ -353,7 +350,7 @@ class Accumulator:
             sums.finish(outputs.folds, accumulators, window.tallies, donate=False)
         )
 
-    def _opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
+    def _window_of(self, state: AccumulatorState, backend: Backend) -> Accumulation:
         if not isinstance(state, AccumulatorState):
             raise FuncgaError(
                 f"the state is of type {type(state).__name__}. Start with state = "
@@ -362,22 +359,6 @@ class Accumulator:
         outputs, _ = bind_outputs(self.fold, state.like, backend, shaped=False)
         return Accumulation(outputs, state.leaves, state.tally, state.unit)
 
-    def _closed(self, window: Accumulation, like: Tree) -> AccumulatorState:
-        return AccumulatorState(tuple(window.accumulators), like, window.tally, window.unit)
 
-
-def _check_shapes(window: Accumulation, leaf_index: int, contribution: Reduced) -> None:
-    """Raises FuncgaError if what is to be combined with the accumulator of a leaf would be
-    broadcast.
-    """
-    fold, accumulator = window.outputs.folds[leaf_index], window.accumulators[leaf_index]
-    if fold is None or fold.fold.reducer.monoid.axis is not None:
-        return
-    describe = window.outputs.backend.arrays.describe
-    for before, added in zip(parts_of(accumulator), parts_of(contribution), strict=True):
-        if before.shape != added.shape:
-            raise FuncgaError(
-                f"{window.outputs.paths()[leaf_index]} is {describe(added)}, and the state was "
-                f"made for {describe(before)}: the two cannot be combined. Make a state for each "
-                "shape, or, if it has a row for each example, fold with funcga.concat()."
-            )
+def _state_of(window: Accumulation, like: Tree) -> AccumulatorState:
+    return AccumulatorState(tuple(window.accumulators), like, window.tally, window.unit)

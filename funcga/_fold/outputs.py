@@ -1,5 +1,5 @@
-"""The outputs of grad_fn: which leaf is folded how, and that every micro-batch returns the same
-structure.
+"""The outputs of grad_fn: how each leaf is folded, and the structure that every micro-batch has
+to return.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ from funcga.folds import Fold
 
 @dataclass(frozen=True)
 class Outputs:
-    """The leaves of grad_fn's output, sorted by what becomes of them.
+    """The leaves of grad_fn's output, by how they are folded.
 
     `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry()
     is threaded, one of a growing monoid is collected, every other is reduced in place. `reduced`,
@@ -41,12 +41,12 @@ class Outputs:
     collected: tuple[int, ...]
     threads: tuple[int, ...]
     backend: Backend
-    # how many leaves stand before what grad_fn returns, for observers: values are (these, that)
+    # how many leaves observers fold: they come first, values are (observed leaves, output)
     before: int = 0
     # The folds of the reduced and of the collected leaves, in order.
     reduced_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
     collected_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
-    # Whether the result of a leaf may be lost, as that of a sum in a fixed range.
+    # Whether a result may be lost, as that of an exact sum, which has a fixed range.
     may_be_lost: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,15 +60,15 @@ class Outputs:
         object.__setattr__(self, "may_be_lost", may_be_lost)
 
     def paths(self, name: str = "output") -> list[str]:
-        """The path of every leaf in a tree of this name: for errors, and to match what comes in
-        another order.
+        """The path of every leaf in a tree of this name: for errors, and to match other trees by
+        path.
         """
         return ["observe"] * self.before + leaf_paths(
             self.value_of(range(len(self.folds))), self.backend.trees, name
         )
 
     def identities(self, leaves: Sequence[Any]) -> list[Reduced]:
-        """What is accumulated of nothing, for each of these leaves."""
+        """The identity of each leaf's fold."""
         pairs = zip(self.folds, leaves, strict=True)
         return [None if fold is None else fold.identity(leaf) for fold, leaf in pairs]
 
@@ -77,13 +77,13 @@ class Outputs:
         return self.backend.trees.unflatten(self.structure, list(leaves))
 
     def value_of(self, leaves: Iterable[Any]) -> Tree:
-        """The part of the tree of these leaves that grad_fn returns."""
+        """The tree of these leaves, without those of observers."""
         tree = self.structure_of(leaves)
         return tree[1] if self.before else tree
 
     @cached_property
     def of_value(self) -> "Outputs":
-        """The Outputs of what grad_fn returns, to match other values by."""
+        """These Outputs without the leaves of observers."""
         if not self.before:
             return self
         leaf_indices = range(self.before, len(self.folds))
@@ -94,7 +94,7 @@ class Outputs:
         self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]
     ) -> Tree:
         """The result, in the structure of grad_fn's output."""
-        # What belongs to no group is a leaf that was None in every micro-batch.
+        # All others are None.
         leaves: list[Any] = [None] * len(self.folds)
         for leaf_indices, values in (
             (self.reduced, reduced),
@@ -106,10 +106,8 @@ class Outputs:
         return self.backend.trees.unflatten(self.structure, leaves)
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
-        """The Outputs of these leaves alone, in a structure of their own: to check values that
-        lack the others.
-        """
-        # A thread is counted by where its leaf stands among the chosen ones.
+        """The Outputs of some leaves, in a structure of their own, to check partial values by."""
+        # Threads are indices among these leaves.
         return replace(
             self,
             structure=structure,
@@ -137,8 +135,8 @@ class Outputs:
                 "fold needs one structure. Return the same keys for every micro-batch, with zeros "
                 "where there is nothing to add."
             ) from None
-        # Leaves that plainly are as before are the usual case. Numbers, None and collected rows
-        # need a closer look.
+        # The usual case first: arrays of the same shapes and dtypes. Numbers, None and collected
+        # rows are checked below.
         is_array = self.backend.arrays.is_array
         if all(
             is_array(leaf) and leaf.shape == shape and leaf.dtype == dtype
@@ -148,22 +146,22 @@ class Outputs:
         return [self._checked(leaf_index, leaf, which) for leaf_index, leaf in enumerate(leaves)]
 
     def in_order(self, value: Tree, name: str = "output") -> list[Any]:
-        """The leaves of another value, a tree of this name. Raises PathError if some are
-        missing, or new.
+        """The leaves of another value, in this order; `name` is that of the tree. Raises
+        PathError if paths are missing, or new.
         """
         trees = self.backend.trees
         leaves, structure = trees.flatten(value)
-        # The same leaves in another order, or in other containers, are matched by path.
+        # Another order of keys, or other containers: matched by path.
         if structure == self.structure:
             return leaves
         before, value = value if self.before else ((), value)
         return [*before, *leaves_in_order(value, self.paths(name)[self.before :], trees, name)]
 
     def _checked(self, leaf_index: int, leaf: Any, which: str) -> Any:
-        """A leaf of another micro-batch as an array. Raises FuncgaError if it cannot be combined
-        with the first.
+        """A leaf of a later micro-batch as an array. Raises FuncgaError if it does not fit the
+        first one.
         """
-        # The first one was None, or an object of any type that is threaded.
+        # The first one was None, or any object that is threaded.
         if self.folds[leaf_index] is None:
             if leaf is not None and leaf_index not in self.threads:
                 raise self._changed(leaf_index, leaf, which)
@@ -176,29 +174,23 @@ class Outputs:
         return leaf
 
     def _has_shape(self, leaf_index: int, leaf: Array) -> bool:
-        """Whether a leaf has the first one's shape, but for the axis that the fold collects
+        """Whether a leaf has the shape of the first one, apart from the axis that is collected
         along.
         """
         fold, shape = self.folds[leaf_index], self.shapes[leaf_index]
         if fold is None or shape is None or leaf.shape == shape:
             return True
-        axis = fold.fold.reducer.monoid.axis
-        if axis is None or len(leaf.shape) != len(shape):
-            return False
-        grows = axis % len(shape)
-        sizes = enumerate(zip(leaf.shape, shape, strict=True))
-        return all(
-            size == first_size or dimension == grows for dimension, (size, first_size) in sizes
-        )
+        axes = self._axes_that_differ(leaf_index, leaf)
+        return fold.axis is not None and axes == [fold.axis % len(shape)]
 
     def _changed(self, leaf_index: int, leaf: Any, which: str) -> FuncgaError:
-        # The first one is gone by now: what is known of it is its shape and dtype.
+        # The first value is not kept, only its shape and dtype.
         before = "None"
         if self.folds[leaf_index] is not None:
             shape = self.shapes[leaf_index]
             sizes = "" if shape is None else f"[{', '.join(map(str, shape))}]"
             before = str(self.dtypes[leaf_index]).removeprefix("torch.") + sizes
-        axes = self._axes_of_rows(leaf_index, leaf)
+        axes = self._axes_that_differ(leaf_index, leaf)
         remedy = (
             "Return one shape and dtype for every micro-batch, or, if it has a row for each "
             "example, fold it with "
@@ -214,8 +206,8 @@ class Outputs:
             f"for {which} and as {before} for the first: the two cannot be combined. {remedy}"
         )
 
-    def _axes_of_rows(self, leaf_index: int, leaf: Any) -> list[int]:
-        """The axes on which the size of a leaf is another than the first one's."""
+    def _axes_that_differ(self, leaf_index: int, leaf: Any) -> list[int]:
+        """The axes along which a leaf has another size than the first one."""
         shape, other = self.shapes[leaf_index], getattr(leaf, "shape", ())
         if shape is None or len(shape) != len(other):
             return []
@@ -237,13 +229,13 @@ def bind_outputs(
 ) -> tuple[Outputs, list[Any]]:
     """The Outputs for values like this one, and its leaves, the numbers among them as arrays.
 
-    In a loop, whose CARRY arguments have leaves `carried`, by (root, path), those of carry() are
-    threaded, and those of a growing monoid collected. Elsewhere every leaf is reduced, by its
+    In a loop, whose CARRY arguments have the leaves `carried`, (root, path), leaves of carry()
+    are threaded, and those of concat() collected. Elsewhere (None) every leaf is reduced by its
     monoid.
 
-    `value` has arrays, or structs with a shape and a dtype; with `shaped` False only the dtypes
-    count. `name` is what errors call it, "output" or "params". Raises FuncgaError for folds that do
-    not fit, and for leaves of carry() that do not match those that are carried.
+    `value` has arrays, or structs with a shape and a dtype; unless `shaped`, only dtypes count.
+    `name`: "output" or "params", for errors. Raises FuncgaError for folds that do not fit, and
+    for leaves of carry() that do not match the carried ones.
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
@@ -253,18 +245,19 @@ def bind_outputs(
         for index, (leaf_fold, _) in enumerate(leaf_values)
         if in_loop and leaf_fold.reducer.carries
     ]
-    # Checked first: the fold that stands where carry() is missing may not fit the state, and that
-    # error would mislead.
+    # Checked first: if carry() is missing, another fold may not fit the state, and that error
+    # would mislead.
     if carried and not threaded:
         raise _unmatched([root for root, _ in carried], [])
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
     threads: tuple[int, ...] = ()
     if threaded:
         threads = _threads(value, leaf_values, threaded, carried, backend)
-    reduced, collected = _sorted(folds, threaded, in_loop)
-    # A leaf without a fold has neither shape nor dtype here: None, or an object that is threaded as
-    # it is.
-    likes = [None if bound is None else leaf for bound, leaf in zip(folds, leaves, strict=True)]
+    reduced, collected = _reduced_and_collected(folds, threaded, in_loop)
+    # None, and threaded objects, have neither shape nor dtype here.
+    likes = [
+        None if leaf_fold is None else leaf for leaf_fold, leaf in zip(folds, leaves, strict=True)
+    ]
     return Outputs(
         structure=structure,
         folds=tuple(folds),
@@ -277,20 +270,17 @@ def bind_outputs(
     ), leaves
 
 
-def _sorted(
+def _reduced_and_collected(
     folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaves that are reduced, and those that are collected: all but those that are
-    threaded, and None.
-    """
-    reduced: list[int] = []
-    collected: list[int] = []
-    for leaf_index, fold in enumerate(folds):
-        if fold is None or leaf_index in threaded:
-            continue
-        grows = in_loop and fold.fold.reducer.monoid.axis is not None
-        (collected if grows else reduced).append(leaf_index)
-    return tuple(reduced), tuple(collected)
+    """The leaves that are reduced, and those that are collected; None and threads are neither."""
+    bound = [
+        (leaf_index, fold)
+        for leaf_index, fold in enumerate(folds)
+        if fold is not None and leaf_index not in threaded
+    ]
+    collected = tuple([index for index, fold in bound if in_loop and fold.axis is not None])
+    return tuple([index for index, _ in bound if index not in collected]), collected
 
 
 def broadcast_folds(
@@ -306,7 +296,7 @@ def broadcast_folds(
             fold, value, leaves, lambda node: isinstance(node, Fold), backend.trees, name
         )
     except PrefixError as error:
-        # Neither a Fold nor a container: not a tree of folds at all.
+        # Not a tree of folds.
         if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
             raise FuncgaError(
                 f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them."
@@ -330,17 +320,17 @@ def _leaf_folds(
     shaped: bool,
     name: str,
 ) -> list[LeafFold | None]:
-    """The fold of every leaf, None for a leaf that is none; replaces the numbers among the
-    leaves by arrays.
+    """The bound fold of every leaf, None for None; numbers among the leaves are replaced by
+    arrays.
     """
     folds: list[LeafFold | None] = []
-    # A model has many leaves and few kinds of them, so each kind is bound once. The `id` of a fold
-    # serves as its key, since the caller holds the fold meanwhile.
+    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
+    # `id` of a fold, which the caller keeps alive.
     bound: dict[tuple[int, Dtype], LeafFold] = {}
     for leaf_index, (fold, _) in enumerate(leaf_values):
         leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
         if not backend.arrays.is_array(leaf):
-            # What is carried may be any object; what is folded must be an array.
+            # Carried leaves may be any object.
             if leaf is None or fold.reducer.carries:
                 folds.append(None)
                 continue
@@ -379,8 +369,7 @@ def _threads(
     carried: list[tuple[str, str]] | None,
     backend: Backend,
 ) -> tuple[int, ...]:
-    """For every carried leaf, by (root, path), the output leaf that replaces it, of those that are
-    `threaded`.
+    """For every carried leaf, (root, path), the output leaf that replaces it, one of `threaded`.
 
     The first CARRY argument is matched with the first carry() of the output, the second with the
     second, and so on. Below these the leaves are matched by path, so the order of a dict does not
@@ -416,7 +405,7 @@ def _by_root(leaves: list[tuple[str, str]]) -> dict[str, list[str]]:
     """The paths below each root, of (root, path) pairs."""
     paths_below: dict[str, list[str]] = {}
     for root, path in leaves:
-        # What follows the root: two trees under different names then have the same paths.
+        # Relative to the root, so that two trees under different names have the same paths.
         paths_below.setdefault(root, []).append(path[len(root) :])
     return paths_below
 

@@ -1,10 +1,10 @@
-"""`observe=`: what a window says about its gradients, while they are folded.
+"""`observe=`: statistics of a window's gradients, computed while they are folded.
 
-An observer is a fold of its own on the same values. Every leaf of a micro-batch's gradient is
-measured where it is computed, which gives one number. The numbers of all micro-batches, and of all
-replicas, are folded as any output of grad_fn is. At the end the observer sees what came of them,
-beside the same measure of the gradient that the step returns. So no gradient is kept, copied or
-gone through twice.
+An observer is another fold of the same values. Every leaf of a micro-batch's gradient is
+measured where it is computed, which gives one number. These numbers are folded over all
+micro-batches and replicas, as any output of grad_fn. At the end the observer gets their fold,
+and the same measure of the gradient that the step returns. So no gradient is stored, copied or
+read twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +19,7 @@ from funcga.reducers import Reducer
 
 
 def squared_norm(xp: Namespace, leaf: Array) -> Array:
-    """The sum of the squared absolute values of all elements, for which each backend has a
-    function of its own.
-    """
+    """The sum of the squared absolute values of all elements. Each backend has a faster version."""
     return abs(leaf * leaf).sum()
 
 
@@ -29,7 +27,7 @@ class Observed(NamedTuple):
     """What `Observer.finish` gets. Groups of leaves are on the last axis of each array.
 
     Attributes:
-        folded: What the observer's fold has made of the measures of all micro-batches.
+        folded: The fold of the measures of all micro-batches.
         result: The measure of the weighted mean of the micro-batches' gradients, [groups].
         factor: What that mean is to be multiplied by to be the gradient without a loss scale: 1 for
             mean() and per_weight(), the total weight for sum().
@@ -126,14 +124,16 @@ class Observers:
                 f"observe= is {tree!r}, which has no observer in it. Pass one, or a tree of them: "
                 f"observe=funcga.gradient_noise()."
             )
-        # The measures of a leaf, each taken once, however many observers there are.
+        # The measures of a leaf, each computed once for all observers.
         self.measures = [
             *dict.fromkeys((observer.measure, observer.degree) for observer in self.all)
         ]
 
     @property
     def folds(self) -> Tree:
-        """How what is measured is folded, beside the output of grad_fn; the counts come first."""
+        """The folds of the measures, beside the output of grad_fn; that of the counts comes
+        first.
+        """
         return COUNTS, *[observer.fold for observer in self.all]
 
     def in_order(self, observations: list[Tree]) -> Tree:

@@ -1,5 +1,5 @@
-"""Which leaves of an output are the gradient, and what observers are told of them: the same for
-outputs of one kind.
+"""Which leaves of an output are the gradient, and what observers fold of them: the same for
+outputs of one structure.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from funcga.folds import Fold, FoldTree
 
 
 class Readings:
-    """What is measured of outputs like this `value` of grad_fn, whose part `gradient(value)` is the
-    gradient.
+    """How outputs of grad_fn like this `value` are measured.
 
     The leaves that observers fold stand before those of the value: the output of an observed
     micro-batch is `(leaves_for(...), value)`.
@@ -39,29 +38,17 @@ class Readings:
         self.is_weighted, self.divides_by = _kind(
             [folds[leaf_index] for leaf_index in self.in_value]
         )
-        # Numbers of double precision come with gradients of it.
-        bits = [
-            leaves[i].dtype.itemsize * (4 if self._is_complex(leaves[i]) else 8)
-            for i in self.in_value
-        ]
-        self.dtype = backend.arrays.as_dtype("float64" if 64 in bits else "float32")
+        # In double precision if a gradient is.
+        is_double = {"float64", "complex128"} & {
+            str(leaves[i].dtype).removeprefix("torch.") for i in self.in_value
+        }
+        self.dtype = backend.arrays.as_dtype("float64" if is_double else "float32")
         self.groups = [_groups(observer, located) for observer in observers.all]
-        # Whether no observer asks for a part of the gradient.
+        # Whether every observer has one group of all leaves.
         self.is_one_group = all(
             [*map(len, groups.values())] == [len(self.in_value)] for groups in self.groups
         )
         self.count = 1 + len(observers.all)  # how many leaves stand before those of the value
-
-    def _is_complex(self, leaf: Array) -> bool:
-        return self.arrays.kind(leaf.dtype) == "complex"
-
-    def order_groups_like(self, other: "Readings") -> None:
-        """Puts the groups in the order of other Readings, if they have the same: a dict may come
-        in another order.
-        """
-        for index, (groups, names) in enumerate(zip(self.groups, other.groups, strict=True)):
-            if groups.keys() == names.keys():
-                self.groups[index] = {name: groups[name] for name in names}
 
     @property
     def leaf_indices(self) -> list[int]:
@@ -69,7 +56,7 @@ class Readings:
         return [self.count + leaf_index for leaf_index in self.in_value]
 
     def placeholders(self, like: Array) -> Tree:
-        """What stands before the value until it is measured, on the device of `like`."""
+        """Zeros in place of what observers fold, on the device of `like`."""
         sizes = [2, *[len(groups) for groups in self.groups]]
         zero = self.arrays.xp.zeros_like(like, dtype=self.dtype).reshape(-1)[:1]
         return tuple([self.arrays.xp.concatenate([zero] * size) for size in sizes])
@@ -99,13 +86,12 @@ class Readings:
         return xp.stack(arrays.measured(measured, leaves))
 
     def leaves_for(self, measures: Array, weight: Scalar, seed: Scalar = 1.0) -> list[Array]:
-        """What observers fold of a micro-batch, from the measures of its gradient.
-
-        These are in the order of `in_value`. If all is one group, several leaves may be measured as
-        one. `seed` is what the gradient was multiplied by.
+        """What observers fold of a micro-batch, from the measures of its gradient, in the order
+        of `in_value`. With one group, several leaves may be measured as one. `seed`: the factor
+        of the gradient.
         """
         xp = self.arrays.xp
-        # What weighs nothing is nothing to observers, as no backward pass may be run for it.
+        # A micro-batch of weight 0 counts as zeros, as there may be no backward pass for it.
         is_array = self.arrays.is_array(weight)
         if is_array:
             weight = self.arrays.cast(weight, self.dtype, measures)
@@ -125,15 +111,16 @@ class Readings:
         return [xp.ones_like(measures[:1, 0].repeat(2)), *vectors]
 
     def measured(self, value: Tree, weight: Scalar) -> Tree:
-        """The whole output of a micro-batch, of which grad_fn has returned this value."""
-        return tuple(self.told(self.trees.flatten(value)[0], weight)), value
+        """(what observers fold, value) of a micro-batch of which grad_fn returned this value."""
+        return tuple(self.leaves_for(self._measures_in(value), weight)), value
 
-    def told(self, leaves: Sequence[Array], weight: Scalar) -> list[Array]:
-        """What the observers fold of a micro-batch whose value has these leaves."""
-        return self.leaves_for(self.measures_of([leaves[i] for i in self.in_value]), weight)
+    def _measures_in(self, value: Tree) -> Array:
+        """The measures of the gradient in a value."""
+        leaves = self.trees.flatten(value)[0]
+        return self.measures_of([leaves[i] for i in self.in_value])
 
     def _vectors(self, measures: Array) -> list[Array]:
-        """For each observer the measures of its groups."""
+        """The measures of each observer's groups, [groups]."""
         xp, vectors, position_of = (
             self.arrays.xp,
             [],
@@ -155,16 +142,11 @@ class Readings:
     # --- the end of a window
 
     def observation(self, folded: Sequence[Tree], value: Tree, loss_scale: Scalar = 1.0) -> Tree:
-        """What the observers say, from what was folded of the leaves before the value, and the
+        """The observation of a finished window: `folded` are the results of the leaves before the
         value.
         """
-        leaves = self.trees.flatten(value)[0]
-        return self.finish(folded, self.measures_of([leaves[i] for i in self.in_value]), loss_scale)
-
-    def finish(self, folded: Sequence[Tree], of_result: Array, loss_scale: Scalar) -> Tree:
-        """The same from the measures of the gradient in the value."""
         total, steps = folded[0][0], folded[0][1]
-        of_result = self.arrays.cast(of_result, self.dtype, total)
+        of_result = self.arrays.cast(self._measures_in(value), self.dtype, total)
         if self.arrays.is_array(loss_scale):
             loss_scale = self.arrays.cast(loss_scale, self.dtype)
         factor = {"weight": 1.0, "steps": total / steps}.get(str(self.divides_by), total)
@@ -177,11 +159,11 @@ class Readings:
                 of_microbatches, result / factor**observer.degree, factor / loss_scale
             )
             observations.append(
-                self._taken_apart(observer, observer.finish(self.arrays.xp, observed), [*groups])
+                self._by_group(observer, observer.finish(self.arrays.xp, observed), [*groups])
             )
         return self.observers.in_order(observations)
 
-    def _taken_apart(self, observer: Observer, observation: Tree, names: list[str]) -> Tree:
+    def _by_group(self, observer: Observer, observation: Tree, names: list[str]) -> Tree:
         """The observation of each group, from arrays with the groups on their last axis."""
         leaves, structure = self.trees.flatten(observation)
         each = [
@@ -196,8 +178,8 @@ def _has_numbers(leaf: Array, backend: Backend) -> bool:
 
 
 def _groups(observer: Observer, located: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
-    """The leaf indices in the value of each group. Raises FuncgaError for names that are none,
-    and without a leaf.
+    """The leaf indices of each group. Raises FuncgaError for a name that is not a string, or if
+    no leaf has one.
     """
     groups: dict[str, list[int]] = {}
     for path, leaf_index in located:
@@ -216,18 +198,19 @@ def _groups(observer: Observer, located: Sequence[tuple[str, int]]) -> dict[str,
             f"{listed([f'`{path}`' for path, _ in located])}, and groups returned None for all of "
             "them. Return the name of a group for some."
         )
-    return groups
+    # Sorted, as a dict of gradients may come in another order.
+    return dict(sorted(groups.items()))
 
 
 def _kind(folds: Sequence[Fold]) -> tuple[bool, str | None]:
-    """(whether the sum of the gradients is weighted, what divides it). Raises FuncgaError if
-    they are no such sums.
+    """(whether gradients are weighted sums, what divides them). Raises FuncgaError for other
+    folds.
     """
     kinds = set[tuple[bool, str | None]]()
     for fold in folds:
         reducer, normalizer = fold.reducer, fold.normalizer
         if isinstance(reducer.lift, Lift) and isinstance(normalizer.apply, Finish):
-            # Exact sums of the same.
+            # The same as an exact sum.
             kinds.add((reducer.lift.is_weighted, normalizer.apply.divides_by))
             continue
         is_plain = (
@@ -249,8 +232,8 @@ def _kind(folds: Sequence[Fold]) -> tuple[bool, str | None]:
 
 
 def locate(value: Tree, params: Tree, backend: Backend) -> Tree:
-    """The leaf indices of the part of a value that looks like the params: the gradient in what any
-    grad_fn returns.
+    """The leaf indices of the part of a value that has the structure of the params: the
+    gradient.
 
     Raises FuncgaError if there is none, or more than one.
     """

@@ -34,19 +34,19 @@ class Transform(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What one of funcga's own transforms says of itself."""
+    """Properties of a transform."""
 
     scales: bool = False
-    """Whether the gradients come multiplied by a loss scale, which it divides them by."""
+    """Whether gradients come multiplied by a loss scale, which it divides out."""
     leaves_gradients: bool = False
-    """Whether nothing that it returns, a state included, can lie in the memory of the gradients."""
+    """Whether no result, a state included, shares memory with the gradients."""
     takes_weight: bool = False
-    """Whether it is to be told the weight of a window, `weight=`."""
+    """Whether it takes the weight of a window, `weight=`."""
 
 
 class UpdateFunction:
-    """The `update` of one of funcga's own transforms: a callable object, all of whose functions
-    are one step.
+    """The `update` of funcga's own transforms: a callable object, whose variants share one
+    `stepped`.
     """
 
     @property
@@ -75,14 +75,14 @@ class UpdateFunction:
     def donated(
         self, grads: Tree, state: Any, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
-        """The same, which may write to the gradients and the state."""
+        """The same; gradients and state may be written to."""
         return self.stepped(True, None, grads, state, params, extra)
 
     def applied(
         self, donate: bool, /, grads: Tree, state: Any, params: Tree, **extra: Any
     ) -> tuple[Tree, Any]:
-        """(params, state) after the update. If `donate`, all that is given may be written to,
-        and come back.
+        """(params, state) after the update; with `donate` all arguments may be written to and
+        returned.
         """
         return self.stepped(donate, donate, grads, state, params, extra)
 
@@ -92,9 +92,7 @@ class UpdateFunction:
 
 
 def traits_of(tx: Transform) -> Traits:
-    """What a transform says of itself; of one of others it is only known whether it takes the
-    weight of a window.
-    """
+    """The Traits of a transform; of a foreign one only `takes_weight` is known."""
     update: object = tx.update
     return (
         update.traits
@@ -104,9 +102,9 @@ def traits_of(tx: Transform) -> Traits:
 
 
 def takes_weight(function: Callable[..., object]) -> bool:
-    """Whether a function is to be told the weight of a window, `weight=`."""
+    """Whether a function has a parameter named `weight`."""
     try:
-        # By its name alone: what takes any argument may hand it on to what does not take this one.
+        # Not for **kwargs, which may be passed on to a function without this parameter.
         return "weight" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return False
@@ -139,8 +137,7 @@ class DonatingTransform(Transform):
 
 
 def read_transform(tx: Any, name: str = "tx") -> Transform:
-    """A transform of what can be used as one: any object with init and update, or a pair of
-    functions.
+    """The transform for any object with init and update, or a pair of functions.
 
     Raises FuncgaError for anything else.
     """
@@ -155,9 +152,7 @@ def read_transform(tx: Any, name: str = "tx") -> Transform:
 
 
 def wrapped_transform(tx: Any) -> Transform:
-    """A transform to be wrapped by one of funcga's, as the library that it comes from would call
-    it there.
-    """
+    """The transform to be wrapped by one of funcga's, adapted by the library that it comes from."""
     read = read_transform(tx)
     for library in libraries():
         read = library.imported(read)
@@ -176,8 +171,8 @@ def _check_update(tx: Any, name: str) -> None:
     except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
-        # Partially, since some transforms of optax need further arguments, such as the value of the
-        # loss.
+        # bind_partial, as some transforms of optax need further arguments, such as the value of
+        # the loss.
         signature.bind_partial("grads", "state", "params")
     except TypeError as error:
         inplace = ", inplace=False" if "inplace" in signature.parameters else ""

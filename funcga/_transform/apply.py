@@ -1,7 +1,5 @@
-"""`apply`: an update as new parameters, without the difference between new and old.
-
-And `Step`: what wraps another transform can be asked for updates, and for new parameters. It is
-written once for both.
+"""`apply`: an update that returns new parameters instead of their difference. `Step` implements
+wrappers of transforms once for both, updates and new parameters.
 """
 
 from collections.abc import Callable
@@ -82,11 +80,10 @@ def applied(
 
 
 class Step(NamedTuple):
-    """One step of a wrapped transform. Its result are updates, or with `into` the params after
-    them.
+    """One step of a wrapped transform. Its result is the updates, or with `into` the new params.
 
-    `owned`: whether it may write to the gradients and the state. `into`: None for updates, and else
-    whether it may write to the params, too.
+    `owned`: whether gradients and state may be written to. `into`: None for updates, else
+    whether the params may be written to, too.
     """
 
     tx: Transform
@@ -97,10 +94,9 @@ class Step(NamedTuple):
     def run(
         self, state: Tree, params: Tree, given: tuple[Tree, dict[str, Any]]
     ) -> tuple[Tree, Tree]:
-        """(result, state) of the transform; `given` are the gradients, and further arguments."""
+        """(result, state) of the transform; `given` is (gradients, further arguments)."""
         grads, extra = given
-        # Where the gradients and the state are given away and the params are not, copies of these
-        # are.
+        # If gradients and state are donated and params are not, the params are copied.
         copies = self.into is False and self.owned
         wide, narrowed = self.backend.transforms.widened(params, copies, bool(self.into))
         if self.into is None:
@@ -123,11 +119,9 @@ class Step(NamedTuple):
         like: Tree,
         views: bool = False,
     ) -> tuple[Tree, Tree, Scalar]:
-        """(result, state, the predicate): what `run(state, params, given)` returns if it holds,
-        else nothing changes.
-
-        Updates are then zeros `like` these; `views`: they need no memory, and are not to be written
-        to.
+        """(result, state, predicate): `run(state, params, given)` if the predicate holds, else
+        zeros `like` these, or the params, and the same state. `views`: the zeros may be
+        read-only views.
         """
         when = self.backend.transforms.when
         if self.into is None:
@@ -145,7 +139,7 @@ class Step(NamedTuple):
 
 
 def check_donates(backend: Backend) -> None:
-    """Raises FuncgaError if memory is not given away by an argument of this framework's calls."""
+    """Raises FuncgaError if calls of this framework cannot donate."""
     if not backend.sums.donates:
         raise FuncgaError(
             "donate=True is for torch. In JAX give the state away where you compile the step: "

@@ -158,8 +158,8 @@ class _ScaledUpdate(UpdateFunction):
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, LossScaledState]:
-        """(result, state): zeros or the params as they are, and a smaller scale, if a gradient
-        is not finite.
+        """(result, state). If a gradient is not finite: zeros, or unchanged params, and a
+        smaller scale.
         """
         if not isinstance(state, LossScaledState):
             raise FuncgaError(
@@ -167,7 +167,7 @@ class _ScaledUpdate(UpdateFunction):
                 "LossScaledState: state = tx.init(params); updates, state = tx.update(grads, "
                 "state, params)."
             )
-        # The scaled gradients are tested, and divided only if they are finite.
+        # Tested while scaled, and divided only if finite.
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
         finite = backend.arrays.scalar(self._is_finite(leaves, backend))
@@ -182,8 +182,7 @@ class _ScaledUpdate(UpdateFunction):
         finite = backend.arrays.finite(leaves)
         if self.across is None:
             return finite
-        # The number of replicas with gradients that are not finite. Unless it is 0, all of them
-        # skip the window.
+        # All replicas skip the window if any has a gradient that is not finite.
         infinite = backend.arrays.cast(~finite, backend.arrays.as_dtype("float32"))
         return (
             backend.replicas.summed(infinite, leaves, backend.replicas.replicas_of(self.across))
@@ -193,15 +192,16 @@ class _ScaledUpdate(UpdateFunction):
     def _adjusted(
         self, state: LossScaledState, inner: Tree, used: Array, backend: Backend
     ) -> LossScaledState:
-        """The state after a window that was used, or not: its scale backs off, grows or stays."""
-        # Everything is computed and then selected by `where`, as the host may not see whether the
-        # window was used.
+        """The state after a window that was used or skipped: its scale grows, backs off or
+        stays.
+        """
+        # Selected by `where`, as the host may not see whether the window was used.
         xp, zero = backend.arrays.xp, backend.arrays.integer(0)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
-        # Never 0, whatever does not become finite.
+        # Never 0.
         smaller = xp.where(smaller > LEAST32, smaller, LEAST32)
-        # A scale that would become infinite stays as it is.
+        # The scale stays if it would become infinite.
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
         growth = xp.where(used & (growth < self.growth_interval), growth, zero)
@@ -213,7 +213,7 @@ class _ScaledUpdate(UpdateFunction):
 def _run_unscaled(
     step: Step, structure: Structure, inner: Tree, params: Tree, given: tuple[Any, ...]
 ) -> tuple[Tree, Tree]:
-    """(result, state) of a step, from gradients that are divided by their scale."""
+    """(result, state) of a step from unscaled gradients."""
     leaves, scale, extra = given
     scale, scaled = step.backend.arrays.scalar(scale), step.backend.sums.scaled
     # In at least 32 bits.
@@ -222,7 +222,7 @@ def _run_unscaled(
     try:
         return step.run(inner, params, (step.backend.trees.unflatten(structure, unscaled), extra))
     except Exception:
-        # Those that were divided in place are as good as before.
+        # Restore gradients that were divided in place.
         if step.owned:
             scaled(unscaled, scale, donate=True)
         raise

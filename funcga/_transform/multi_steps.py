@@ -83,8 +83,8 @@ class MultiSteps(Transform):
             >>> state = tx.accumulate(grads, state, weight=12)
         """
         update = self.update
-        window, replicas = update.opened(state, _backend_of_state(state))
-        return update.added(grads, window, state, weight, replicas, update.donate)[1]
+        window, replicas = update.window_of(state, _backend_of_state(state))
+        return update.add_microbatch(grads, window, state, weight, replicas, update.donate)[1]
 
     def flush(
         self, state: MultiStepsState, params: Tree = None, **extra: Any
@@ -113,7 +113,7 @@ class MultiSteps(Transform):
             _check_extra(extra)
         update = self.update
         backend = _backend_of_state(state)
-        window, _ = update.opened(state, backend)
+        window, _ = update.window_of(state, backend)
         arrays = backend.arrays
         params, leaves = matched_params(
             params, window if update.folding.observers is None else window.of_value()
@@ -127,7 +127,7 @@ class MultiSteps(Transform):
         # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides
         # in the program.
         step = Step(update.tx, backend, update.donate)
-        return update.emptied(step, leaves, step.owned, offered > 0, state, params, extra)
+        return update.end_window(step, leaves, step.owned, offered > 0, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -189,13 +189,14 @@ class MultiSteps(Transform):
             )
         if backend.replicas.names_leaves(update.across):
             raise _of_different_experts()
-        # One replica goes on from all that was folded, and the others from empty windows: the sum
-        # is the same.
-        parts = backend.transforms.opened([state.window for state in states], None)
-        whole = reduce(Accumulation.merge, [update.read(part, backend) for part in parts])
-        nothing = _closed(whole.emptied(), None)
-        windows = [_closed(whole, None), *[nothing] * (replicas - 1)]
-        return first._replace(window=backend.transforms.closed(windows, None, is_empty=False))
+        # One replica gets the whole window, the others empty ones: the sum is the same.
+        parts = backend.transforms.own_parts([state.window for state in states], None)
+        whole = reduce(
+            Accumulation.merge, [update.accumulation_of(part, backend) for part in parts]
+        )
+        nothing = _as_window(whole.emptied(), None)
+        windows = [_as_window(whole, None), *[nothing] * (replicas - 1)]
+        return first._replace(window=backend.transforms.as_part(windows, None, is_empty=False))
 
     @property
     def across(self) -> Any:
@@ -291,7 +292,7 @@ def multi_steps(
     folding = Folding(fold, step, None if observe is None else Observers(observe))
     dropping = DroppingUpdates(drop, drop_if)
     update = MultiStepsUpdate(read, check_target(n), folding, dropping, across, donate, traits)
-    # Out in the type that the library's own combinators take, as it came in.
+    # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)
     for library in libraries():
         transform = library.exported(transform)
@@ -300,9 +301,7 @@ def multi_steps(
 
 @dataclass(frozen=True, eq=False)
 class MultiStepsUpdate(UpdateFunction):
-    """The `update` of one `multi_steps`, with its choices, and the other functions that need
-    them.
-    """
+    """The `update` of one `multi_steps`, its options, and the functions that need them."""
 
     tx: Transform
     n: WindowSize
@@ -310,7 +309,7 @@ class MultiStepsUpdate(UpdateFunction):
     dropping: DroppingUpdates
     across: Any
     donate: bool
-    inner: Traits  # what the wrapped transform says of itself
+    inner: Traits  # of the wrapped transform
 
     @property
     def traits(self) -> Traits:
@@ -319,7 +318,7 @@ class MultiStepsUpdate(UpdateFunction):
 
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
-        # A module itself, or the iterator that module.parameters() returns.
+        # A module, or the iterator module.parameters().
         if hasattr(params, "named_parameters") or isinstance(params, Iterator):
             raise FuncgaError(
                 f"params are of type {type(params).__name__}: a transform takes a tree of arrays. "
@@ -329,19 +328,19 @@ class MultiStepsUpdate(UpdateFunction):
         self._check_params(params, backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        leaves, structure = backend.trees.flatten(self.folding.with_room(wide, backend))
+        leaves, structure = backend.trees.flatten(self.folding.with_placeholders(wide, backend))
         outputs = self.folding.bound(leaves, structure, backend)
         nothing, zero = empty(outputs, outputs.identities(leaves)), partial(arrays.integer, 0)
         replicas = None if self.across is None else self._replicas(backend)
-        window = _closed(nothing, replicas, is_empty=True)
-        dropped, observed = Dropped(zero(), zero()), self.folding.unobserved(nothing)
+        window = _as_window(nothing, replicas, is_empty=True)
+        dropped, observed = Dropped(zero(), zero()), self.folding.nan_observation(nothing)
         return MultiStepsState(
             self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed
         )
 
     def _check_params(self, params: Tree, backend: Backend) -> None:
-        """Raises FuncgaError for params that are not there yet, and for choices that are another
-        framework's.
+        """Raises FuncgaError for uninitialised params, and for options or transforms of another
+        framework.
         """
         for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
             if is_uninitialised(leaf):
@@ -386,23 +385,22 @@ class MultiStepsUpdate(UpdateFunction):
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, MultiStepsState]:
-        """(result, state) with one more micro-batch: zeros or the params as they are, unless it
-        fills the window.
+        """(result, state) with one more micro-batch: zeros, or unchanged params, unless it fills
+        the window.
         """
         extra, owned = {**extra}, owned or self.donate
         weight = extra.pop("weight", 1)
         if extra:
             _check_extra(extra)
         backend = _backend_of_state(state)
-        window, replicas = self.opened(state, backend)
+        window, replicas = self.window_of(state, backend)
         trained, leaves = matched_params(
             params, window if self.folding.observers is None else window.of_value()
         )
-        # All checks come before anything is added, so that after an error the state is as good as
-        # before.
+        # All checks come first, so that the state is intact after an error.
         target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
-        window, state = self.added(grads, window, state, weight, replicas, owned)
-        # The usual n, a number, spares the host all questions to a schedule.
+        window, state = self.add_microbatch(grads, window, state, weight, replicas, owned)
+        # The usual case: n is a number.
         if type(self.n) is int:
             full = state.offered >= target
         else:
@@ -413,16 +411,15 @@ class MultiStepsUpdate(UpdateFunction):
                 partial(_total_weight, window, replicas),
                 backend.arrays,
             )
-        # A Python branch where the host sees whether the window is full, else a conditional of the
-        # program.
+        # A Python branch if the host sees the predicate, else a conditional of the program.
         step = Step(self.tx, backend, owned, into)
-        emptied = partial(self.emptied, step, leaves, owned or window.owned, True)
+        end_window = partial(self.end_window, step, leaves, owned or window.owned, True)
         like = grads if trained is None else trained
-        result, state, _ = step.when(full, emptied, state, trained, extra, like, views=owned)
+        result, state, _ = step.when(full, end_window, state, trained, extra, like, views=owned)
         is_part = into is not None and trained is not params
         return with_others(result, params, backend) if is_part else result, state
 
-    def added(
+    def add_microbatch(
         self,
         grads: Tree,
         window: Accumulation,
@@ -431,9 +428,7 @@ class MultiStepsUpdate(UpdateFunction):
         replicas: Any,
         owned: bool,
     ) -> tuple[Accumulation, MultiStepsState]:
-        """The window with one more micro-batch, and the state with it; if `owned`, in the same
-        memory.
-        """
+        """The window with one more micro-batch, and the state with it; in place if `owned`."""
         backend, observers = window.outputs.backend, self.folding.observers
         of_value = window if observers is None else window.of_value()
         leaves = matched_grads(grads, of_value)
@@ -446,13 +441,11 @@ class MultiStepsUpdate(UpdateFunction):
         )
         after = window
         if keep is not False:
-            # Where the host does not see whether to keep it, both windows are needed: nothing is
-            # written in place.
-            leaves = (
-                leaves
-                if observers is None
-                else [*self.folding.readings.told(leaves, weight), *leaves]
-            )
+            # If the host does not see whether to keep it, both windows are needed, so not in
+            # place.
+            if observers is not None:
+                value = of_value.outputs.structure_of(leaves)
+                leaves = [*self.folding.readings.measured(value, weight)[0], *leaves]
             after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
             without = window._replace(rejected=window.rejected + 1)
@@ -464,10 +457,10 @@ class MultiStepsUpdate(UpdateFunction):
                 )
         offered, flag = state.offered + 1, backend.arrays.as_array(False)
         return after, state._replace(
-            window=_closed(after, replicas), offered=offered, updated=flag, dropped=dropped
+            window=_as_window(after, replicas), offered=offered, updated=flag, dropped=dropped
         )
 
-    def emptied(
+    def end_window(
         self,
         step: Step,
         param_leaves: Sequence[Array],
@@ -477,14 +470,14 @@ class MultiStepsUpdate(UpdateFunction):
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, MultiStepsState]:
-        """(result, state): a step of the wrapped transform with what the windows of all replicas
-        hold, which end empty.
+        """(result, state): a step of the wrapped transform with the merged windows of all
+        replicas; the window is then empty.
 
-        param_leaves: for their dtypes. owned: whether the accumulators may be written to. has_any:
-        whether there is a micro-batch in the window.
+        param_leaves: for their dtypes. owned: whether the accumulators may be written to.
+        has_any: whether the window has a micro-batch.
         """
-        # The windows of all replicas become one, which shows whether there is an update at all.
-        window, replicas = self.opened(state, step.backend)
+        # Merged first, as only the whole window shows whether there is an update.
+        window, replicas = self.window_of(state, step.backend)
         arrays, sums, merged = step.backend.arrays, step.backend.sums, window
         if replicas is not None:
             merged = self.folding.merged(window, replicas)
@@ -493,8 +486,7 @@ class MultiStepsUpdate(UpdateFunction):
             keep, dropped = self.dropping.at_the_end(
                 dropped, arrays.scalar(merged.tally.steps), merged.rejected, replicas, arrays
             )
-        # The sums are divided by what was folded, and the wrapped transform makes an update of
-        # them.
+        # Normalised, and passed to the wrapped transform.
         if merged.outputs.may_be_lost:
             merged.check_known("grads")
         folds = _result_folds(merged.outputs, param_leaves)
@@ -507,23 +499,22 @@ class MultiStepsUpdate(UpdateFunction):
         try:
             result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
         except Exception:
-            # What is donated was divided in place; the caller's state is to hold the sums again, to
-            # rounding.
+            # Donated sums were divided in place: restored, up to rounding.
             if step.owned and replicas is None:
                 for total, gradient, tally in zip(accumulators, gradients, tallies, strict=True):
                     if total is gradient is not None:
                         sums.scaled([total], tally.total, donate=True)
             raise
-        # The next window begins in the same memory, unless the result or the state of the transform
-        # lie there.
-        taken = (
+        # The next window reuses the memory, unless the result or the state of the transform
+        # shares it.
+        in_use = (
             (observed,)
             if updated is True and self.inner.leaves_gradients
             else (result, inner, observed)
         )
         return result, MultiStepsState(
             inner,
-            _closed(window.emptied(owned, taken), replicas, is_empty=True),
+            _as_window(window.emptied(owned, in_use), replicas, is_empty=True),
             arrays.integer(0),
             state.updates + arrays.integer(updated),
             arrays.as_array(updated),
@@ -538,8 +529,8 @@ class MultiStepsUpdate(UpdateFunction):
         params: Tree,
         given: tuple[Tree, dict[str, Any]],
     ) -> tuple[Tree, tuple[Tree, Tree]]:
-        """(result, (inner, observed)) of the wrapped transform; `given` are what a window comes
-        to, and further arguments.
+        """(result, (inner, observed)) of the wrapped transform; `given` is (gradients of the
+        window, further arguments).
         """
         (inner, observed), (grads, extra) = carried, given
         if self.folding.observers is not None:
@@ -547,23 +538,30 @@ class MultiStepsUpdate(UpdateFunction):
         result, inner = step.run(inner, params, (grads, extra))
         return result, (inner, observed)
 
-    def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
-        """What this replica has folded of the window of a state, and the replicas."""
+    def window_of(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
+        """(the window of a state, of this replica; the replicas)."""
         window = state.window
         replicas: Any = None if self.across is None else self._replicas(backend)
-        # Without replicas, and in a state that has never been divided among any, the window is
-        # whole.
+        # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
-            return self.read(window, backend), replicas
-        parts = [self.read(part, backend) for part in backend.transforms.opened([window], replicas)]
+            return self.accumulation_of(window, backend), replicas
+        parts = [
+            self.accumulation_of(part, backend)
+            for part in backend.transforms.own_parts([window], replicas)
+        ]
         if len(parts) > 1 and replicas.leaves is not None:
             raise _of_different_experts()
-        # Saved on another number of replicas, the window may have several parts for one, or none.
-        mine = reduce(Accumulation.merge, parts) if parts else self.read(window, backend).emptied()
+        # A state saved on another number of replicas may have several parts for this one, or
+        # none.
+        mine = (
+            reduce(Accumulation.merge, parts)
+            if parts
+            else self.accumulation_of(window, backend).emptied()
+        )
         return mine, replicas
 
     def _replicas(self, backend: Backend) -> Any:
-        """The replicas that are merged over."""
+        """The replicas of `across=`."""
         replicas = backend.replicas.replicas_of(self.across)
         if self.folding.observers is not None or self.dropping.scope is not None:
             check_one_for_all(
@@ -574,8 +572,8 @@ class MultiStepsUpdate(UpdateFunction):
             )
         return replicas
 
-    def read(self, window: Window, backend: Backend) -> Accumulation:
-        """A window as it is worked on, from what a state has."""
+    def accumulation_of(self, window: Window, backend: Backend) -> Accumulation:
+        """The Accumulation of a window in a state."""
         leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
         likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
@@ -583,21 +581,21 @@ class MultiStepsUpdate(UpdateFunction):
         return Accumulation(outputs, accumulators, window.tally, window.unit, window.rejected)
 
 
-def _closed(window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
-    """The window as a state has it; `is_empty` if nothing is folded."""
+def _as_window(window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
+    """The Window of a state; `is_empty` if nothing is folded."""
     leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
     structured = window.outputs.structure_of(leaves)
-    closed = Window(structured, window.tally, window.rejected, unit=window.unit)
+    stored = Window(structured, window.tally, window.rejected, unit=window.unit)
     return (
-        closed
+        stored
         if replicas is None
-        else window.outputs.backend.transforms.closed([closed], replicas, is_empty)
+        else window.outputs.backend.transforms.as_part([stored], replicas, is_empty)
     )
 
 
 def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
-    """The weight of a micro-batch, as a number where the host sees it. FuncgaError for one that
-    cannot be counted.
+    """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
+    be counted.
     """
     is_one = isinstance(weight, int | float) and weight == 1
     if (
@@ -640,8 +638,8 @@ def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
 
 
 def _result_folds(outputs: Outputs, param_leaves: Sequence[Array]) -> Sequence[LeafFold | None]:
-    """The folds of the gradients, with results in the dtypes that the wrapped transform sees of
-    these params.
+    """The folds of the gradients, with results in the dtypes of the params that the wrapped
+    transform gets.
     """
     results = [*outputs.folds]
     for leaf_index, param in enumerate(param_leaves, outputs.before):
@@ -660,8 +658,8 @@ def _result_folds(outputs: Outputs, param_leaves: Sequence[Array]) -> Sequence[L
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
-    """Raises FuncgaError for a misspelled `weight`, which a wrapped transform may take as any
-    name, and ignore.
+    """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
+    ignore.
     """
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
@@ -671,7 +669,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
 
 
 def _backend_of_state(state: MultiStepsState) -> Backend:
-    """The backend that owns a state, asked of one leaf of it."""
+    """The backend that owns a state, by one of its leaves."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
             f"the state is of type {type(state).__module__}.{type(state).__name__}, and this "
@@ -683,8 +681,8 @@ def _backend_of_state(state: MultiStepsState) -> Backend:
 
 
 def _backend_of(tree: Tree, name: str) -> Backend:
-    """The backend that owns a call. Without arrays, as optax's own tools call a transform, that
-    is optax's backend.
+    """The backend that owns a tree; without arrays, as tools of optax call a transform, that of
+    optax.
     """
     try:
         return backend_of([tree], lambda: [name])

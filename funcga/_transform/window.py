@@ -1,5 +1,5 @@
-"""The window of `multi_steps`: its states, its fold, the gradients that fit into it, and those
-that are dropped.
+"""The window of `multi_steps`: its state, its fold, checks of gradients and params, and what is
+dropped.
 
 Design note: docs/concepts/inside_multi_steps.md.
 """
@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, leaf_paths
 from funcga._call import Memory
+from funcga._call.dropping import Dropping
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
-from funcga._fold.dropping import Dropping
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings
@@ -28,13 +28,13 @@ class Window(NamedTuple):
     """What has been folded since the last update, in a state of `multi_steps`.
 
     `accumulated` has the structure of the gradients: for every leaf an array of its shape, of at
-    least 32 bits, or the Parts that its reducer holds. With observers it is a pair of what they
-    have folded and that. `tally.weight` is two float32 scalars whose sum is exact to 48 bits, or
-    one float64 if a gradient is; `tally.steps`, int32, is the number of micro-batches that were
-    folded, and `rejected`, int32, of those that were not. `part` says in torch, with across=, whose
-    part of the window it is: int32[2], the replica and how many there are, or zeros for the window
-    of all replicas; elsewhere it is empty. `unit` is what the weights in the sums of means are
-    measured in, a power of 16: 1 for total weights from 1 to below 16.
+    least 32 bits, or the Parts of its reducer. With observers it is (what they fold, that tree).
+    `tally.weight` is two float32 scalars whose sum is exact to 48 bits, or one float64 if a
+    gradient is; `tally.steps`, int32, is the number of micro-batches that were folded, and
+    `rejected`, int32, of those that were not. `part` says in torch, with across=, whose part of the
+    window it is: int32[2], the replica and how many there are, or zeros for the window of all
+    replicas; elsewhere it is empty. `unit` is what the weights in the sums of means are measured
+    in, a power of 16: 1 for total weights from 1 to below 16.
     """
 
     accumulated: Tree
@@ -100,13 +100,11 @@ class MultiStepsState(NamedTuple):
 
 
 class Folding:
-    """A fold of gradients, and what is kept of it from one call to the next. `step` is there if
-    replicas merge.
-
-    With observers a window is one of (what they fold, gradients).
+    """The fold of gradients, and its cached Outputs. `step` is for replicas. With observers the
+    folded value is (what they fold, gradients).
     """
 
-    readings: Readings  # what observers are told of gradients like those that came last
+    readings: Readings  # for gradients like the last ones
 
     def __init__(self, fold: FoldTree, step: Step | None, observers: Observers | None):
         if observers is not None and any(
@@ -119,18 +117,17 @@ class Folding:
                 "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
         self.fold, self.memory, self.observers = fold, Memory(step), observers
-        # What the gradients of the last call were like, the Outputs of such gradients, and those of
-        # (how many micro-batches were rejected, such gradients).
+        # Of the last call: the types of its gradients, their Outputs, and those of (rejected,
+        # gradients).
         self.last: tuple[list[object], Outputs, Outputs] | None = None
 
     def __reduce__(self) -> Any:
-        """How it is pickled: what is kept between calls can be worked out again."""
+        """Pickled without caches."""
         return Folding, (self.fold, self.memory.step, self.observers)
 
     def bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
-        """The Outputs of a window whose accumulators, or what they are made for, have these leaves.
-
-        Raises FuncgaError for folds that do not fit.
+        """The Outputs of a window with accumulators, or gradients, like these leaves. Raises
+        FuncgaError for folds that do not fit.
         """
         kinds = [
             backend,
@@ -142,14 +139,14 @@ class Folding:
         grads = self.gradients_in(backend.trees.unflatten(structure, list(leaves)))
         outputs, _ = bind_outputs(self.fold, grads, backend, name="params")
         for leaf_index, fold in enumerate(outputs.folds):
-            # What is collected grows with every call, and a state cannot.
-            if fold is not None and fold.fold.reducer.monoid.axis is not None:
+            # A state cannot grow with every call.
+            if fold is not None and fold.axis is not None:
                 raise FuncgaError(
                     f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and "
                     "gradients are to become one gradient. Fold them with funcga.mean(), "
                     "funcga.per_weight() or funcga.sum()."
                 )
-        folds, value = self.fold, self.with_room(grads, backend)
+        folds, value = self.fold, self.with_placeholders(grads, backend)
         if self.observers is not None:
             folds = self.observers.folds, self.fold
             outputs = replace(
@@ -160,10 +157,8 @@ class Folding:
         return outputs
 
     def merged(self, window: Accumulation, replicas: Any) -> Accumulation:
-        """The window of all replicas. What they have rejected is summed with the gradients, as
-        one more leaf.
-        """
-        # So one collective carries all, and the count needs none of its own.
+        """The window of all replicas. The rejected micro-batches are summed as one more leaf."""
+        # So that the count needs no collective of its own.
         assert self.last is not None
         counted = window._replace(
             outputs=self.last[2], accumulators=[window.rejected, *window.accumulators]
@@ -176,8 +171,10 @@ class Folding:
 
     # --- observers
 
-    def with_room(self, grads: Tree, backend: Backend) -> Tree:
-        """What a window of gradients like these folds."""
+    def with_placeholders(self, grads: Tree, backend: Backend) -> Tree:
+        """The value that a window folds, for gradients like these: with observers, placeholders
+        and gradients.
+        """
         if self.observers is None:
             return grads
         leaves, structure = backend.trees.flatten(grads)
@@ -189,22 +186,22 @@ class Folding:
         return self.readings.placeholders(like), grads
 
     def gradients_in(self, value: Tree) -> Tree:
-        """The gradients in what is folded."""
+        """The gradients in a folded value."""
         return value if self.observers is None else value[1]
 
     def observed(self, value: Tree, inner: Tree = None) -> Tree:
-        """What is said of a finished window, if the wrapped transform has this state."""
-        # In the state of loss_scaled, alone or first in a chain, is the scale of these gradients.
+        """The observation of a finished window; `inner` is the state of the wrapped transform."""
+        # A loss scale is in the state of loss_scaled, alone or first in a chain.
         while type(inner) is tuple and inner:
             inner = inner[0]
-        told, grads = value
+        folded, grads = value
         return self.readings.observation(
-            told, grads, inner.scale if isinstance(inner, LossScaledState) else 1.0
+            folded, grads, inner.scale if isinstance(inner, LossScaledState) else 1.0
         )
 
-    def unobserved(self, empty: Accumulation) -> Tree:
-        """What is said before the first update: NaN, in the structure and the types of what is
-        said later.
+    def nan_observation(self, empty: Accumulation) -> Tree:
+        """The observation before the first update: NaN, in the structure and dtypes of later
+        ones.
         """
         if self.observers is None:
             return ()
@@ -219,8 +216,8 @@ class Folding:
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
     """The leaves of the gradients, in the order of their accumulators.
 
-    Raises FuncgaError, which names the leaves, if their structure, or a shape or kind of dtype, is
-    another.
+    Raises FuncgaError, which names the leaves, if the structure, a shape or a kind of dtype
+    differs.
     """
     try:
         leaves = window.outputs.in_order(grads, "grads")
@@ -255,9 +252,7 @@ def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array
 
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
-    """Params after an update, in the larger tree that they were matched in, whose other leaves
-    are as they were.
-    """
+    """Params after an update, put back into the larger tree that they were matched in."""
     trees = backend.trees
     updated = dict(zip(leaf_paths(after, trees), trees.flatten(after)[0], strict=True))
     leaves, structure = trees.flatten(params)
@@ -267,12 +262,12 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 
 
 def _check_leaves(name: str, leaves: Sequence[Array], window: Accumulation) -> None:
-    """Raises FuncgaError for a leaf of another shape than its accumulator, or a gradient of
-    another kind of dtype.
+    """Raises FuncgaError if a leaf differs from its accumulator in shape, or a gradient in kind
+    of dtype.
     """
     arrays, are_grads = window.outputs.backend.arrays, name == "grads"
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
-        # One like its accumulator is the usual case, and needs no closer look.
+        # The usual case: the types are equal.
         if type(leaf) is type(accumulator) and (leaf is None or leaf.dtype == accumulator.dtype):
             fits = leaf is None or leaf.shape == accumulator.shape
         elif accumulator is None or not arrays.is_array(leaf):
@@ -316,7 +311,7 @@ def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> Fu
 
 @dataclass(frozen=True)
 class DroppingUpdates(Dropping):
-    """What is dropped of the windows of `multi_steps`, and when these end with an update."""
+    """What `multi_steps` drops, and whether a window ends with an update."""
 
     of_window: ClassVar[str] = "make no update of"
     of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
@@ -324,18 +319,16 @@ class DroppingUpdates(Dropping):
     def at_the_end(
         self, dropped: Dropped, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
     ) -> tuple[bool | Array, Dropped]:
-        """Whether a window of `steps` micro-batches, without the `rejected` ones, ends with an
-        update; and the counts.
-
-        Without replicas those that were rejected are counted already.
+        """(whether a window of `steps` folded micro-batches ends with an update, the counts).
+        Without replicas the `rejected` ones are counted already.
         """
         microbatches, windows = dropped
         if replicas is not None:
             microbatches = microbatches + rejected
         keep = steps > 0
         if self.scope == "window":
-            # Without an update what was folded is dropped as well. An empty window, which may be
-            # flushed inside of jit, does not count as dropped.
+            # Without an update the folded ones are dropped, too. An empty window, flushed inside
+            # of jit, does not count.
             keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
             emitted, zero = arrays.as_array(keep), arrays.integer(0)
             microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))

@@ -1,5 +1,5 @@
-"""How large a window is: when one of `multi_steps` is full, and the learning rates for batches
-of another size.
+"""Window sizes: when a window of `multi_steps` is full, and learning rates for other batch
+sizes.
 """
 
 import numbers
@@ -104,8 +104,8 @@ def check_target(n: WindowSize) -> WindowSize:
 
 
 def target_of(n: WindowSize, updates: Array, arrays: Arrays) -> Scalar:
-    """What has to be reached after so many updates: a number, or an array of one. FuncgaError if
-    it never can be.
+    """The target after so many updates: a number or a 0-d array. FuncgaError if it cannot be
+    reached.
     """
     of_weight = isinstance(n, TargetWeight)
     target = n.weight if isinstance(n, TargetWeight) else n
@@ -119,8 +119,8 @@ def target_of(n: WindowSize, updates: Array, arrays: Arrays) -> Scalar:
 def _scheduled(
     schedule: Callable[[Any], Scalar], updates: Scalar, of_weight: bool, arrays: Arrays
 ) -> Scalar:
-    """What a schedule says. Raises FuncgaError if the host sees that it can never be reached."""
-    # Its value is only known where it is a number, or an array that is computed already.
+    """The value of a schedule. Raises FuncgaError if the host sees that it cannot be reached."""
+    # Checked only if the host sees it.
     target = schedule(updates)
     seen = arrays.scalar(target) if arrays.is_array(target) else target
     if arrays.is_array(seen):
@@ -142,11 +142,9 @@ def _scheduled(
 def is_full(
     n: WindowSize, target: Scalar, steps: Array, weight: Callable[[], Scalar], arrays: Arrays
 ) -> bool | Array:
-    """Whether a window of so many micro-batches, or of such a weight, is full: a bool, or an
-    array where traced.
+    """Whether a window of so many micro-batches, or of this weight, is full: a bool, or an array
+    if traced.
     """
-    if type(n) is int:  # as usual: the host is spared all other questions
-        return steps >= n
     of_weight = isinstance(n, TargetWeight)
     amount = in_full(weight()) if of_weight else steps
     # JAX takes no int of more than 31 bits as an operand.
@@ -162,9 +160,7 @@ def is_full(
 
 
 def in_full(weight: Scalar) -> Scalar:
-    """A total weight with what rounding may have taken of it, as of ten times 0.1, which is less
-    than 1.
-
+    """A total weight, increased by the possible rounding error of its sum, as of ten times 0.1.
     Counts of up to 10**12 are compared exactly.
     """
     return weight * (1 + 2.0**-40)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-from funcga._call.totals import check_taken
+from funcga._call.totals import check_takes_totals
 from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
@@ -443,7 +443,7 @@ def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwa
     try:
         return loss_fn(module, *args, **kwargs)
     except TypeError as error:
-        check_taken(error)
+        check_takes_totals(error)
         if not refuses_arguments(loss_fn, 1 + len(args), kwargs, error):
             raise
         raise FuncgaError(
