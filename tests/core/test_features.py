@@ -56,7 +56,10 @@ def rows_without(dropped):
 
 def test_aux_beside_the_loss(kit, window):
     params, batch, loss = problem(kit)
-    with_aux = lambda params, batch: (loss(params, batch), {"rows": batch["x"], "largest": batch["y"].max(), "n": 1})
+    with_aux = lambda params, batch: (
+        loss(params, batch),
+        {"rows": batch["x"] @ params["hidden"], "largest": batch["y"].max(), "n": 1},
+    )
     aux = {"rows": funcga.concat(), "largest": funcga.max(), "n": funcga.sum()}
     whole = funcga.value_and_grad(loss)(params, batch)
     for fold, gradient in (
@@ -67,7 +70,8 @@ def test_aux_beside_the_loss(kit, window):
         (value, extra), grads = found if len(found[0]) == 2 else ((None, found[1]), found[0])
         assert difference(kit, grads, whole[1]) <= LIMIT
         assert value is None or difference(kit, value, whole[0]) <= LIMIT
-        assert difference(kit, extra["rows"], batch["x"]) == 0
+        assert difference(kit, extra["rows"], batch["x"] @ params["hidden"]) <= LIMIT
+        assert kit is not TORCH or not any(leaf.requires_grad for leaf in extra.values())
         assert (float(extra["largest"]), int(extra["n"])) == (float(batch["y"].max()), 5)
 
 
@@ -205,6 +209,36 @@ def test_what_is_not_finite_is_dropped_with_its_weight(kit, window, drop, kind):
         else:
             assert difference(kit, found, wanted) <= LIMIT
         assert int(kit.numpy(counted)) == (5 if dropped and drop == "window" else len(dropped))
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_a_masked_micro_batch_costs_no_window_and_aux_need_not_be_finite(kit, window, drop):
+    """It has no token, so that its mean is NaN; it weighs nothing, and is not dropped."""
+    params, batch, _ = problem(kit)
+    mask = np.ones(11)
+    mask[3:5] = 0
+    batch = {**batch, "mask": kit.arrays(mask)}
+
+    def loss(params, batch):
+        values = ((batch["x"] @ params["hidden"]) ** 2).sum(1) * batch["mask"]
+        return values.sum() / batch["mask"].sum(), {"mask": float("-inf") * batch["mask"].sum()}
+
+    fold = (funcga.mean(), {"mask": funcga.max()}), funcga.mean()
+    weight = lambda batch: batch["mask"].sum()
+    step = window(funcga.value_and_grad(loss, has_aux=True), fold=fold, weight=weight, drop=drop)
+    (value, _), grads = step(params, batch)
+    (whole, _), gradient = funcga.value_and_grad(loss, has_aux=True)(params, batch)
+    assert difference(kit, (value, grads["hidden"]), (whole, gradient["hidden"])) <= LIMIT
+
+
+@pytest.mark.parametrize("fold", ["per_weight", "sum"])
+def test_observers_of_sums_see_means(kit, window, fold):
+    params, batch, loss = problem(kit)
+    summed = lambda params, batch: loss(params, batch) * len(batch["x"]) / (11 if fold == "sum" else 1)
+    step = window(funcga.value_and_grad(summed), fold=getattr(funcga, fold)(), observe=funcga.gradient_norms())
+    _, seen = step(params, batch)
+    whole = np.concatenate([leaf.ravel() for leaf in kit.leaves(funcga.grad(loss)(params, batch))])
+    np.testing.assert_allclose(float(seen.mean), np.linalg.norm(whole), rtol=1e-12)
 
 
 def test_observers_see_the_gradient_of_each_micro_batch(kit, window):

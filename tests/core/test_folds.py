@@ -16,6 +16,7 @@ FOLDS = {
     "per_weight": funcga.per_weight(),
     "sum": funcga.sum(),
     "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps),
+    "weighted sum": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.identity),
     "max": funcga.max(),
     "min": funcga.min(),
     "logsumexp": funcga.logsumexp(),
@@ -43,6 +44,8 @@ def expected(name, rows, weights):
         return [rows]
     if name == "ratio":
         return [sum(rows) / sum(rows * rows)]
+    if name == "weighted sum":
+        return [sum(weights) * oracle.fold("mean", [*rows], weights)]
     if name == "reproducible":
         name = "mean"
     found = oracle.fold(name, [*rows], weights)

@@ -125,6 +125,19 @@ def test_it_is_the_hand_written_loop_and_touches_nothing(way, reenter):
     untouched.check()
 
 
+def test_other_folds_of_a_module_leave_no_hook(way):
+    module, (x, y) = net(), batch()
+    untouched, names = Untouched(module, way), torch_backend.trainable(module)
+    folds = dict.fromkeys(names, funcga.mean()) | {"first.bias": funcga.moments(), "last.weight": funcga.max()}
+    expected, _ = by_hand(module, x, y)
+    _, grads = way(module, fold=(funcga.mean(), folds))(x, y)
+    for name in names:
+        found = grads[name].mean if name == "first.bias" else grads[name]
+        if name != "last.weight":
+            assert difference(TORCH, found, expected[1][name]) <= 1e-5
+    untouched.check()
+
+
 def test_gradients_that_were_there_before_stay(way):
     module, (x, y) = net(), batch()
     for p in module.parameters():
@@ -245,7 +258,7 @@ def test_parameters_that_are_written_during_a_window_are_refused():
         return value
 
     with pytest.raises(funcga.FuncgaError, match="a parameter was changed in place during the window"):
-        driven(module, writes)(x, y)
+        functional(module, writes)(x, y)
 
 
 def test_uneven_weights_and_autocast(way):
