@@ -10,7 +10,7 @@ import torch
 
 import funcga
 from tests.core.sources import CUTS, bounds, parts, regression, tokens
-from tests.kits import TORCH, difference
+from tests.kits import TORCH, difference, dtypes
 
 LIMIT = 1e-12
 CUT = CUTS["n=5"]
@@ -237,6 +237,9 @@ def test_observers_of_sums_see_means(kit, window, fold):
     summed = lambda params, batch: loss(params, batch) * len(batch["x"]) / (11 if fold == "sum" else 1)
     step = window(funcga.value_and_grad(summed), fold=getattr(funcga, fold)(), observe=funcga.gradient_norms())
     _, seen = step(params, batch)
+    each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
+    norms = [np.linalg.norm(np.concatenate([leaf.ravel() for leaf in leaves])) for leaves in each]
+    np.testing.assert_allclose(kit.numpy(seen.microbatches), norms, rtol=1e-12)
     whole = np.concatenate([leaf.ravel() for leaf in kit.leaves(funcga.grad(loss)(params, batch))])
     np.testing.assert_allclose(float(seen.mean), np.linalg.norm(whole), rtol=1e-12)
 
@@ -328,6 +331,13 @@ def test_a_second_call_with_other_shapes_dtypes_and_numbers(kit):
             value, grads = step({"w": kit.arrays(w)}, kit.arrays(x[:rows].astype(w.dtype)), scale=scale)
             np.testing.assert_allclose(float(value), (x[:rows] ** 2).mean() * scale, rtol=1e-6)
             assert (grads["w"].shape, str(grads["w"].dtype).split(".")[-1]) == (w.shape, str(w.dtype))
+
+
+def test_parameters_of_another_dtype_under_the_same_loss(kit):
+    step = funcga.accumulate(funcga.grad(lambda p, x: (kit.cast(p["w"], "float64") * x).mean()), 3)
+    for dtype in ("float32", "float64", "bfloat16"):
+        grads = step({"w": kit.cast(kit.arrays(np.ones(())), dtype)}, kit.arrays(np.arange(8.0)))
+        assert (dtypes(kit, grads), float(grads["w"])) == ([dtype], 3.5)
 
 
 def test_fewer_rows_than_micro_batches(kit):

@@ -5,6 +5,7 @@ from itertools import product
 import jax
 import numpy as np
 import pytest
+import torch
 
 import funcga
 from tests import oracle, properties
@@ -233,6 +234,26 @@ def test_collected_rows_along_any_axis(kit):
     for axis in (1, -1, -3):
         found = funcga.accumulate(lambda x: x, 3, in_axes=axis, fold=funcga.concat(axis))(x)
         np.testing.assert_array_equal(kit.numpy(found), kit.numpy(x))
+
+
+@pytest.mark.parametrize("way", ["accumulate", "stream"])
+def test_what_grad_fn_returns_may_be_buffers_of_its_own(way):
+    """As a captured CUDA graph returns the same memory at every call; no result lies there."""
+    state, rows, total = torch.zeros(()), torch.zeros(2), torch.zeros(())
+
+    def reuses(before, x):
+        torch.add(before, x.sum(), out=state)
+        torch.add(total.copy_(x.sum()), 0, out=total)
+        return (rows.copy_(x), total, total), state
+
+    latest = funcga.Monoid(lambda xp, like: xp.zeros_like(like), lambda xp, a, b: b)
+    last = funcga.Fold(funcga.Reducer(lambda xp, v, w: v, latest), funcga.normalizers.identity)
+    fold = (funcga.concat(), funcga.sum(), last), funcga.carry()
+    step, x = WAYS[way](reuses, 3, in_axes=(funcga.CARRY, 0), fold=fold), torch.arange(6.0)
+    first, second = step(torch.tensor(1.0), x), step(torch.tensor(2.0), 2 * x)
+    for scale, ((collected, summed, latest), after) in ((1, first), (2, second)):
+        assert torch.equal(collected, scale * x)
+        assert [float(leaf) for leaf in (summed, latest, after)] == [15 * scale, 9 * scale, 16 * scale]
 
 
 def test_a_window_goes_on_in_the_other_framework():

@@ -207,10 +207,13 @@ def test_hooks_of_the_user_see_every_gradient_whole(way):
     module, (x, y) = net(), batch()
     module.first.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
     module.last.bias.register_hook(lambda grad: 2 * grad)
-    untouched, expected = Untouched(module, way), by_hand(module, x, y)[0]
+    untouched, expected, kept = Untouched(module, way), by_hand(module, x, y)[0], []
+    module.middle.bias.register_hook(lambda grad: kept.append((grad.view(-1), grad.clone())))
+    untouched.hooks["middle.bias"] += 1
     uneven = lambda x, y: len(x)
     for options in ({}, {"weight": uneven}):
         assert difference(TORCH, way(module, **options)(x, y), expected) <= LIMITS["float32"]
+    assert all(torch.equal(*pair) for pair in kept)  # nothing is added to what a hook has kept
     untouched.check()
 
 
@@ -235,12 +238,15 @@ def test_an_error_leaves_everything_as_it_was(way, where):
     assert difference(TORCH, step(x, y), by_hand(module, x, y)[0]) <= LIMITS["float32"]
 
 
-def test_a_loss_that_runs_backward_itself_is_refused(way):
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_loss_that_runs_backward_itself_is_refused(way, which):
     module, (x, y) = net(), batch()
-    untouched = Untouched(module, way)
+    untouched, calls = Untouched(module, way), []
 
     def runs(module, x, y):
-        mse(module, x, y).backward()
+        calls.append(1)
+        if len(calls) == which:
+            mse(module, x, y).backward()
         return mse(module, x, y)
 
     with pytest.raises(funcga.FuncgaError, match=r"loss_fn called .backward\(\)"):
@@ -264,13 +270,20 @@ def test_parameters_that_are_written_during_a_window_are_refused():
 def test_uneven_weights_and_autocast(way):
     """The value is that of the loop, also where forward passes run in another dtype."""
     module, (x, y) = net().eval(), batch()
-    weights = [len(rows) * 1.0 for rows in x.tensor_split(N)]
+    weights, seen = [len(rows) * 1.0 for rows in x.tensor_split(N)], []
+
+    def loss(module, x, y):
+        out = module(x)
+        out.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+        return F.mse_loss(out, y)
+
     with torch.autocast("cpu", torch.bfloat16):
         expected = by_hand(module, x, y)[0]
         for options in ({}, {"weight": lambda x, y: weights[0] * len(x)}):
-            found = way(module, **options)(x, y)
+            found = way(module, loss, **options)(x, y)
             assert all(leaf.dtype is torch.float32 for leaf in found[1].values())
             assert difference(TORCH, found, expected) <= 1e-2  # gradients in bfloat16, at a half of their last place
+    assert not any(seen)  # it is for the forward pass
 
 
 def test_the_grad_mode_does_not_matter(way):

@@ -186,13 +186,20 @@ def test_after_an_error_the_state_is_as_before(kit, bad):
     assert difference(kit, negated().update(updates, ())[0], folded(kit, grads)) <= LIMIT
 
 
-def test_nothing_given_is_changed(kit):
-    grads, tx, params = grads_of(kit, 3), made(kit, 3), tree(kit, 1)
+@pytest.mark.parametrize(
+    "fold", [funcga.mean(), {"b": funcga.mean(), "scale": funcga.max(), "w": funcga.sum()}], ids=["mean", "mixed"]
+)
+def test_nothing_given_is_changed(kit, fold):
+    """Also where a great weight changes the unit that the sums of means are in."""
+    grads, tx, params = grads_of(kit, 3), made(kit, 3, fold=fold), tree(kit, 1)
     state = tx.accumulate(grads[1], tx.accumulate(grads[0], tx.init(params)))
     before = kit.leaves((state, params, grads))
-    first = [tx.update(grads[2], state, params), tx.flush(state, params), tx.accumulate(grads[2], state)]
-    second = [tx.update(grads[2], state, params), tx.flush(state, params), tx.accumulate(grads[2], state)]
-    assert difference(kit, first, second) == 0
+    calls = lambda weight: [
+        tx.update(grads[2], state, params, weight=weight), tx.flush(state, params), tx.accumulate(grads[2], state, weight=weight)
+    ]  # fmt: skip
+    for weight in (1, 5000):
+        for leaf, other in zip(kit.leaves(calls(weight)), kit.leaves(calls(weight)), strict=True):
+            np.testing.assert_array_equal(leaf, other)
     for leaf, other in zip(kit.leaves((state, params, grads)), before, strict=True):
         np.testing.assert_array_equal(leaf, other)
 
