@@ -140,9 +140,23 @@ def test_no_weight_at_all_gives_zeros(kit, window):
     params, batch, loss = problem(kit)
     nan = lambda params, batch: loss(params, batch) / 0
     for fold, fn in ((funcga.per_weight(), loss), (funcga.mean(), lambda *args: nan(*args) * 0)):
+        gradient = funcga.value_and_grad(fn)
         for weight in (lambda batch: 0, lambda batch: (batch["x"] > 1e9).sum()):
-            found = window(funcga.value_and_grad(fn), fold=fold, weight=weight)(params, batch)
-            assert not any(leaf.any() for leaf in kit.leaves(found))
+            for grad_fn in (gradient, lambda *args, gradient=gradient: gradient(*args)):
+                found = window(grad_fn, fold=fold, weight=weight)(params, batch)
+                assert not any(leaf.any() for leaf in kit.leaves(found))
+
+
+def test_a_window_may_begin_with_nothing(kit, window):
+    """The first micro-batch is NaN, and weighs nothing."""
+    params, batch, loss = problem(kit)
+    weights = np.repeat([0.0, 2, 0, 2, 2], [b - a for a, b in bounds(CUT)])
+    batch = {**batch, "number": kit.arrays(weights)}
+    gradient = funcga.value_and_grad(lambda *args: loss(*args) * (args[1]["number"][0] / args[1]["number"][0]))
+    wanted = of_rows(kit, loss, params, batch, rows_without((0, 2)))
+    for grad_fn in (gradient, lambda *args: gradient(*args)):
+        found = window(grad_fn, weight=lambda batch: batch["number"][0])(params, batch)
+        assert difference(kit, found, wanted) <= LIMIT
 
 
 @pytest.mark.parametrize("fold", ["sum", "per_weight", "max"])
@@ -334,10 +348,11 @@ def test_a_second_call_with_other_shapes_dtypes_and_numbers(kit):
 
 
 def test_parameters_of_another_dtype_under_the_same_loss(kit):
-    step = funcga.accumulate(funcga.grad(lambda p, x: (kit.cast(p["w"], "float64") * x).mean()), 3)
-    for dtype in ("float32", "float64", "bfloat16"):
-        grads = step({"w": kit.cast(kit.arrays(np.ones(())), dtype)}, kit.arrays(np.arange(8.0)))
-        assert (dtypes(kit, grads), float(grads["w"])) == ([dtype], 3.5)
+    """512 gradients of 1, which a sum in bfloat16 would lose after 256."""
+    step = funcga.accumulate(funcga.grad(lambda p, x: (kit.cast(p["w"], "float64") * x).sum()), 512, fold=funcga.sum())
+    for dtype in ("float32", "bfloat16", "float64"):
+        grads = step({"w": kit.cast(kit.arrays(np.ones(())), dtype)}, kit.arrays(np.ones(512)))
+        assert (dtypes(kit, grads), float(grads["w"])) == ([dtype], 512)
 
 
 def test_fewer_rows_than_micro_batches(kit):
