@@ -1,0 +1,378 @@
+"""What a window can do beside adding up: in_axes, aux, argnums, totals, drop, observe, and calls inside of transforms.
+
+Each with `accumulate` and with `stream`, in both frameworks, in float64.
+"""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from tests.core.sources import CUTS, bounds, parts, regression, tokens
+from tests.kits import TORCH, difference, dtypes
+
+LIMIT = 1e-12
+CUT = CUTS["n=5"]
+ROWS = regression()
+
+
+@pytest.fixture(autouse=True)
+def in_float64(x64):
+    with jax.numpy_dtype_promotion("standard"), np.errstate(invalid="ignore"):
+        yield
+
+
+@pytest.fixture(params=["accumulate", "stream"])
+def window(request):
+    """window(grad_fn, **options)(params, batch), where the batch is a dict that is cut into five."""
+
+    def made(grad_fn, **options):
+        if request.param == "accumulate":
+            return funcga.accumulate(grad_fn, **CUT, **options)
+        step = funcga.stream(grad_fn, **options)
+        return lambda params, batch, **kwargs: step(params, parts(batch, CUT), **kwargs)
+
+    return made
+
+
+def problem(kit):
+    params, batch = ROWS.arrays(kit)
+    return params, batch, lambda params, batch: ROWS.loss(kit.xp, params, batch)
+
+
+def of_rows(kit, loss, params, batch, kept):
+    """The value and gradient of some rows, at once."""
+    index = kit.arrays(np.array(kept, "int64"))
+    return funcga.value_and_grad(loss)(params, {name: leaf[index] for name, leaf in batch.items()})
+
+
+def rows_without(dropped):
+    return [row for index, (a, b) in enumerate(bounds(CUT)) for row in range(a, b) if index not in dropped]
+
+
+# -- what is differentiated, and what else comes out
+
+
+def test_aux_beside_the_loss(kit, window):
+    params, batch, loss = problem(kit)
+    with_aux = lambda params, batch: (
+        loss(params, batch),
+        {"rows": batch["x"] @ params["hidden"], "largest": batch["y"].max(), "n": 1},
+    )
+    aux = {"rows": funcga.concat(), "largest": funcga.max(), "n": funcga.sum()}
+    whole = funcga.value_and_grad(loss)(params, batch)
+    for fold, gradient in (
+        (((funcga.mean(), aux), funcga.mean()), funcga.value_and_grad(with_aux, has_aux=True)),
+        ((funcga.mean(), aux), funcga.grad(with_aux, has_aux=True)),
+    ):
+        found = window(gradient, fold=fold)(params, batch)
+        (value, extra), grads = found if len(found[0]) == 2 else ((None, found[1]), found[0])
+        assert difference(kit, grads, whole[1]) <= LIMIT
+        assert value is None or difference(kit, value, whole[0]) <= LIMIT
+        assert difference(kit, extra["rows"], batch["x"] @ params["hidden"]) <= LIMIT
+        assert kit is not TORCH or not any(leaf.requires_grad for leaf in extra.values())
+        assert (float(extra["largest"]), int(extra["n"])) == (float(batch["y"].max()), 5)
+
+
+def test_argnums(kit):
+    """Of arguments that are passed whole, and of one that is split, whose gradient has its rows."""
+    params, batch, _ = problem(kit)
+    w, b, x, y = params["hidden"], params["bias"], batch["x"], batch["y"]
+    loss = lambda w, b, x, y: ((kit.xp.tanh(x @ w + b).sum(1) - y[:, 0]) ** 2).sum()
+    whole = funcga.value_and_grad(loss, argnums=(0, 1, 2))(w, b, x, y)
+    fold = (funcga.sum(), (funcga.sum(), funcga.sum(), funcga.concat()))
+    axes = (None, None, 0, 0)
+    step = funcga.accumulate(funcga.value_and_grad(loss, argnums=(0, 1, 2)), 4, fold=fold, in_axes=axes)
+    assert difference(kit, step(w, b, x, y), whole) <= LIMIT
+    last = funcga.accumulate(funcga.grad(loss, argnums=-3), 4, fold=funcga.sum(), in_axes=axes)
+    assert difference(kit, last(w, b, x, y), whole[1][1]) <= LIMIT
+
+
+def test_in_axes_keyword_arguments_and_what_weight_gets(kit):
+    x = kit.arrays(np.arange(12.0).reshape(2, 6))
+    seen = []
+    gradient = lambda p, a, q, b, s, *, scale: (p * a.mean() * q * b["whole"].sum() * scale, s + b["x"].sum())
+    step = funcga.accumulate(
+        gradient, 4, in_axes=(None, 1, None, {"x": 1, "whole": None}, funcga.CARRY),
+        weight=lambda *cut: seen.append([*map(len, (cut[0].T, cut[1]["x"].T))]) or len(cut[0].T),
+        fold=(funcga.mean(), funcga.carry()),
+    )  # fmt: skip
+    one = kit.arrays(np.ones(()))
+    mean, total = step(one, x, 2 * one, {"x": x, "whole": x[:1, :1] + 1}, one, scale=3 * one)
+    assert (float(mean), float(total)) == (5.5 * 2 * 3, 1 + 66)
+    assert {*map(tuple, seen)} == {(2, 2), (1, 1)}
+
+
+def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zeros(kit, window):
+    params, batch, loss = problem(kit)
+    params = {**params, "unused": kit.arrays(np.ones((2, 2)))}
+    for fold in (funcga.mean(), (funcga.mean(), {**dict.fromkeys(params, funcga.mean()), "unused": funcga.moments()})):
+        _, grads = window(funcga.value_and_grad(loss), fold=fold)(params, batch)
+        assert difference(kit, grads["hidden"], funcga.grad(loss)(params, batch)["hidden"]) <= LIMIT
+        assert not any(leaf.any() for leaf in kit.leaves(grads["unused"]))
+
+
+def test_folds_of_single_gradients(kit, window):
+    """Beside sums that autograd adds, leaves that are folded otherwise, each by its own weight."""
+    params, batch, loss = problem(kit)
+    weights = [a + 1.0 for a, _ in bounds(CUT)]
+    each = [funcga.grad(loss)(params, part) for part in parts(batch, CUT)]
+    fold = {"bias": funcga.max(), "hidden": funcga.sum(), "out": funcga.moments()}
+    batch = {**batch, "number": kit.arrays(np.repeat(weights, [b - a for a, b in bounds(CUT)]))}
+    step = window(funcga.value_and_grad(loss), fold=(funcga.mean(), fold), weight=lambda batch: batch["number"][0])
+    value, grads = step(params, batch)
+    stacks = {name: np.stack([kit.numpy(grad[name]) for grad in each]) for name in fold}
+    mean = np.average(stacks["out"], axis=0, weights=weights)
+    wanted = {
+        "bias": stacks["bias"].max(0), "hidden": stacks["hidden"].sum(0),
+        "out": (mean, np.average((stacks["out"] - mean) ** 2, axis=0, weights=weights)),
+    }  # fmt: skip
+    assert difference(kit, grads, kit.arrays(wanted)) <= LIMIT
+    losses = [float(loss(params, part)) for part in parts(batch, CUT)]
+    np.testing.assert_allclose(float(value), np.average(losses, weights=weights))
+
+
+# -- weights of zero
+
+
+def test_no_weight_at_all_gives_zeros(kit, window):
+    params, batch, loss = problem(kit)
+    nan = lambda params, batch: loss(params, batch) / 0
+    for fold, fn in ((funcga.per_weight(), loss), (funcga.mean(), lambda *args: nan(*args) * 0)):
+        gradient = funcga.value_and_grad(fn)
+        for weight in (lambda batch: 0, lambda batch: (batch["x"] > 1e9).sum()):
+            for grad_fn in (gradient, lambda *args, gradient=gradient: gradient(*args)):
+                found = window(grad_fn, fold=fold, weight=weight)(params, batch)
+                assert not any(leaf.any() for leaf in kit.leaves(found))
+
+
+def test_a_window_may_begin_with_nothing(kit, window):
+    """The first micro-batch is NaN, and weighs nothing."""
+    params, batch, loss = problem(kit)
+    weights = np.repeat([0.0, 2, 0, 2, 2], [b - a for a, b in bounds(CUT)])
+    batch = {**batch, "number": kit.arrays(weights)}
+    gradient = funcga.value_and_grad(lambda *args: loss(*args) * (args[1]["number"][0] / args[1]["number"][0]))
+    wanted = of_rows(kit, loss, params, batch, rows_without((0, 2)))
+    for grad_fn in (gradient, lambda *args: gradient(*args)):
+        found = window(grad_fn, weight=lambda batch: batch["number"][0])(params, batch)
+        assert difference(kit, found, wanted) <= LIMIT
+
+
+@pytest.mark.parametrize("fold", ["sum", "per_weight", "max"])
+def test_a_weight_of_zero_leaves_out_nothing_that_is_not_weighed(kit, window, fold):
+    params, batch, loss = problem(kit)
+    weights = np.repeat([0.0, 1, 0, 2, 0], [b - a for a, b in bounds(CUT)])
+    batch = {**batch, "number": kit.arrays(weights)}
+    fold_of = getattr(funcga, fold)()
+    found = window(funcga.grad(loss), fold=fold_of, weight=lambda batch: batch["number"][0])(params, batch)
+    each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
+    by_hand = {"sum": sum, "per_weight": lambda leaves: sum(leaves) / 3, "max": lambda leaves: np.max([*leaves], 0)}
+    for leaf, leaves in zip(kit.leaves(found), zip(*each, strict=True), strict=True):
+        np.testing.assert_allclose(leaf, by_hand[fold](leaves), rtol=1e-12)
+
+
+# -- totals, drop, observe
+
+
+def test_totals_are_those_of_the_window(kit, window):
+    """A loss of two terms, each divided by its own count of the whole window."""
+    problem = tokens(None)
+    params, batch = problem.arrays(kit)
+    counts = lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}
+
+    def loss(params, batch, *, totals):
+        of_tokens = problem.summary(kit.xp, params, batch)[0] / totals["tokens"]
+        return of_tokens + (params["table"][batch["ids"][:, 0]] ** 2).sum() / totals["rows"]
+
+    whole = funcga.value_and_grad(lambda params, batch: loss(params, batch, totals=counts(batch)))(params, batch)
+    step = window(funcga.value_and_grad(loss), fold=funcga.sum(), totals=counts)
+    assert difference(kit, step(params, batch), whole) <= LIMIT
+
+
+def spoilt(kit, kind):
+    """The loss of rows; a micro-batch that has a flag has a loss, or the gradient of one leaf, that is not finite."""
+    stopped = lambda x: x.detach() if kit is TORCH else jax.lax.stop_gradient(x)
+
+    def loss(params, batch):
+        is_hot = batch["flag"].sum() > 0
+        value = ROWS.loss(kit.xp, params, batch)
+        if kind == "loss":
+            return value + kit.xp.where(is_hot, float("inf"), 0.0)
+        leaf = params["bias"].sum()
+        zero = kit.xp.where(is_hot, leaf - stopped(leaf), 1.0)
+        return value + kit.xp.where(is_hot, kit.xp.sqrt(zero), 0.0)
+
+    return loss
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_what_is_not_finite_is_dropped_with_its_weight(kit, window, drop, kind):
+    params, batch, _ = problem(kit)
+    loss, observe = spoilt(kit, kind), funcga.dropped()
+    step = window(funcga.value_and_grad(loss), drop=drop, observe=observe)
+    for dropped in ((), (1,), (0, 4)):
+        flags = np.zeros(len(batch["x"]))
+        flags[[bounds(CUT)[index][0] for index in dropped]] = 1
+        hot = {**batch, "flag": kit.arrays(flags)}
+        found, counted = step(params, hot)
+        wanted = of_rows(kit, loss, params, hot, rows_without(dropped))
+        if dropped and drop == "window":
+            assert not any(leaf.any() for leaf in kit.leaves(found))
+        else:
+            assert difference(kit, found, wanted) <= LIMIT
+        assert int(kit.numpy(counted)) == (5 if dropped and drop == "window" else len(dropped))
+
+
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_a_masked_micro_batch_costs_no_window_and_aux_need_not_be_finite(kit, window, drop):
+    """It has no token, so that its mean is NaN; it weighs nothing, and is not dropped."""
+    params, batch, _ = problem(kit)
+    mask = np.ones(11)
+    mask[3:5] = 0
+    batch = {**batch, "mask": kit.arrays(mask)}
+
+    def loss(params, batch):
+        values = ((batch["x"] @ params["hidden"]) ** 2).sum(1) * batch["mask"]
+        return values.sum() / batch["mask"].sum(), {"mask": float("-inf") * batch["mask"].sum()}
+
+    fold = (funcga.mean(), {"mask": funcga.max()}), funcga.mean()
+    weight = lambda batch: batch["mask"].sum()
+    step = window(funcga.value_and_grad(loss, has_aux=True), fold=fold, weight=weight, drop=drop)
+    (value, _), grads = step(params, batch)
+    (whole, _), gradient = funcga.value_and_grad(loss, has_aux=True)(params, batch)
+    assert difference(kit, (value, grads["hidden"]), (whole, gradient["hidden"])) <= LIMIT
+
+
+@pytest.mark.parametrize("fold", ["per_weight", "sum"])
+def test_observers_of_sums_see_means(kit, window, fold):
+    params, batch, loss = problem(kit)
+    summed = lambda params, batch: loss(params, batch) * len(batch["x"]) / (11 if fold == "sum" else 1)
+    step = window(funcga.value_and_grad(summed), fold=getattr(funcga, fold)(), observe=funcga.gradient_norms())
+    _, seen = step(params, batch)
+    each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
+    norms = [np.linalg.norm(np.concatenate([leaf.ravel() for leaf in leaves])) for leaves in each]
+    np.testing.assert_allclose(kit.numpy(seen.microbatches), norms, rtol=1e-12)
+    whole = np.concatenate([leaf.ravel() for leaf in kit.leaves(funcga.grad(loss)(params, batch))])
+    np.testing.assert_allclose(float(seen.mean), np.linalg.norm(whole), rtol=1e-12)
+
+
+def test_observers_see_the_gradient_of_each_micro_batch(kit, window):
+    params, batch, loss = problem(kit)
+    weights = np.array([b - a for a, b in bounds(CUT)], "float64")
+    step = window(
+        funcga.value_and_grad(loss), observe={"norms": funcga.gradient_norms(), "noise": funcga.gradient_noise()}
+    )
+    result, seen = step(params, batch)
+    assert difference(kit, result, funcga.value_and_grad(loss)(params, batch)) <= LIMIT
+    each = [np.concatenate([g.ravel() for g in kit.leaves(funcga.grad(loss)(params, p))]) for p in parts(batch, CUT)]
+    norms = [np.linalg.norm(gradient) for gradient in each]
+    np.testing.assert_allclose(kit.numpy(seen["norms"].microbatches), norms, rtol=1e-12)
+    mean = np.average(each, axis=0, weights=weights)
+    np.testing.assert_allclose(float(seen["norms"].mean), np.linalg.norm(mean), rtol=1e-12)
+    # The spread of means of b rows each is trace / b: weighed by rows, its expectation is (n - 1) trace.
+    trace = sum(w * ((g - mean) ** 2).sum() for w, g in zip(weights, each, strict=True)) / (len(each) - 1)
+    np.testing.assert_allclose(float(seen["noise"].trace), trace, rtol=1e-10)
+
+
+# -- inside of transforms, and after errors
+
+
+def test_a_step_is_differentiated(kit):
+    params, batch, loss = problem(kit)
+    step = funcga.accumulate(funcga.grad(loss), **CUT)
+    norm = lambda gradient: funcga.grad(lambda p: sum((g**2).sum() for g in gradient(p, batch).values()))
+    assert difference(kit, norm(step)(params), norm(funcga.grad(loss))(params)) <= LIMIT
+
+
+def test_weights_under_vmap(kit):
+    """A weight that differs between the examples stays on the device."""
+    params, batch, loss = problem(kit)
+    step = funcga.accumulate(
+        funcga.value_and_grad(loss), **CUT, weight=lambda batch: (batch["flag"] * batch["number"]).sum()
+    )
+    number = np.zeros(11)
+    number[[a for a, _ in bounds(CUT)]] = [b - a for a, b in bounds(CUT)]
+    flags = np.ones((2, 11))
+    flags[1, 3:5] = 0
+    vmap = torch.func.vmap if kit is TORCH else jax.vmap
+    batch["number"] = kit.arrays(number)
+    value, grads = vmap(lambda flag: step(params, {**batch, "flag": flag}))(kit.arrays(flags))
+    for example, dropped in ((0, ()), (1, (1,))):
+        wanted = of_rows(kit, loss, params, batch, rows_without(dropped))
+        found = value[example], {name: leaf[example] for name, leaf in grads.items()}
+        assert difference(kit, found, wanted) <= LIMIT
+
+
+def test_a_step_is_as_good_as_new_after_an_error(kit, window):
+    params, batch, loss = problem(kit)
+    calls = []
+
+    def fails(params, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("mine")
+        return loss(params, batch)
+
+    step = window(funcga.value_and_grad(fails))
+    before = kit.leaves((params, batch))
+    try:
+        step(params, batch)
+    except KeyError:
+        pass
+    else:
+        assert kit is not TORCH  # JAX calls it once for each shape
+    assert difference(kit, step(params, batch), funcga.value_and_grad(loss)(params, batch)) <= LIMIT
+    for leaf, other in zip(kit.leaves((params, batch)), before, strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def test_a_second_call_with_other_shapes_dtypes_and_numbers(kit):
+    """What is kept between calls is used only where it fits."""
+    step = funcga.accumulate(
+        funcga.value_and_grad(lambda p, x, *, scale: ((p["w"] * x[:, None]) ** 2).mean() * scale), 3
+    )
+    x = np.arange(7.0)
+    for w, scale in (
+        (np.ones(2), 1),
+        (np.ones(3), 2.0),
+        (np.ones(3, "float32"), 2.0),
+        (np.ones(2), 3),
+        (np.ones(2), 1),
+    ):
+        for rows in (7, 5):
+            value, grads = step({"w": kit.arrays(w)}, kit.arrays(x[:rows].astype(w.dtype)), scale=scale)
+            np.testing.assert_allclose(float(value), (x[:rows] ** 2).mean() * scale, rtol=1e-6)
+            assert (grads["w"].shape, str(grads["w"].dtype).split(".")[-1]) == (w.shape, str(w.dtype))
+
+
+def test_parameters_of_another_dtype_under_the_same_loss(kit):
+    """512 gradients of 1, which a sum in bfloat16 would lose after 256."""
+    step = funcga.accumulate(funcga.grad(lambda p, x: (kit.cast(p["w"], "float64") * x).sum()), 512, fold=funcga.sum())
+    for dtype in ("float32", "bfloat16", "float64"):
+        grads = step({"w": kit.cast(kit.arrays(np.ones(())), dtype)}, kit.arrays(np.ones(512)))
+        assert (dtypes(kit, grads), float(grads["w"])) == ([dtype], 512)
+
+
+def test_fewer_rows_than_micro_batches(kit):
+    params, batch, loss = problem(kit)
+    few = {name: leaf[:3] for name, leaf in batch.items()}
+    step = funcga.accumulate(funcga.value_and_grad(loss), 7)
+    assert difference(kit, step(params, few), funcga.value_and_grad(loss)(params, few)) <= LIMIT
+
+
+def test_windows_of_a_loader():
+    assert [*funcga.windows(range(7), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    target = funcga.windows([0.1] * 21, funcga.TargetWeight(1.0), weight=lambda weight: weight)
+    assert [*map(len, target)] == [10, 10, 1]
+    assert [*map(len, funcga.windows([3, 1, 4, 2, 2, 2, 1], funcga.TargetWeight(5), weight=int))] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, float("nan"), float("inf"), "8", np.ones(2)], ids=["negative", "nan", "inf", "text", "rows"]
+)
+def test_a_weight_that_is_none_is_refused(kit, window, weight):
+    params, batch, loss = problem(kit)
+    with pytest.raises(funcga.FuncgaError, match="the weight of a micro-batch is"):
+        window(funcga.value_and_grad(loss), weight=lambda batch: weight)(params, batch)

@@ -1,0 +1,271 @@
+"""All stock folds at once, as one tree of folds over one output, in every dtype, against NumPy in float64."""
+
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import funcga
+from tests import oracle, properties
+from tests.core.sources import bounds
+from tests.kits import JAX, TORCH, dtypes
+
+FOLDS = {
+    "mean": funcga.mean(),
+    "per_weight": funcga.per_weight(),
+    "sum": funcga.sum(),
+    "by_steps": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps),
+    "weighted sum": funcga.Fold(funcga.reducers.weighted, funcga.normalizers.identity),
+    "max": funcga.max(),
+    "min": funcga.min(),
+    "logsumexp": funcga.logsumexp(),
+    "moments": funcga.moments(),
+    "concat": funcga.concat(),
+    "pooled": funcga.pooled(),
+    "ratio": funcga.ratio(),
+    "reproducible": funcga.reproducible(funcga.mean()),
+}
+# How far results may be off: one unit in the last place of the dtype, or some hundred roundings of the accumulator's.
+LIMITS = {"float64": 1e-13, "float32": 2e-5, "bfloat16": 2**-8, "float16": 2**-10}
+MANY = 300  # so many that sums of 16 bits would lose the last ones
+
+
+def output(kit, x):
+    """What every fold is of, of the one row of x."""
+    row = x[0]
+    stacked = kit.xp.stack([abs(row), row, row * row])
+    values = dict.fromkeys(FOLDS, row) | {"concat": x, "pooled": stacked, "ratio": stacked[1:]}
+    return {**values, "nothing": None, "number": 2.0}
+
+
+def expected(name, rows, weights):
+    if name == "concat":
+        return [rows]
+    if name == "ratio":
+        return [sum(rows) / sum(rows * rows)]
+    if name == "weighted sum":
+        return [sum(weights) * oracle.fold("mean", [*rows], weights)]
+    if name == "reproducible":
+        name = "mean"
+    found = oracle.fold(name, [*rows], weights)
+    return [*found] if isinstance(found, tuple) else [found]
+
+
+def streamed(gradient, n, **options):
+    """`accumulate` by `stream`, on micro-batches that are cut here."""
+    step, axes = funcga.stream(gradient, **options), options.get("in_axes")
+    leading = {0: 0, None: 1}.get(axes, 1)  # arguments that are not cut
+
+    def on_batch(*args):
+        rows = len(args[-1]["x"] if isinstance(args[-1], dict) else args[-1])
+        return step(
+            *args[:leading], [tuple(rows_of(arg, a, b) for arg in args[leading:]) for a, b in bounds({"n": n}, rows)]
+        )
+
+    return on_batch
+
+
+def rows_of(arg, a, b):
+    return {name: leaf[a:b] for name, leaf in arg.items()} if isinstance(arg, dict) else arg[a:b]
+
+
+def by_state(gradient, n, fold=None, weight=None, in_axes=0):
+    """`accumulate` by an Accumulator, without state that is threaded."""
+    accumulator = funcga.Accumulator(fold)
+
+    def on_batch(*args):
+        state = None
+        for a, b in bounds({"n": n}, len(args[-1])):
+            part = [arg[a:b] for arg in args]
+            value = gradient(*part)
+            state = accumulator.init(value) if state is None else state
+            state = accumulator.update(state, value, weight=b - a if weight is None else weight(*part))
+        return accumulator.finalize(state)
+
+    return on_batch
+
+
+WAYS = {"accumulate": funcga.accumulate, "stream": streamed, "Accumulator": by_state}
+
+
+def close(kit, found, name, wanted, limit):
+    for leaf, value in zip(kit.leaves(found[name]), wanted, strict=True):
+        np.testing.assert_allclose(leaf, value, rtol=limit, atol=limit / 10, err_msg=name)
+
+
+CASES = [
+    *product([TORCH], LIMITS, WAYS, ["rows", "numbers", "arrays"]),
+    # each is a program to compile, or a hundred small ones
+    *product([JAX], LIMITS, ["accumulate"], ["rows", "arrays"]),
+    *product([JAX], ["float32"], ["stream", "Accumulator"], ["numbers", "arrays"]),
+]
+
+
+@pytest.mark.parametrize(("kit", "dtype", "way", "weighing"), CASES, ids=lambda part: getattr(part, "name", part))
+def test_every_fold(kit, dtype, way, weighing):
+    many = MANY if way == "accumulate" else 9
+    r = np.random.default_rng(2)
+    rows, weights = r.uniform(0.5, 1.5, (many, 3)), r.integers(0, 4, many)
+    with jax.enable_x64(dtype == "float64"):
+        x = kit.cast(kit.arrays(rows.astype("float64" if dtype == "float64" else "float32")), dtype)
+        each, rows = kit.arrays(weights.astype("int32")), kit.leaves(x)[0]  # as they are rounded
+        weight = {"rows": None, "numbers": lambda x, w: 0.5, "arrays": lambda x, w: w.sum()}[weighing]
+        weights = {"rows": np.ones(many), "numbers": np.full(many, 0.5), "arrays": weights}[weighing]
+        fold = {**FOLDS, "nothing": funcga.mean(), "number": funcga.mean()}
+        found = WAYS[way](lambda x, w: output(kit, x), many, in_axes=0, fold=fold, weight=weight)(x, each)
+        for name in FOLDS:
+            close(kit, found, name, expected(name, rows, weights), LIMITS[dtype])
+        narrow = {name: leaf for name, leaf in found.items() if name not in ("pooled", "ratio", "number", "nothing")}
+        assert {*dtypes(kit, narrow)} == {dtype}
+        assert (found["nothing"], float(found["number"])) == (None, 2)
+
+
+@pytest.mark.parametrize("way", ["accumulate", "stream"])
+def test_state_is_threaded_in_order_beside_folds(kit, way):
+    rows = np.arange(1, 8, dtype="float32")
+    state = {"s": kit.arrays(np.float32(1)), "seen": kit.arrays(np.int32(0))}
+    step = WAYS[way](
+        lambda state, x: (x.sum(), {"seen": state["seen"] + 1, "s": 2 * state["s"] + x.sum()}), 4,
+        in_axes=(funcga.CARRY, 0), fold=(funcga.max(), funcga.carry()),
+    )  # fmt: skip
+    largest, after = step(state, kit.arrays(rows))
+    by_hand = 1.0
+    for a, b in bounds({"n": 4}, 7):
+        by_hand = 2 * by_hand + rows[a:b].sum()
+    assert (float(largest), float(after["s"]), int(after["seen"])) == (11, by_hand, 4)
+    assert (float(state["s"]), int(state["seen"])) == (1, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_integers_bools_and_complex_numbers(kit, way):
+    x = kit.arrays(np.array([2**24 + 1, 3, -5, 8], "int32"))
+    values = lambda x: {
+        "sum": x.sum(), "max": x.max(), "min": x.min(), "any": (x < 0).any(), "all": (x < 0).all(), "rows": x,
+        "complex": x.sum() * kit.arrays(np.complex64(1j)), "counted": x.sum() > 0,
+    }  # fmt: skip
+    fold = {
+        "sum": funcga.sum(), "max": funcga.max(), "min": funcga.min(), "any": funcga.max(), "all": funcga.min(),
+        "rows": funcga.concat(), "complex": funcga.mean(), "counted": funcga.sum(),
+    }  # fmt: skip
+    with jax.numpy_dtype_promotion("standard"):
+        found = WAYS[way](values, 4, in_axes=0, fold=fold)(x)
+    numbers = {name: kit.numpy(leaf).tolist() for name, leaf in found.items()}
+    assert numbers == {
+        "sum": 2**24 + 7, "max": 2**24 + 1, "min": -5, "any": True, "all": False, "rows": [2**24 + 1, 3, -5, 8],
+        "complex": numbers["complex"], "counted": 3,
+    }  # fmt: skip
+    assert abs(numbers["complex"] - 1j * (2**24 + 7) / 4) < 1
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "Accumulator"])
+@pytest.mark.parametrize("check", properties.WITHOUT_PARAMETERS, ids=lambda check: check.__name__)
+def test_property(kit, way, check):
+    check(kit, WAYS[way])
+
+
+def test_dtypes_that_are_asked_for(kit, x64):
+    x = kit.arrays(np.array([1e8, 1.0, -1e8, 1.0], "float32"))
+    fold = {
+        "narrow": funcga.sum(), "wide": funcga.sum(dtype="float64"), "out": funcga.mean(out_dtype="float64"),
+        "half": funcga.sum(out_dtype="bfloat16"),
+    }  # fmt: skip
+    found = funcga.accumulate(lambda x: dict.fromkeys(fold, x.sum()), 4, in_axes=0, fold=fold)(x)
+    assert (float(found["narrow"]), float(found["wide"])) == (1, 2)
+    kinds = {name: dtypes(kit, leaf)[0] for name, leaf in found.items()}
+    assert kinds == {"narrow": "float32", "wide": "float32", "out": "float64", "half": "bfloat16"}
+
+
+def test_a_fold_is_a_prefix_and_parts_of_folds_mix(kit):
+    """One Fold for all that stands below it; a fold of one's own lifts two arrays of a leaf."""
+    root = funcga.Fold(
+        funcga.Reducer(lambda xp, v, w: (v * v * w, xp.ones_like(v) * w), funcga.monoids.sum),
+        funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced[0] / reduced[1])),
+    )
+    x = kit.arrays(np.arange(1, 6, dtype="float32"))
+    found = funcga.accumulate(
+        lambda x: ({"a": x.sum(), "b": (x.sum(), x.max())}, x.sum()), 2, in_axes=0,
+        fold=({"b": funcga.max(), "a": funcga.sum()}, root),
+    )(x)  # fmt: skip
+    assert [float(leaf) for leaf in (found[0]["a"], *found[0]["b"])] == [15, 9, 5]
+    np.testing.assert_allclose(float(found[1]), np.sqrt((3 * 36 + 2 * 81) / 5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_is_bitwise_that_of_a_loop_in_numpy(kit, way):
+    r = np.random.default_rng(5)
+    rows = (r.normal(size=(20, 3)) * 10.0 ** r.integers(-3, 4, (20, 3))).astype("float32")
+    total = np.zeros(3, "float32")
+    for row in rows:
+        total = total + row
+    found = WAYS[way](lambda x: x[0], 20, in_axes=0, fold=funcga.sum())(kit.arrays(rows))
+    np.testing.assert_array_equal(kit.numpy(found), total)
+
+
+def test_reproducible_sums_depend_on_no_order(kit):
+    rows = (np.random.default_rng(6).normal(size=(24, 3)) * 1e3).astype("float32")
+    fold, whole = funcga.reproducible(funcga.sum()), []
+    for order in (slice(None), slice(None, None, -1)):
+        x = kit.arrays(np.ascontiguousarray(rows[order]))
+        whole.append(kit.numpy(funcga.accumulate(lambda x: x[0], 24, in_axes=0, fold=fold)(x)))
+    np.testing.assert_array_equal(*whole)
+
+
+@pytest.mark.parametrize("weight", [2**31, 10**12, 1e30, 1e-30, True, np.float32(3), np.array(2)], ids=str)
+def test_a_common_weight_of_any_size_and_kind_changes_nothing(kit, weight):
+    x = kit.arrays(np.array([1.0, 2.0, 4.0], "float32"))
+    for way in WAYS.values():
+        found = way(lambda x: x.sum(), 3, in_axes=0, weight=lambda x: weight, fold=funcga.mean())(x)
+        np.testing.assert_allclose(float(found), 7 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
+    """The sum of 64 rows of 1e37, each weighed by its rows, would be infinite."""
+    x = kit.arrays(np.full((64, 1), 1e37, "float32"))
+    for n in (4, 5):
+        for weight in (lambda x: 1000 * len(x), lambda x: 1000 * (x > 0).sum()):
+            found = WAYS[way](lambda x: x.mean(0), n, in_axes=0, fold=funcga.mean(), weight=weight)(x)
+            np.testing.assert_allclose(kit.numpy(found), 1e37, rtol=1e-6)
+
+
+def test_collected_rows_along_any_axis(kit):
+    x = kit.arrays(np.random.default_rng(2).normal(size=(7, 5, 6)).astype("float32"))
+    for axis in (1, -1, -3):
+        found = funcga.accumulate(lambda x: x, 3, in_axes=axis, fold=funcga.concat(axis))(x)
+        np.testing.assert_array_equal(kit.numpy(found), kit.numpy(x))
+
+
+@pytest.mark.parametrize("way", ["accumulate", "stream"])
+def test_what_grad_fn_returns_may_be_buffers_of_its_own(way):
+    """As a captured CUDA graph returns the same memory at every call; no result lies there."""
+    state, rows, total = torch.zeros(()), torch.zeros(2), torch.zeros(())
+
+    def reuses(before, x):
+        torch.add(before, x.sum(), out=state)
+        torch.add(total.copy_(x.sum()), 0, out=total)
+        return (rows.copy_(x), total, total), state
+
+    latest = funcga.Monoid(lambda xp, like: xp.zeros_like(like), lambda xp, a, b: b)
+    last = funcga.Fold(funcga.Reducer(lambda xp, v, w: v, latest), funcga.normalizers.identity)
+    fold = (funcga.concat(), funcga.sum(), last), funcga.carry()
+    step, x = WAYS[way](reuses, 3, in_axes=(funcga.CARRY, 0), fold=fold), torch.arange(6.0)
+    first, second = step(torch.tensor(1.0), x), step(torch.tensor(2.0), 2 * x)
+    for scale, ((collected, summed, latest), after) in ((1, first), (2, second)):
+        assert torch.equal(collected, scale * x)
+        assert [float(leaf) for leaf in (summed, latest, after)] == [15 * scale, 9 * scale, 16 * scale]
+
+
+def test_a_window_goes_on_in_the_other_framework():
+    accumulator, value = funcga.Accumulator({"m": funcga.mean(), "s": funcga.moments()}), np.float32([1, 2])
+    weights, state = (2**24, 1, 3), None
+    for kit, weight in zip((TORCH, JAX, TORCH), weights, strict=True):
+        of_kit = {name: kit.arrays(value * weight) for name in ("m", "s")}
+        state = accumulator.init(of_kit) if state is None else kit.arrays(state)
+        state = accumulator.update(state, of_kit, weight=weight)
+    assert sum(float(part) for part in state.tally.weight) == 2**24 + 4
+    mean = value * sum(w * w for w in weights) / sum(weights)
+    found = accumulator.finalize(state)
+    for leaf in (found["m"], found["s"].mean):
+        np.testing.assert_allclose(TORCH.numpy(leaf), mean, rtol=1e-6)

@@ -1,0 +1,61 @@
+"""Every source, of every problem, cut in every way, gives what the whole batch gives, and leaves all else alone."""
+
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+from torch.utils._pytree import tree_leaves
+
+from tests.core.sources import CUTS, PROBLEMS, SOURCES, SOURCES_OF_BOTH, compiled
+from tests.kits import JAX, LIMITS, TORCH, difference, dtypes
+
+
+def cases():
+    for source, problem, cut, dtype in product(SOURCES, PROBLEMS, CUTS, LIMITS):
+        yield TORCH, source, problem, cut, dtype
+    # each is a program to compile
+    for (first, source), (second, problem) in product(enumerate(SOURCES_OF_BOTH), enumerate(PROBLEMS)):
+        yield JAX, source, problem, *(("n=5", "float64") if (first + second) % 2 else ("size=4", "float32"))
+    for kit, problem in product((TORCH, JAX), ("mean of rows", "mean over tokens")):
+        yield kit, compiled, problem, "n=5", "float64"
+
+
+def named(case):
+    kit, source, problem, cut, dtype = case
+    return f"{kit.name}-{source.__name__}-{problem}-{cut}-{dtype}"
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=named)
+def test_a_window_gives_what_the_whole_batch_gives(case):
+    kit, source, problem, cut, dtype = case
+    with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"), np.errstate(invalid="ignore"):
+        problem = PROBLEMS[problem]
+        params, batch = problem.arrays(kit, dtype)
+        found = pure(kit, source(kit, problem, CUTS[cut]), params, batch)
+        truth = problem.truth(dtype)
+        wanted = kit.arrays({key: truth[key] for key in found})
+        assert difference(kit, found, wanted) <= LIMITS[dtype]
+        assert {*dtypes(kit, found)} == {dtype}
+
+
+def memory(leaves):
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves}
+
+
+def pure(kit, step, *args):
+    """The result, which shares no memory with the arguments, and which another call does not overwrite."""
+    before = kit.leaves(args)
+    first = step(*args)
+    kept = kit.leaves(first)
+    second = step(*args)
+    for name, now in (("result", kit.leaves(first)), ("second result", kit.leaves(second))):
+        for leaf, other in zip(now, kept, strict=True):
+            np.testing.assert_array_equal(leaf, other, err_msg=name)
+    for leaf, other in zip(kit.leaves(args), before, strict=True):
+        np.testing.assert_array_equal(leaf, other, err_msg="argument")
+    if kit is TORCH:
+        results, others, given = (tree_leaves(tree) for tree in (first, second, args))
+        assert memory(results).isdisjoint(memory(others) | memory(given))
+        assert all(leaf.grad is None and not leaf.requires_grad for leaf in (*results, *others, *given))
+    return first

@@ -1,0 +1,447 @@
+"""Modules of torch: as pure functions, and driven by their own parameters; both against a loop with `.backward()`."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import funcga
+import torch_backend
+from tests.kits import LIMITS, TORCH, difference
+
+ROWS, N = 11, 4
+
+
+class Net(nn.Module):
+    """Linear layers, BatchNorm, a frozen layer and a tied one; with `reenter` the middle is a checkpoint."""
+
+    def __init__(self, reenter=None):
+        super().__init__()
+        self.first, self.middle, self.frozen = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.tied = self.middle
+        self.reenter = reenter
+
+    def forward(self, x):
+        block = lambda x: torch.tanh(self.middle(x))
+        x = self.frozen(torch.tanh(self.first(x)))
+        x = block(x) if self.reenter is None else checkpoint(block, x, use_reentrant=self.reenter)
+        return self.last(self.norm(self.tied(x)))
+
+
+def net(**options):
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, 3, generator=generator), torch.randn(ROWS, 2, generator=generator)
+
+
+def mse(module, x, y):
+    return F.mse_loss(module(x), y)
+
+
+def by_hand(module, x, y, loss=mse, n=N):
+    """The mean over the rows by .backward() on a copy; and the copy, with its buffers as they are then."""
+    hooks = [p._backward_hooks for p in module.parameters()]
+    module, total = copy.deepcopy(module), 0
+    for p, of_p in zip(module.parameters(), hooks, strict=True):
+        for hook in (of_p or {}).values():
+            p.register_hook(hook)
+    sums = {name: torch.zeros_like(p) for name, p in module.named_parameters() if p.requires_grad}
+    for rows, targets in zip(x.tensor_split(n), y.tensor_split(n), strict=True):
+        module.zero_grad()
+        value, share = loss(module, rows, targets), len(rows) / len(x)
+        value.backward()
+        total += value.detach() * share
+        for name, p in module.named_parameters():
+            if p.grad is not None:
+                sums[name] += p.grad * share
+    return (total, sums), module
+
+
+def functional(module, loss=mse, **options):
+    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss)), N, **options)
+    return lambda x, y: step(torch_backend.trainable(module), x, y)
+
+
+def streamed(module, loss=mse, **options):
+    step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss)), **options)
+    cut = lambda x, y: list(zip(x.tensor_split(N), y.tensor_split(N), strict=True))
+    return lambda x, y: step(torch_backend.trainable(module), cut(x, y))
+
+
+def driven(module, loss=mse, **options):
+    return funcga.accumulate(torch_backend.module_value_and_grad(module, loss), N, **options)
+
+
+@pytest.fixture(params=[functional, streamed, driven], ids=lambda way: way.__name__)
+def way(request):
+    return request.param
+
+
+class Untouched:
+    """What a module holds, and that all of it is the same afterwards; its buffers too, unless it is driven."""
+
+    def __init__(self, module, way=None):
+        self.module, self.has_buffers = module, way is not driven
+        self.state = {name: (leaf, leaf.clone(), leaf.grad) for name, leaf in self.leaves()}
+        self.hooks = {name: len(leaf._backward_hooks or ()) for name, leaf in self.leaves()}
+        self.kinds = [type(p) for p in module.parameters()]
+
+    def leaves(self):
+        buffers = dict(self.module.named_buffers()) if self.has_buffers else {}
+        return [*dict(self.module.named_parameters()).items(), *buffers.items()]
+
+    def check(self):
+        assert {name for name, _ in self.leaves()} == {*self.state}
+        for name, leaf in self.leaves():
+            same, value, grad = self.state[name]
+            assert leaf is same
+            assert torch.equal(leaf, value)
+            assert leaf.grad is grad
+            assert len(leaf._backward_hooks or ()) == self.hooks[name]
+            assert not leaf._post_accumulate_grad_hooks
+        assert [type(p) for p in self.module.parameters()] == self.kinds
+
+
+@pytest.mark.parametrize("reenter", [None, False, True])
+def test_it_is_the_hand_written_loop_and_touches_nothing(way, reenter):
+    module, (x, y) = net(reenter=reenter), batch()
+    untouched, step = Untouched(module, way), way(module)
+    expected, after = by_hand(module, x, y)
+    found = step(x, y)
+    assert difference(TORCH, found, expected) <= LIMITS["float32"]
+    assert not any(leaf.requires_grad for leaf in (found[0], *found[1].values()))
+    if way is driven:
+        assert difference(TORCH, dict(module.named_buffers()), dict(after.named_buffers())) <= LIMITS["float32"]
+    untouched.check()
+    assert difference(TORCH, step(x, y), expected) <= LIMITS["float32"]
+    untouched.check()
+
+
+def test_other_folds_of_a_module_leave_no_hook(way):
+    module, (x, y) = net(), batch()
+    untouched, names = Untouched(module, way), torch_backend.trainable(module)
+    folds = dict.fromkeys(names, funcga.mean()) | {"first.bias": funcga.moments(), "last.weight": funcga.max()}
+    expected, _ = by_hand(module, x, y)
+    _, grads = way(module, fold=(funcga.mean(), folds))(x, y)
+    for name in names:
+        found = grads[name].mean if name == "first.bias" else grads[name]
+        if name != "last.weight":
+            assert difference(TORCH, found, expected[1][name]) <= 1e-5
+    untouched.check()
+
+
+def test_gradients_that_were_there_before_stay(way):
+    module, (x, y) = net(), batch()
+    for p in module.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    untouched, expected = Untouched(module, way), by_hand(module, x, y)[0]
+    assert difference(TORCH, way(module)(x, y), expected) <= LIMITS["float32"]
+    untouched.check()
+    assert all((p.grad == 7).all() for p in module.parameters())
+
+
+def test_other_parameters_than_the_module_s_own():
+    """Also where a checkpoint runs the module again in the backward pass."""
+    for reenter in (None, False, True):
+        module, (x, y) = net(reenter=reenter), batch()
+        other = copy.deepcopy(module)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(1.5)
+        untouched = Untouched(module)
+        other.frozen.load_state_dict(module.frozen.state_dict())  # which is not given
+        by_call = lambda params, x, y, module=module: F.mse_loss(torch.func.functional_call(module, params, (x,)), y)
+        # A reentrant checkpoint is a function of the module's own parameters: only pure_loss puts others there.
+        for loss in (torch_backend.pure_loss(module, mse), *([] if reenter else [by_call])):
+            step = funcga.accumulate(funcga.value_and_grad(loss), N)
+            assert difference(TORCH, step(torch_backend.trainable(other), x, y), by_hand(other, x, y)[0]) <= 5e-6
+            module.norm.load_state_dict(other.norm.state_dict(), strict=False) if loss is by_call else untouched.check()
+
+
+def test_buffers_are_threaded():
+    module, (x, y) = net(), batch()
+    untouched, gradient = Untouched(module), torch_backend.pure_loss(module, mse, buffers=True)
+    step = funcga.accumulate(
+        funcga.value_and_grad(gradient, has_aux=True), N, in_axes=(None, funcga.CARRY, 0, 0),
+        fold=((funcga.mean(), funcga.carry()), funcga.mean()),
+    )  # fmt: skip
+    (value, buffers), grads = step(torch_backend.trainable(module), dict(module.named_buffers()), x, y)
+    expected, after = by_hand(module, x, y)
+    assert difference(TORCH, (value, grads), expected) <= LIMITS["float32"]
+    assert difference(TORCH, buffers, dict(after.named_buffers())) <= LIMITS["float32"]
+    untouched.check()
+
+
+class Counts(nn.Module):
+    """Its output depends on a buffer that it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("seen", torch.tensor(1.0))
+
+    def forward(self, x):
+        out = (x * self.weight * self.seen.clone()).sum()
+        self.seen.add_(1)
+        return out
+
+
+def test_every_micro_batch_of_a_pure_loss_sees_the_module_s_own_buffers():
+    module = Counts()
+    untouched, loss = Untouched(module), torch_backend.pure_loss(module, lambda module, x: module(x))
+    for n in (1, 2, 4):
+        step = funcga.accumulate(funcga.value_and_grad(loss), n, fold=funcga.sum())
+        value, grads = step({"weight": module.weight}, torch.arange(4.0))
+        assert (float(value), float(grads["weight"])) == (12, 6)
+    untouched.check()
+
+
+def test_hooks_of_the_user_see_every_gradient_whole(way):
+    """A hook that is not linear sees the gradient of a micro-batch, not a share of it."""
+    module, (x, y) = net(), batch()
+    module.first.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+    module.last.bias.register_hook(lambda grad: 2 * grad)
+    untouched, expected, kept = Untouched(module, way), by_hand(module, x, y)[0], []
+    module.middle.bias.register_hook(lambda grad: kept.append((grad.data, grad.clone())))
+    untouched.hooks["middle.bias"] += 1
+    uneven = lambda x, y: len(x)
+    for options in ({}, {"weight": uneven}):
+        assert difference(TORCH, way(module, **options)(x, y), expected) <= LIMITS["float32"]
+    assert all(torch.equal(*pair) for pair in kept)  # nothing is added to what a hook has kept
+    untouched.check()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_leaves_everything_as_it_was(way, where):
+    module, (x, y) = net(), batch()
+    untouched, calls = Untouched(module, way), []
+
+    def fails(module, x, y):
+        out = module(x)
+        calls.append(1)
+        if len(calls) == 2 and where == "forward":
+            raise KeyError("mine")
+        if len(calls) == 2:
+            out.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("mine")))
+        return F.mse_loss(out, y)
+
+    step = way(module, fails)
+    with pytest.raises(KeyError, match="mine"):
+        step(x, y)
+    untouched.check()
+    assert difference(TORCH, step(x, y), by_hand(module, x, y)[0]) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_loss_that_runs_backward_itself_is_refused(way, which):
+    module, (x, y) = net(), batch()
+    untouched, calls = Untouched(module, way), []
+
+    def runs(module, x, y):
+        calls.append(1)
+        if len(calls) == which:
+            mse(module, x, y).backward()
+        return mse(module, x, y)
+
+    with pytest.raises(funcga.FuncgaError, match=r"loss_fn called .backward\(\)"):
+        way(module, runs)(x, y)
+    untouched.check()
+
+
+def test_a_backward_pass_into_the_parameters_themselves_is_refused_and_undone():
+    w = nn.Parameter(torch.ones(3))
+
+    def runs(params, x):
+        (w * x).sum().backward()
+        return (params["w"] * x).sum()
+
+    with pytest.raises(funcga.FuncgaError, match=r"a parameter's .grad changed during the call"):
+        funcga.accumulate(funcga.grad(runs), 2)({"w": w}, torch.ones(4, 3))
+    assert w.grad is None
+
+
+def test_parameters_that_are_written_during_a_window_are_refused():
+    module, (x, y) = net(), batch()
+
+    def writes(module, x, y):
+        value = mse(module, x, y)
+        with torch.no_grad():
+            module.last.bias.add_(0)
+        return value
+
+    with pytest.raises(funcga.FuncgaError, match="a parameter was changed in place during the window"):
+        functional(module, writes)(x, y)
+
+
+def test_uneven_weights_and_autocast(way):
+    """The value is that of the loop, also where forward passes run in another dtype."""
+    module, (x, y) = net().eval(), batch()
+    weights, seen = [len(rows) * 1.0 for rows in x.tensor_split(N)], []
+
+    def loss(module, x, y):
+        out = module(x)
+        out.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+        return F.mse_loss(out, y)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = by_hand(module, x, y)[0]
+        for options in ({}, {"weight": lambda x, y: weights[0] * len(x)}):
+            found = way(module, loss, **options)(x, y)
+            assert all(leaf.dtype is torch.float32 for leaf in found[1].values())
+            assert difference(TORCH, found, expected) <= 1e-2  # gradients in bfloat16, at a half of their last place
+    assert not any(seen)  # it is for the forward pass
+
+
+def test_the_grad_mode_does_not_matter(way):
+    module, (x, y) = net().eval(), batch()
+    expected = by_hand(module, x, y)[0]
+    with torch.no_grad():
+        assert difference(TORCH, way(module)(x, y), expected) <= LIMITS["float32"]
+
+
+def test_dropout_is_that_of_one_loop(way):
+    module, (x, y) = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), batch()
+    torch.manual_seed(5)
+    expected = by_hand(module, x, y)[0]
+    torch.manual_seed(5)
+    assert difference(TORCH, way(module)(x, y), expected) <= LIMITS["float32"]
+
+
+def test_frozen_and_unfrozen_between_calls(way):
+    module, (x, y) = net().eval(), batch()
+    step = way(module)
+    assert "frozen.weight" not in step(x, y)[1]
+    module.frozen.requires_grad_(True)
+    found = step(x, y)
+    assert difference(TORCH, found, by_hand(module, x, y)[0]) <= LIMITS["float32"]
+    assert "frozen.weight" in found[1]
+
+
+def test_gradients_go_to_an_optimizer():
+    module, (x, y) = net(), batch()
+    _, grads = driven(module)(x, y)
+    torch_backend.assign_grads(module, grads)
+    assert all(
+        p.grad is not None and torch.equal(p.grad, grads[name])
+        for name, p in module.named_parameters()
+        if name in grads
+    )
+    assert module.frozen.weight.grad is None
+
+
+# -- leaves of every kind, by the function of parameters
+
+
+def leaves_of(kind):
+    """params, and a loss of rows [8, 3] that uses them."""
+    torch.manual_seed(0)
+    w, linear = torch.randn(3, 2), lambda p, x: ((x @ p["w"]) ** 2).mean()
+    complexes = lambda p, x: ((x.to(p["w"].dtype) @ p["w"]).abs() ** 2).mean()
+    return {
+        "unused": ({"w": w, "unused": torch.ones(5)}, linear),
+        "tied": ({"w": w, "again": w}, lambda p, x: linear(p, x) + p["again"].sum() * x.sum(1).mean()),
+        "a view": ({"w": torch.randn(10, 4)[:3, :2]}, linear),
+        "transposed": ({"w": torch.randn(2, 3).T}, linear),
+        "expanded": ({"w": torch.randn(3, 1).expand(3, 2)}, linear),
+        "the gradient is expanded": ({"w": w}, lambda p, x: p["w"].sum() * x.sum(1).mean()),
+        "two have one gradient": ({"v": w, "w": w.clone()}, lambda p, x: (p["v"] + p["w"]).sum() * x.sum(1).mean()),
+        "complex": ({"w": torch.randn(3, 2, dtype=torch.complex64)}, complexes),
+        "empty": ({"w": w, "none": torch.ones(0)}, linear),
+        "a scalar": ({"w": torch.tensor(2.0)}, lambda p, x: (p["w"] * x).square().mean()),
+        "requires grad": ({"w": w.clone().requires_grad_()}, linear),
+        "not a leaf": ({"w": w.clone().requires_grad_() * 2}, linear),
+        "float64": ({"w": w.double()}, lambda p, x: linear(p, x.double())),
+        "mixed": ({"h": torch.ones(2).double(), "w": w}, lambda p, x: linear(p, x) + (p["h"].float() * x.mean()).sum()),
+        "none": ({"w": w, "bias": None}, linear),
+    }[kind]  # fmt: skip
+
+
+KINDS = [
+    "unused", "tied", "a view", "transposed", "expanded", "the gradient is expanded", "two have one gradient", "complex",
+    "empty", "a scalar", "requires grad", "not a leaf", "float64", "mixed", "none",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fold", ["mean", "sum", "by_steps"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaves(kind, fold):
+    params, loss = leaves_of(kind)
+    x = torch.randn(8, 3)
+    by_steps = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
+    chosen = {"mean": funcga.mean(), "sum": funcga.sum(), "by_steps": by_steps}[fold]
+    value, grads = funcga.accumulate(funcga.value_and_grad(loss), 4, fold=chosen)(params, x)
+    copies = {k: None if p is None else p.detach().clone().requires_grad_() for k, p in params.items()}
+    whole = loss(copies, x) * (4 if fold == "sum" else 1)  # of equal micro-batches
+    whole.backward()
+    expected = {k: None if p is None else torch.zeros_like(p) if p.grad is None else p.grad for k, p in copies.items()}
+    for name, wanted in expected.items():
+        if wanted is None:
+            assert grads[name] is None
+        else:
+            assert (grads[name].dtype, grads[name].shape) == (wanted.dtype, wanted.shape)
+            torch.testing.assert_close(grads[name], wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(value, whole.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.moments()], ids=["mean", "sum", "moments"])
+def test_sparse_gradients_become_dense(fold):
+    torch.manual_seed(0)
+    table, rows = torch.randn(7, 2), torch.randint(0, 7, (8, 3))
+    found = []
+    for sparse in (True, False):
+        loss = lambda p, i, sparse=sparse: (F.embedding(i, p, sparse=sparse) ** 2).mean()
+        found.append(funcga.accumulate(funcga.value_and_grad(loss), 4, fold=(funcga.mean(), fold))(table, rows))
+    assert all(leaf.layout is torch.strided for leaf in TORCH.backend.trees.flatten(found[0])[0])
+    assert difference(TORCH, *found) <= LIMITS["float32"]
+
+
+def test_sixteen_bit_gradients_are_summed_in_float32_by_exact_weights():
+    """512 gradients that a sum in bfloat16 would lose after 256; 1001 tokens, which are 1000 in bfloat16."""
+    params = {"w": torch.ones(4).bfloat16()}
+    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] * x).sum()), 512, fold=funcga.sum(out_dtype="float32"))
+    torch.testing.assert_close(step(params, torch.ones(512).bfloat16())["w"], torch.full((4,), 512.0))
+    step = funcga.accumulate(
+        funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1001 if x[0] > 2 else 513,
+        fold=funcga.mean(out_dtype="float32"),
+    )  # fmt: skip
+    found = step(torch.ones(()).bfloat16(), torch.tensor([1.0, 3.0]).bfloat16())
+    assert float(found) == pytest.approx((513 + 3 * 1001) / 1514, rel=1e-6)
+
+
+def test_float16_gradients_do_not_overflow_by_their_weight():
+    step = funcga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1000 if x[0] > 150 else 3000)
+    found = step(torch.ones((), dtype=torch.float16), torch.tensor([100.0, 200.0], dtype=torch.float16))
+    assert float(found) == pytest.approx(125, rel=1e-3)
+
+
+# -- randomness
+
+
+def test_noise_belongs_to_an_example():
+    keys = torch_backend.example_keys(3, torch.arange(12))
+    whole = torch_backend.sampled(torch.rand, keys, (2,))
+    assert len({*whole.flatten().tolist()}) == 24
+    cut = funcga.accumulate(lambda k: torch_backend.sampled(torch.rand, k, (2,)), 5, in_axes=0, fold=funcga.concat())
+    assert torch.equal(cut(keys), whole)
+    assert not (torch_backend.sampled(torch.rand, torch_backend.example_keys(4, torch.arange(12)), (2,)) == whole).any()
+
+
+def test_a_seeded_loss_is_a_function_of_its_keys():
+    module, (x, y) = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), batch()
+    loss = torch_backend.pure_loss(module, torch_backend.seeded(mse))
+    step = funcga.accumulate(funcga.value_and_grad(loss), N)
+    params, keys = torch_backend.trainable(module), torch_backend.example_keys(1, torch.arange(ROWS))
+    before = torch.random.get_rng_state()
+    first = step(params, keys, x, y)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(3)
+    assert difference(TORCH, step(params, keys, x, y), first) == 0
+    assert difference(TORCH, step(params, keys.flip(0), x, y), first) > 0.01
