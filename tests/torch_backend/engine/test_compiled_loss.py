@@ -342,13 +342,13 @@ def test_sums_for_cuda_graphs_stay_where_they_are(graphs, monkeypatch):
     monkeypatch.setattr(micro_step, "replays", True)
     monkeypatch.setattr(compiled, "_is_on_cuda", lambda leaves: True)
     results = [step(trainable(module), x, y) for _ in range(2)]
-    ((totals),) = micro_step.lasting
+    ((totals),) = micro_step.static_sums
     addresses = {total.data_ptr() for total in totals}
     for result in results:
         check(result, whole_batch(module, x, y))
         assert addresses.isdisjoint(leaf.data_ptr() for leaf in tree_leaves(result))
     step(trainable(module), x, y)
-    assert addresses == {total.data_ptr() for total in micro_step.lasting[0]}
+    assert addresses == {total.data_ptr() for total in micro_step.static_sums[0]}
 
 
 class Seen(TorchDispatchMode):
