@@ -215,7 +215,7 @@ def accumulator(kit, problem, cut):
 def negated():
     """A transform whose updates are the negated gradients."""
     tree = lambda grads: {name: -leaf for name, leaf in grads.items()}
-    return funcga.Transform(lambda params: (), lambda grads, state, params=None: (tree(grads), state))
+    return funcga.transforms.Transform(lambda params: (), lambda grads, state, params=None: (tree(grads), state))
 
 
 def multi_steps(kit, problem, cut):
@@ -258,7 +258,7 @@ def applied(kit, problem, cut):
         state, moved = tx.init(params), params
         for part, weight in weighed(kit, problem, batch, cut):
             assert moved is params or difference(kit, moved, params) == 0
-            moved, state = funcga.apply(tx, gradient(params, part)[1], state, params, weight=weight)
+            moved, state = funcga.transforms.apply(tx, gradient(params, part)[1], state, params, weight=weight)
         return {"grads": {name: params[name] - moved[name] for name in params}}
 
     return step

@@ -364,9 +364,13 @@ def test_fewer_rows_than_micro_batches(kit):
 
 def test_windows_of_a_loader():
     assert [*funcga.windows(range(7), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    target = funcga.windows([0.1] * 21, funcga.TargetWeight(1.0), weight=lambda weight: weight)
+    target = funcga.windows([0.1] * 21, funcga.transforms.TargetWeight(1.0), weight=lambda weight: weight)
     assert [*map(len, target)] == [10, 10, 1]
-    assert [*map(len, funcga.windows([3, 1, 4, 2, 2, 2, 1], funcga.TargetWeight(5), weight=int))] == [3, 3, 1]
+    assert [*map(len, funcga.windows([3, 1, 4, 2, 2, 2, 1], funcga.transforms.TargetWeight(5), weight=int))] == [
+        3,
+        3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_fold_is_a_prefix_and_parts_of_folds_mix(kit):
     """One Fold for all that stands below it; a fold of one's own lifts two arrays of a leaf."""
     root = funcga.Fold(
         funcga.Reducer(lambda xp, v, w: (v * v * w, xp.ones_like(v) * w), funcga.monoids.sum),
-        funcga.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced[0] / reduced[1])),
+        funcga.normalizers.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced[0] / reduced[1])),
     )
     x = kit.arrays(np.arange(1, 6, dtype="float32"))
     found = funcga.accumulate(

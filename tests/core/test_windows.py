@@ -49,7 +49,7 @@ def counting():
 
 def made(kit, n, **options):
     start = lambda params: {"runs": kit.backend.arrays.integer(0)}
-    return funcga.multi_steps(funcga.Transform(start, counting()), n, **options)
+    return funcga.multi_steps(funcga.transforms.Transform(start, counting()), n, **options)
 
 
 def run(tx, kit, grads, weights=None, state=None):
@@ -116,8 +116,8 @@ def test_a_tree_of_folds(kit):
     ("n", "ends"),
     [
         (lambda updates: 1 + 2 * (updates > 0), [0, 3]),
-        (funcga.TargetWeight(100), [2, 4]),
-        (funcga.TargetWeight(lambda updates: 40 + 60 * updates), [0, 3]),
+        (funcga.transforms.TargetWeight(100), [2, 4]),
+        (funcga.transforms.TargetWeight(lambda updates: 40 + 60 * updates), [0, 3]),
     ],
     ids=["schedule", "weight", "schedule of weights"],
 )
@@ -237,7 +237,7 @@ def test_giving_the_state_away_changes_no_bit(fold):
 @pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.max()], ids=["mean", "sum", "max"])
 def test_what_a_transform_keeps_is_not_emptied(fold):
     """Its state and its updates are the gradients themselves, in the memory that they came in."""
-    keeps = funcga.Transform(
+    keeps = funcga.transforms.Transform(
         lambda params: {"last": params}, lambda grads, state, params=None: (grads, {"last": grads})
     )
     tx, params = funcga.multi_steps(keeps, 1, fold=fold, donate=True), tree(TORCH, 1)
@@ -258,7 +258,10 @@ def test_an_error_of_the_transform_leaves_a_state_that_was_given_away():
             raise KeyError("mine")
         return negated().update(grads, ())
 
-    tx, params = funcga.multi_steps(funcga.Transform(lambda params: (), update), 3, donate=True), tree(TORCH, 1)
+    tx, params = (
+        funcga.multi_steps(funcga.transforms.Transform(lambda params: (), update), 3, donate=True),
+        tree(TORCH, 1),
+    )
     grads, state = grads_of(TORCH, 2), tx.init(params)
     for grad, weight in zip(grads, (1, 3), strict=True):
         state = tx.accumulate(grad, state, weight=weight)
@@ -339,7 +342,7 @@ def test_values_are_not_broadcast(kit):
 
 def test_a_loss_scale_follows_what_is_finite(kit):
     """Halved where a window is not finite, which is no update; doubled after so many good ones."""
-    tx = funcga.loss_scaled(negated(), init_scale=8.0, growth_interval=3)
+    tx = funcga.transforms.loss_scaled(negated(), init_scale=8.0, growth_interval=3)
     params, grads = tree(kit, 1), grads_of(kit, 5)
     state, scales = tx.init(params), []
     for index, grad in enumerate(grads):
