@@ -59,10 +59,10 @@ def streamed(gradient, n, **options):
     leading = {0: 0, None: 1}.get(axes, 1)  # arguments that are not cut
 
     def on_batch(*args):
-        rows = len(args[-1]["x"] if isinstance(args[-1], dict) else args[-1])
-        return step(
-            *args[:leading], [tuple(rows_of(arg, a, b) for arg in args[leading:]) for a, b in bounds({"n": n}, rows)]
-        )
+        rows, kinds = len(args[-1]["x"] if isinstance(args[-1], dict) else args[-1]), [tuple, list]
+        cut = bounds({"n": n}, rows)
+        items = [[rows_of(arg, a, b) for arg in args[leading:]] for a, b in cut]
+        return step(*args[:leading], [kinds[index % 2](item) for index, item in enumerate(items)])
 
     return on_batch
 
@@ -144,17 +144,19 @@ def test_integers_bools_and_complex_numbers(kit, way):
     values = lambda x: {
         "sum": x.sum(), "max": x.max(), "min": x.min(), "any": (x < 0).any(), "all": (x < 0).all(), "rows": x,
         "complex": x.sum() * kit.arrays(np.complex64(1j)), "counted": x.sum() > 0,
+        "ratio": kit.xp.stack([x.sum(), x.sum() * 0 + 1]),
     }  # fmt: skip
     fold = {
         "sum": funcga.sum(), "max": funcga.max(), "min": funcga.min(), "any": funcga.max(), "all": funcga.min(),
         "rows": funcga.concat(), "complex": funcga.mean(), "counted": funcga.sum(),
+        "ratio": funcga.ratio(),
     }  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):
         found = WAYS[way](values, 4, in_axes=0, fold=fold)(x)
     numbers = {name: kit.numpy(leaf).tolist() for name, leaf in found.items()}
     assert numbers == {
         "sum": 2**24 + 7, "max": 2**24 + 1, "min": -5, "any": True, "all": False, "rows": [2**24 + 1, 3, -5, 8],
-        "complex": numbers["complex"], "counted": 3,
+        "complex": numbers["complex"], "counted": 3, "ratio": float(np.float32((2**24 + 7) / 4)),
     }  # fmt: skip
     assert abs(numbers["complex"] - 1j * (2**24 + 7) / 4) < 1
 
