@@ -14,7 +14,7 @@ from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
 from funcga._observe import ObserverTree
 from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, explains_arguments
+from funcga.errors import FuncgaError, check_callable, explains_arguments
 from funcga.folds import FoldTree, mean
 
 
@@ -134,6 +134,8 @@ def accumulate(
         >>> loss, grads
         (tensor(1.), {'w': tensor([-2., -2.])})
     """
+    # First, as loss_fn's own arguments would be taken for n and be blamed.
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     searches = isinstance(n, str) and n == "auto" and microbatch_size is None
     count, rows = (None, None) if searches else read_sizes(n, microbatch_size, ', or n="auto"')
     program = read_program(
