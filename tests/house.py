@@ -41,7 +41,7 @@ TOOLS = {
 TORCH = tuple(
     f"torch_backend/{name}"
     for name in (
-        "engine/", "loop.py", "modules/", "wrapped/", "reduce/", "replicas.py", "sums.py", "coupled.py", "multi_steps.py",
+        "engine/", "loop.py", "modules/", "wrapped/", "reduce/", "replicas.py", "sums/", "coupled.py", "multi_steps.py",
     )
 )  # fmt: skip
 

@@ -331,7 +331,7 @@ class _FirstPass(Calls):
         ]
         # Nothing of it stays here: summaries are freed before the second pass.
         self.buffers, self.reductions = None, []
-        reduced = [buffers.reduced[leaf_index] for leaf_index in outputs.reduced]
+        reduced = [buffers.sums.accumulators[leaf_index] for leaf_index in outputs.reduced]
         return Summaries(self.source.job, outputs, reduced, collected, state, lambda fold: tally)
 
 

@@ -22,7 +22,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
-from torch_backend.engine import Window, ordered
+from torch_backend.engine import Window
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.buffers import Buffers
 from torch_backend.engine.compiled import compiled_steps_of, of_compiled_loss
@@ -42,6 +42,7 @@ from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfro
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.replicas import Listener
+from torch_backend.sums import ordered
 from torch_backend.wrapped.gradient import ModuleGradient, calling
 
 

@@ -127,16 +127,18 @@ def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumula
     # are copied, because it works in place.
     accumulators = window.accumulators if window.owned else map(_copied, window.accumulators)
     buffers = Buffers(Layout(window.outputs))
-    buffers.reduced = [*accumulators]
+    buffers.sums.accumulators = [*accumulators]
     buffers.unit = unit if isinstance(steps, torch.Tensor) or steps else None
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
         total = sum(limb.to(torch.float64) for limb in window.tally.weight)
         buffers.counted = Tally((total,), window.tally.steps)
     else:
         buffers.weight, buffers.steps = total, steps
-    reduction.begin(buffers, [*map(largest, buffers.reduced)])
+    reduction.begin(buffers, [*map(largest, buffers.sums.accumulators)])
     reduction.finish([])
-    return window._replace(accumulators=buffers.reduced, tally=buffers.tally, unit=buffers.unit)
+    return window._replace(
+        accumulators=buffers.sums.accumulators, tally=buffers.tally, unit=buffers.unit
+    )
 
 
 def _copied(accumulator: Reduced) -> Reduced:

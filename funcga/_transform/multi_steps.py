@@ -597,10 +597,10 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
     be counted.
     """
-    is_one = isinstance(weight, int | float) and weight == 1
+    if isinstance(weight, int | float) and weight == 1:
+        return 1
     if (
-        not is_one
-        and replicas is not None
+        replicas is not None
         and replicas.leaves
         and any(fold.weighs for fold in window.outputs.reduced_folds)
     ):

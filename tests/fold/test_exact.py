@@ -14,7 +14,7 @@ import torch_backend
 from funcga import _exact
 from funcga._fold import LeafFold, Tally
 from tests.kits import JAX, TORCH
-from torch_backend.engine import elementwise
+from torch_backend.sums import elementwise
 
 LIMIT = 2.0**20
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])

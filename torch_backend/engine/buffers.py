@@ -13,11 +13,11 @@ import torch
 from funcga._fold import Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Reduced, Scalar, Tree
-from torch_backend import arrays, sums
-from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
-from torch_backend.engine import elementwise, ordered
+from torch_backend import arrays
+from torch_backend.dtensor import local, local_tensors, without_partials
 from torch_backend.engine.layout import Layout
 from torch_backend.replicas import Replicas
+from torch_backend.sums import Sums, elementwise
 
 
 class Merge(Protocol):
@@ -57,9 +57,8 @@ class Buffers:
     """What one window has folded so far. It is made by the window, owned by it and emptied into the
     result.
 
-    `reduced` has the accumulator of each leaf of the output; None before the first micro-batch, and
-    for leaves that are not reduced. `passed` has threaded leaves of the backward pass, until `add`
-    returns them. `collected` has the rows of each micro-batch.
+    `sums` has the accumulators of what is reduced. `passed` has threaded leaves of the backward
+    pass, until `add` returns them. `collected` has the rows of each micro-batch.
     """
 
     def __init__(self, layout: Layout):
@@ -70,17 +69,11 @@ class Buffers:
         self.steps = 0
         self.counted: Tally | None = None
         self.rejected: Scalar = 0  # micro-batches that are dropped
-        # A weight that only a device knows, and for each device and dtype that hooks of its
-        # micro-batch have asked for: the weight in the unit, whether it is not 0, and a 0.
-        self.factors_of: torch.Tensor | None = None
-        self.factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         # What is held of a weighted sum is the sum divided by the unit. None before the first
         # weight.
         self.unit: float | None = None
         self.unit_is_fixed = False
-        self.reduced: list[Reduced] = [None] * len(layout.kinds)
-        # Of a step that is compiled: what may be the memory of an argument.
-        self.borrowed: set[int] = set()
+        self.sums = Sums(layout.folds, [None] * len(layout.kinds), not layout.pure)
         self.passed: dict[int, torch.Tensor] = {}
         self.collected: dict[int, list[torch.Tensor]] = {
             leaf_index: [] for leaf_index in self.outputs.collected
@@ -122,7 +115,9 @@ class Buffers:
     def hold_in(self, unit: float) -> None:
         """Rescales the weighted sums to this unit."""
         begun = [
-            self.reduced[index] for index in self.layout.weighted if self.reduced[index] is not None
+            self.sums.accumulators[index]
+            for index in self.layout.weighted
+            if self.sums.accumulators[index] is not None
         ]
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(local_tensors(begun), self.unit / unit)
@@ -131,7 +126,9 @@ class Buffers:
     @property
     def begun_sums(self) -> list[torch.Tensor]:
         """The accumulators that sums are added to in place, as far as there are any."""
-        begun = [self.reduced[index] for index in (*self.layout.weighted, *self.layout.plain)]
+        begun = [
+            self.sums.accumulators[index] for index in (*self.layout.weighted, *self.layout.plain)
+        ]
         return local_tensors([accumulator for accumulator in begun if accumulator is not None])
 
     # --- a micro-batch
@@ -144,13 +141,13 @@ class Buffers:
         values = {
             leaf_index: arrays.strided(leaves[leaf_index]) for leaf_index in layout.rest.indices
         }
-        self._add_sums(layout.rest.plain, values, 1)
+        self.sums.add(layout.rest.plain, values, 1)
         if share is None:
-            self._add_masked(layout.rest.weighted, values, weight)
+            self.sums.add_masked(layout.rest.weighted, values, weight, self.unit or 1.0)
         else:
-            self._add_sums(layout.rest.weighted, values, share)
+            self.sums.add(layout.rest.weighted, values, share)
         for index in layout.rest.others:
-            self._combine(index, values[index], weight)
+            self.sums.combine(index, values[index], weight)
         for leaf_index in layout.rest.collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[leaf_index].append(arrays.strided(leaves[leaf_index]).clone())
@@ -172,14 +169,16 @@ class Buffers:
         """
         index = self.outputs.before
         # A weight of 0 adds nothing, not even a NaN.
-        if self.reduced[index] is not None:
+        if self.sums.accumulators[index] is not None:
             if share:
-                self.reduced[index].add_(value, alpha=share)
+                self.sums.accumulators[index].add_(value, alpha=share)
         elif share:
             begun = value.to(self.folds[index].accumulator_dtype, copy=True)
-            self.reduced[index] = begun if share == 1 else begun.mul_(share)
+            self.sums.accumulators[index] = begun if share == 1 else begun.mul_(share)
         else:
-            self.reduced[index] = torch.zeros_like(value, dtype=self.folds[index].accumulator_dtype)
+            self.sums.accumulators[index] = torch.zeros_like(
+                value, dtype=self.folds[index].accumulator_dtype
+            )
         self.weight += weight
         self.steps += 1
 
@@ -197,13 +196,13 @@ class Buffers:
                 {leaf_index: value},
             )
             if kind is None:
-                self._combine(leaf_index, value, weight)
+                self.sums.combine(leaf_index, value, weight)
             elif kind == "plain":
-                self._add_sums([leaf_index], values, 1)
+                self.sums.add([leaf_index], values, 1)
             elif share is None:
-                self._add_masked([leaf_index], values, weight)
+                self.sums.add_masked([leaf_index], values, weight, self.unit or 1.0)
             else:
-                self._add_sums([leaf_index], values, share)
+                self.sums.add([leaf_index], values, share)
 
     def _count(self, weight: Scalar) -> None:
         self.steps += 1
@@ -214,102 +213,7 @@ class Buffers:
 
     def _count_on_device(self, more: Tally) -> None:
         self.counted = more if self.counted is None else self.counted.merge(more)
-        self.factors_of = None  # the next weight may be the same tensor with another number
-
-    def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
-        fold = self.folds[index]
-        if not self.pure and elementwise.fits(fold, value):
-            if self.reduced[index] is None:
-                self.reduced[index] = elementwise.begun(fold, value)
-            elementwise.combine(fold, self.reduced[index], value, weight)
-            return
-        before = fold.identity(value) if self.reduced[index] is None else self.reduced[index]
-        combined = fold.combine(before, fold.lift(value, weight))
-        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-        self.reduced[index] = combined.clone() if combined is value else combined
-
-    def _add_sums(
-        self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float
-    ) -> None:
-        """Adds factor * value to each of these sums."""
-        accumulators = [self.reduced[index] for index in indices]
-        if {*map(type, accumulators)} == {type(None)}:  # they begin together
-            self._begin_sums(indices, values, factor)
-            return
-        if not (accumulators and factor):
-            return
-        more = [redistributed(values[index], self.reduced[index]) for index in indices]
-        if torch.compiler.is_compiling():
-            for index, total in zip(
-                indices, ordered.added(accumulators, more, factor), strict=True
-            ):
-                self.reduced[index] = total
-            self.borrowed.difference_update(indices)
-        else:
-            sums.add_scaled(local_tensors(accumulators), local_tensors(more), factor, donate=True)
-
-    def _begin_sums(
-        self, indices: list[int], values: Mapping[int, torch.Tensor], factor: float
-    ) -> None:
-        """Makes accumulators of factor * value, in memory of their own."""
-        dtypes = [self.folds[index].accumulator_dtype for index in indices]
-        if factor == 1 and torch.compiler.is_compiling():
-            # The compiler would make a copy for each use.
-            for index, dtype in zip(indices, dtypes, strict=True):
-                self.reduced[index] = values[index].to(dtype)
-            self.borrowed.update(indices)
-            return
-        local_values = local_tensors([values[index] for index in indices])
-        if factor and len(indices) > 1 and dtypes == [value.dtype for value in local_values]:
-            # Copied and scaled in one kernel, where there would be two.
-            accumulators = [*torch._foreach_mul(local_values, factor)]
-        else:
-            accumulators = [
-                value.to(dtype, copy=True)
-                for value, dtype in zip(local_values, dtypes, strict=True)
-            ]
-            if not factor:
-                torch._foreach_zero_(accumulators)
-            elif factor != 1:
-                torch._foreach_mul_(accumulators, factor)
-        for index, accumulator in zip(indices, accumulators, strict=True):
-            self.reduced[index] = as_dtensor(accumulator, values[index])
-
-    def _add_masked(
-        self, indices: list[int], values: Mapping[int, torch.Tensor], weight: torch.Tensor
-    ) -> None:
-        """Adds weight * value to each sum, for a weight on a device. One leaf at a time, so that
-        one mask is alive.
-        """
-        for index in indices:
-            value, dtype = values[index], self.folds[index].accumulator_dtype
-            factor, counts, zero = self._factor(weight, value.device, dtype)
-            # `where` selects: of a weight of 0 not even a NaN is added.
-            if self.reduced[index] is None:
-                product = torch.where(counts, local(value).to(dtype), zero).mul_(factor)
-                self.reduced[index] = as_dtensor(product, value)
-            elif torch.compiler.is_compiling():
-                # The sum may be borrowed.
-                product = torch.where(counts, local(value).to(dtype), zero) * factor
-                self._add_sums([index], {index: as_dtensor(product, value)}, 1)
-            else:
-                accumulator, more = local_tensors(
-                    [self.reduced[index], redistributed(value, self.reduced[index])]
-                )
-                accumulator.addcmul_(torch.where(counts, more.to(dtype), zero), factor)
-
-    def _factor(
-        self, weight: torch.Tensor, *kind: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The weight on a device and in a dtype, whether it is not 0, and a 0 to select."""
-        if weight is not self.factors_of:
-            self.factors_of, self.factors = weight, {}
-        if kind not in self.factors:
-            here = weight.to(kind[0])
-            factor = here.to(kind[1])
-            factor = factor if self.unit in (None, 1) else factor / self.unit
-            self.factors[kind] = factor, here != 0, torch.zeros_like(factor)
-        return self.factors[kind]
+        self.sums.factors_of = None  # the next weight may be the same tensor with another number
 
     # --- the end of the window
 
@@ -321,20 +225,21 @@ class Buffers:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf index."""
-        for leaf_index, value in enumerate(self.reduced):
+        for leaf_index, value in enumerate(self.sums.accumulators):
             if type(value) is not torch.Tensor:
-                self.reduced[leaf_index] = without_partials(value, likes.get(leaf_index))
+                self.sums.accumulators[leaf_index] = without_partials(value, likes.get(leaf_index))
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty
         afterwards.
         """
-        for index in self.borrowed:
-            self.reduced[index] = self.reduced[index].clone()
+        for index in self.sums.borrowed:
+            self.sums.accumulators[index] = self.sums.accumulators[index].clone()
         left = self._divide()
         # The result takes the memory over: nothing of it stays here, where a later window could
         # write to it.
-        results, self.reduced = self.reduced, [None] * len(self.reduced)
+        results = self.sums.accumulators
+        self.sums.accumulators = [None] * len(results)
         # Leaves that were divided in place only need their dtype. The others are normalised one by
         # one.
         for index in self.layout.cast:
@@ -381,7 +286,7 @@ class Buffers:
         left = [*self.layout.undivided]
         for indices, by, weighted in self.layout.quotients:
             divisor = total if by == "weight" else steps
-            sums_here = [*map(self.reduced.__getitem__, indices)]
+            sums_here = [*map(self.sums.accumulators.__getitem__, indices)]
             if {*map(type, sums_here)} != {torch.Tensor}:
                 sums_here = local_tensors(sums_here)
             if not isinstance(divisor, torch.Tensor):
@@ -391,7 +296,7 @@ class Buffers:
                     sums_here, divisor, unit if weighted else 1.0, not weighted and by == "weight"
                 )
         for index in self.layout.undivided_weighted:
-            local(self.reduced[index]).mul_(unit)
+            local(self.sums.accumulators[index]).mul_(unit)
         return left
 
 

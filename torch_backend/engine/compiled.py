@@ -365,17 +365,17 @@ class _CompiledBuffers(Buffers):
 
     def __init__(self, sums: CompiledSums, layout: Layout):
         super().__init__(layout)
-        self.sums = sums
+        self.compiled = sums
         self._hold(sums.totals)
 
     def _hold(self, totals: list[torch.Tensor]) -> None:
         for added, total in zip(self.layout.backward.added, totals, strict=True):
-            self.reduced[added.leaf_index] = total
+            self.sums.accumulators[added.leaf_index] = total
 
     def result(self, state: list[Any]) -> Tree:
         """The normalised result, out of the reach of a next window, for which sums may stay."""
-        if self.sums.is_static:
-            self._hold(self.sums.copies())
+        if self.compiled.is_static:
+            self._hold(self.compiled.copies())
         return super().result(state)
 
 

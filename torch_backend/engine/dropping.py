@@ -46,8 +46,8 @@ class DroppingBuffers(Buffers):
             return super().add(leaves, weight)
         for index in self.layout.rest.indices:
             # It may be the first, and every other may be dropped, too.
-            if self.reduced[index] is None:
-                self.reduced[index] = self.folds[index].identity(leaves[index])
+            if self.sums.accumulators[index] is None:
+                self.sums.accumulators[index] = self.folds[index].identity(leaves[index])
         for leaf_index in self.layout.rest.collected:
             # Only observers collect anything here: of what is dropped, NaN.
             self.collected[leaf_index].append(
@@ -82,18 +82,18 @@ class DroppingBuffers(Buffers):
         kept_weight, layout = _where(keep, weight, 0), self.layout
         values = {index: leaves[index] for index in layout.rest.indices}
         self.share(kept_weight)
-        self._add_masked(layout.rest.weighted, values, kept_weight)
+        self.sums.add_masked(layout.rest.weighted, values, kept_weight, self.unit or 1.0)
         for index in layout.rest.plain:
-            self._add_sums([index], {index: _where(keep, values[index], 0)}, 1)
+            self.sums.add([index], {index: _where(keep, values[index], 0)}, 1)
         for index in layout.rest.others:
-            before = self.reduced[index]  # which some folds overwrite
+            before = self.sums.accumulators[index]  # which some folds overwrite
             before = (
                 tuple([part.clone() for part in before])
                 if isinstance(before, tuple)
                 else before.clone()
             )
-            self._combine(index, values[index], weight)
-            self.reduced[index] = selected(keep, self.reduced[index], before)
+            self.sums.combine(index, values[index], weight)
+            self.sums.accumulators[index] = selected(keep, self.sums.accumulators[index], before)
         self._count_on_device(arrays.tally(kept_weight)._replace(steps=keep.to(torch.int64)))
         return [leaves[leaf_index] for leaf_index in self.outputs.threads]
 

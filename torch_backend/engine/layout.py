@@ -5,7 +5,7 @@ one kind.
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from funcga._types import Structure, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.inputs import Leaves
+from torch_backend.sums import added_as
 
 
 class Added(NamedTuple):
@@ -145,7 +146,7 @@ class Layout:
         self.kinds = [
             None
             if self.pure or leaf_index not in self.folds
-            else kind_in_place(self.folds[leaf_index], dtype)
+            else added_as(self.folds[leaf_index], dtype)
             for leaf_index, dtype in enumerate(outputs.dtypes)
         ]
         self.weighted, self.plain = (
@@ -179,12 +180,6 @@ def _quotients(
         if by is not None:
             groups[by].append(index)
     return [Quotients(group, by, weighted) for by, group in groups.items() if group]
-
-
-def kind_in_place(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "plain"] | None:
-    """How leaves of this dtype are added in place to the sum of a fold; None if they are not."""
-    is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
-    return fold.adds if is_half or dtype == fold.accumulator_dtype else None
 
 
 # What the fold of a leaf depends on. Only a DTensor has placements.

@@ -68,7 +68,7 @@ class LentSums:
         )
         # From here until `release` buffers and leaves share the accumulators: autograd adds to
         # `leaf.grad` in place.
-        reduced = buffers.reduced
+        reduced = buffers.sums.accumulators
         if self.how.widens or {*map(type, reduced)} != {type(None)}:
             self._attach_begun(reduced)
         self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
@@ -99,7 +99,7 @@ class LentSums:
         """Notes how far the sums have come: which accumulators there are, and whether a pass
         needs hooks.
         """
-        accumulators = [*map(self.buffers.reduced.__getitem__, self.how.added_sums)]
+        accumulators = [*map(self.buffers.sums.accumulators.__getitem__, self.how.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
         hooked = self.how.not_sums or self.how.dtensors or self.mixed
@@ -204,7 +204,7 @@ class LentSums:
         for added in self.how.added:
             is_attached = has_weight or added.plain
             self.inputs[added.position].grad = (
-                self.buffers.reduced[added.leaf_index] if is_attached else None
+                self.buffers.sums.accumulators[added.leaf_index] if is_attached else None
             )
         self.attached = has_weight
         self._survey()
@@ -279,7 +279,7 @@ class LentSums:
     def _adopt(self) -> None:
         """Makes accumulators of the first gradients that autograd has left in the leaves."""
         reduced, sums, gradients = (
-            self.buffers.reduced,
+            self.buffers.sums.accumulators,
             self.how.added_sums,
             [*map(_GRAD, self.adding)],
         )
@@ -315,7 +315,7 @@ class LentSums:
             self.check_grads()
         for leaf in self.inputs:
             leaf.grad = None
-        self.accumulators, layout, reduced = [], self.buffers.layout, self.buffers.reduced
+        self.accumulators, layout, reduced = [], self.buffers.layout, self.buffers.sums.accumulators
         # No loss of the window depended on what has no accumulator yet: its sum is 0.
         for leaf_index in self.how.sums if self.how.dtensors or not self.begun else ():
             if reduced[leaf_index] is None:
@@ -329,7 +329,7 @@ class LentSums:
         for added in self.how.added:
             is_attached = self.attached or added.plain
             if self.inputs[added.position].grad is not (
-                self.buffers.reduced[added.leaf_index] if is_attached else None
+                self.buffers.sums.accumulators[added.leaf_index] if is_attached else None
             ):
                 raise FuncgaError(
                     "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "

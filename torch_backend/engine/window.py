@@ -9,6 +9,7 @@ the output. `LentSums` let autograd add to them.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -125,7 +126,7 @@ class Engine:
                 self.sums = self.bind(loss.detach(), aux, leaves, arguments)
             sums, communicates = self.sums, self.listener is not None and self.listener.heard
             share = passes.backwards(
-                leaves, lambda: sums.add(differentiated, weight, moving, communicates)
+                leaves, partial(sums.add, differentiated, weight, moving, communicates)
             )
         if passes.arrivals is not None:
             alone = self.reduction is None
@@ -262,12 +263,12 @@ class Engine:
             self._add_notes(self.observing)
         # The leaves give the accumulators back: from here on only the buffers hold them.
         self.sums.release()
-        if not {*map(type, self.buffers.reduced)} <= _PLAIN:
+        if not {*map(type, self.buffers.sums.accumulators)} <= _PLAIN:
             self.buffers.settle(self.sums.leaves)
         if self.reduction is None:
             return self.buffers.result(state)
         if self._sharded is not None:
-            self.buffers.reduced = [*map(local, self.buffers.reduced)]
+            self.buffers.sums.accumulators = [*map(local, self.buffers.sums.accumulators)]
             self.reduction.begin(self.buffers, [*map(local, self.likes)])
         return self._merged(self.reduction, self.buffers, state)
 

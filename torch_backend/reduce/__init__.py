@@ -184,7 +184,7 @@ class Reduction:
             return Report(*self._counts, agreed=self.history.recalled() is not None)
         buffers = self.buffers
         unit, weight, rejected = buffers.unit or 0.0, float(buffers.weight), buffers.rejected
-        numbers = [buffers.reduced[leaf] for leaf in self.proposal.plan.numbers]
+        numbers = [buffers.sums.accumulators[leaf] for leaf in self.proposal.plan.numbers]
         return Report(
             *self._counts,
             digest=self.proposal.digest,
@@ -211,7 +211,7 @@ class Reduction:
         try:
             self.announce()
             likes = {
-                leaf: _like(self.buffers.reduced[leaf], spec)
+                leaf: _like(self.buffers.sums.accumulators[leaf], spec)
                 for leaf, spec in self.agreement.specs.items()
             }
             with explained(), self._over_if_refused():
@@ -221,7 +221,9 @@ class Reduction:
             self.give_up()
             raise
         for leaf, like in likes.items():
-            self.buffers.reduced[leaf] = as_dtensor(self.buffers.reduced[leaf], like)
+            self.buffers.sums.accumulators[leaf] = as_dtensor(
+                self.buffers.sums.accumulators[leaf], like
+            )
         self.is_over, self.history.finished = True, self.window
         return state
 
@@ -366,7 +368,7 @@ class Reduction:
             addends = [
                 r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
             ]
-            buffers.reduced[leaf] = torch.tensor(
+            buffers.sums.accumulators[leaf] = torch.tensor(
                 sum(addends), dtype=buffers.folds[leaf].accumulator_dtype
             )
 

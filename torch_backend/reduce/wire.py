@@ -223,7 +223,7 @@ def add(
         if mark is not None:
             mark.copy_(received[mark.dtype][-1:])
         for leaf, total in zip(message.leaves, trees.unflatten(structure, sums), strict=True):
-            buffers.reduced[leaf] = _as_reduced(buffers, leaf, total, message.kind)
+            buffers.sums.accumulators[leaf] = _as_reduced(buffers, leaf, total, message.kind)
 
     return receive
 
@@ -231,7 +231,7 @@ def add(
 def _addend(buffers: Buffers, leaf: int, plan: Plan, kind: MessageKind) -> Reduced:
     """What this replica adds of a leaf, in place of which nothing is held meanwhile."""
     fold, lifted = buffers.folds[leaf], _lifted(buffers, plan, leaf, kind.device)
-    buffers.reduced[leaf] = None
+    buffers.sums.accumulators[leaf] = None
     if kind.dtype is not None:
         return lifted.to(fold.accumulator_dtype)
     assert fold.fold.reducer.monoid.sent is not None
@@ -277,7 +277,7 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[
             lifted = [
                 of_ranks[replica][0][position] for replica in members[plan.among.get(leaf, 0)]
             ]
-            buffers.reduced[leaf] = reduce(buffers.folds[leaf].combine, lifted)
+            buffers.sums.accumulators[leaf] = reduce(buffers.folds[leaf].combine, lifted)
         for position, leaf_index in enumerate(buffers.outputs.collected):
             buffers.collected[leaf_index] = [rows[position] for _, rows in of_ranks]
 
@@ -288,8 +288,8 @@ def _lifted(buffers: Buffers, plan: Plan, leaf: int, device: torch.device) -> Re
     """What this replica has folded of a leaf. Where that is nothing it is the identity: all send
     the same shapes.
     """
-    if buffers.reduced[leaf] is not None:
-        return local(buffers.reduced[leaf])
+    if buffers.sums.accumulators[leaf] is not None:
+        return local(buffers.sums.accumulators[leaf])
     dtype = buffers.outputs.dtypes[leaf]
     return buffers.folds[leaf].identity(torch.zeros(plan.shapes[leaf], dtype=dtype, device=device))
 

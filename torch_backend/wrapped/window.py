@@ -535,7 +535,7 @@ class OwnGrads:
         buffers.hold_in(scale)
         for index, gradient in pairs:
             dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
-            buffers.reduced[index] = gradient.to(dtype)
+            buffers.sums.accumulators[index] = gradient.to(dtype)
 
     def result(self, state: list[Array]) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
