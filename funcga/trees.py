@@ -146,7 +146,7 @@ def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Arr
         )
     if target is None:
         return array.copy()
-    return target.arrays.moved_like(converted(array, target, copy=True), like)
+    return side(target).moved_like(converted(array, target, copy=True), like)
 
 
 def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
@@ -282,7 +282,7 @@ def to_state_dict(tree: Tree) -> dict[str, Array]:
     """
     backend = backend_of([tree], lambda: ["tree"])
     leaves = zip(leaf_paths(tree, backend.trees), backend.trees.flatten(tree)[0], strict=True)
-    return {path: backend.arrays.stored(leaf) for path, leaf in leaves if leaf is not None}
+    return {path: side(backend).stored(leaf) for path, leaf in leaves if leaf is not None}
 
 
 def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
@@ -343,12 +343,11 @@ def _restored(path: str, array: Array, like: Array, backend: Backend) -> Array:
     arrays = backend.arrays
     if not arrays.is_array(like):
         return type(like)(array) if isinstance(like, int | float | complex | str) else array
-    if arrays.describe(arrays.stored(array)) != arrays.describe(
-        arrays.stored(arrays.as_array(like))
-    ):
+    ours = side(backend)
+    if arrays.describe(ours.stored(array)) != arrays.describe(ours.stored(arrays.as_array(like))):
         raise FuncgaError(
             f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in "
             "the tree to fill. Nothing is cast: make `like` of params in the shapes and dtypes "
             "that were saved."
         )
-    return arrays.moved_like(arrays.restored(array, like), like)
+    return ours.moved_like(ours.restored(array, like), like)

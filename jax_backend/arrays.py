@@ -42,17 +42,6 @@ def as_array(leaf: Array) -> Array:
     raise TypeError(type(leaf).__name__)
 
 
-def moved_like(array: jax.Array, like: Array) -> jax.Array:
-    """The array on the devices of another one of its shape."""
-    # Only if the other one is committed: a committed array cannot be combined with one on a
-    # mesh, and makes another program.
-    return (
-        jax.device_put(array, like.sharding)
-        if isinstance(like, jax.Array) and like.committed
-        else array
-    )
-
-
 def describe(leaf: Array) -> str:
     """`float32[8, 3]`, or the type of anything that is not an array."""
     if is_array(leaf):

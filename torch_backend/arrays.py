@@ -53,22 +53,6 @@ def as_array(leaf: object) -> torch.Tensor:
     raise TypeError(type(leaf).__name__)
 
 
-def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The array on the devices of another one of its shape."""
-    if like.is_meta:  # it stands for a tensor, and lies nowhere
-        return array
-    if is_dtensor(like) and not is_dtensor(array):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        assert isinstance(like, DTensor)
-        moved: torch.Tensor = distribute_tensor(
-            array.to(like.device), like.device_mesh, like.placements
-        )
-    else:
-        moved = array.to(like.device)
-    return with_strides_of(moved, like)
-
-
 def describe(leaf: Any) -> str:
     """`float32[8, 3]`, or the type of anything that is not an array."""
     if isinstance(leaf, torch.Tensor):
@@ -284,16 +268,6 @@ def integer(number: Scalar) -> torch.Tensor:
     if isinstance(number, torch.Tensor):
         return number.to(torch.int32)
     return torch.full((), number, dtype=torch.int32)
-
-
-def stored(array: torch.Tensor) -> torch.Tensor:
-    """The array as one of numbers, which any file format takes: of random keys, their data."""
-    return array  # torch has its generators' states in tensors
-
-
-def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What was stored of an array like this one."""
-    return numbers
 
 
 # --- What is differentiated -----------------------------------------------------------------------

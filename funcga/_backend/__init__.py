@@ -67,10 +67,6 @@ class Arrays(Protocol):
         """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
         ...
 
-    def moved_like(self, array: Array, like: Array) -> Array:
-        """The array on the devices of another one of its shape."""
-        ...
-
     def describe(self, leaf: Any) -> str:
         """`float32[8, 3]`, or the type of anything that is not an array."""
         ...
@@ -152,14 +148,6 @@ class Arrays(Protocol):
 
     def owned(self, array: Array, others: Sequence[Array]) -> Array:
         """The array, or a copy if it shares memory with one of the others."""
-        ...
-
-    def stored(self, array: Array) -> Array:
-        """The array as one of numbers, which any file format takes: of random keys, their data."""
-        ...
-
-    def restored(self, numbers: Array, like: Array) -> Array:
-        """What was stored of an array like this one."""
         ...
 
 

@@ -193,6 +193,18 @@ class DLPack(Protocol):
         """
         ...
 
+    def stored(self, array: Array) -> Array:
+        """The array as one of numbers, which any file format takes: of random keys, their data."""
+        ...
+
+    def restored(self, numbers: Array, like: Array) -> Array:
+        """What was stored of an array like this one."""
+        ...
+
+    def moved_like(self, array: Array, like: Array) -> Array:
+        """The array on the devices of another one of its shape."""
+        ...
+
 
 def side(backend: Backend) -> DLPack:
     """How a framework exports and imports arrays."""

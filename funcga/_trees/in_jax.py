@@ -241,3 +241,24 @@ def extents(leaf: jax.Array) -> list[Extent]:
         return []
     pieces = [shard.data for shard in arrays.stored(leaf).addressable_shards if shard.data.size]
     return [(_private.address(piece), _private.address(piece) + piece.nbytes) for piece in pieces]
+
+
+def stored(array: Array) -> Array:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return arrays.stored(array)
+
+
+def restored(numbers: Array, like: Array) -> Array:
+    """What was stored of an array like this one."""
+    return arrays.restored(numbers, like)
+
+
+def moved_like(array: jax.Array, like: Array) -> jax.Array:
+    """The array on the devices of another one of its shape."""
+    # Only if the other one is committed: a committed array cannot be combined with one on a
+    # mesh, and makes another program.
+    return (
+        jax.device_put(array, like.sharding)
+        if isinstance(like, jax.Array) and like.committed
+        else array
+    )

@@ -217,3 +217,29 @@ def _extent(tensor: torch.Tensor) -> list[Extent]:
     start = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
     strides = [int(stride) * tensor.itemsize for stride in tensor.stride()]
     return [extent(start, tensor.shape, strides, tensor.itemsize)]
+
+
+def stored(array: torch.Tensor) -> torch.Tensor:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return array  # torch has its generators' states in tensors
+
+
+def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What was stored of an array like this one."""
+    return numbers
+
+
+def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The array on the devices of another one of its shape."""
+    if like.is_meta:  # it stands for a tensor, and lies nowhere
+        return array
+    if is_dtensor(like) and not is_dtensor(array):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(like, DTensor)
+        moved: torch.Tensor = distribute_tensor(
+            array.to(like.device), like.device_mesh, like.placements
+        )
+    else:
+        moved = array.to(like.device)
+    return arrays.with_strides_of(moved, like)
