@@ -1,7 +1,7 @@
 """Generated calls: trees, axes, weights, folds, ways to a gradient and ways to fold, against NumPy in float64.
 
-The oracle knows the gradient of its loss in closed form and folds with `tests.oracle`; that of nested gradients is
-torch.autograd with create_graph. FUNCGA_FUZZ=2000 runs so many cases; each is named by its seed.
+The oracle knows the gradient of its loss in closed form and folds with `tests.oracle`. FUNCGA_FUZZ=2000
+runs so many cases; each is named by its seed.
 """
 
 import os
@@ -15,7 +15,7 @@ import funcga
 from tests import oracle
 from tests.kits import JAX, TORCH
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "240"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "60"))
 FOLDS = {
     "mean": funcga.mean(), "per_weight": funcga.per_weight(), "sum": funcga.sum(), "max": funcga.max(),
     "min": funcga.min(), "logsumexp": funcga.logsumexp(), "moments": funcga.moments(),
@@ -242,45 +242,6 @@ def test_calls_in_torch(seed):
     check(TORCH, seed)
 
 
-@pytest.mark.parametrize("seed", range(CASES // 20))
+@pytest.mark.parametrize("seed", range(CASES // 12))
 def test_calls_in_jax(seed, x64):
     check(JAX, seed)
-
-
-# Nested gradients: a loss after a step, of every way inside of every way
-
-INNER = {
-    "grad": lambda case, loss: funcga.grad(loss),
-    "accumulate": lambda case, loss: funcga.accumulate(funcga.grad(loss), **case.split, in_axes=case.in_axes),
-    "stream": lambda case, loss: (
-        lambda params, *args: funcga.stream(funcga.grad(loss), in_axes=case.in_axes)(
-            params, [tuple(TORCH.arrays(item)) for item in case.micro_batches()]
-        )
-    ),
-    "torch.func": lambda case, loss: funcga.accumulate(torch.func.grad(loss), **case.split, in_axes=case.in_axes),
-}
-
-
-@pytest.mark.parametrize("seed", range(CASES // 4))
-def test_nested_calls_in_torch(seed):
-    case = Case(10_000 + seed)
-    case.fold, case.summed, case.weighs, case.params = "mean", False, False, without_none(case.params)
-    loss = lambda params, *args: case.loss(torch, params, *args)
-    params, args = TORCH.arrays(case.params), TORCH.arrays(case.args)
-    inner = INNER[str(case.r.choice(list(INNER)))](case, loss)
-
-    def after_a_step(params, *args):
-        moved = mapped(lambda p, g: p - 0.01 * g, params, inner(params, *args_of_step))
-        return loss(moved, *args)
-
-    args_of_step = args
-    outer = INNER[str(case.r.choice(list(INNER)))](case, after_a_step)
-    got = leaves_of(outer(params, *args))
-
-    own = mapped(lambda p: p.clone().requires_grad_(), params)
-    leaves = leaves_of(own)
-    grads = iter(torch.autograd.grad(loss(own, *args), leaves, create_graph=True))
-    moved = mapped(lambda p: p - 0.01 * next(grads), own)
-    expected = torch.autograd.grad(loss(moved, *args), leaves)
-    for found, wanted in zip(got, expected, strict=True):
-        assert_close(TORCH, found, wanted.detach().numpy())
