@@ -19,7 +19,7 @@ from torch_backend.engine import elementwise
 LIMIT = 2.0**20
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
 KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
-WEIGHTS = [1, 3, 7, 49, 0.3, 1e-3, 12345, 2**23 + 1, 2.0**60]
+WEIGHTS = [3, 49, 0.3, 2**23 + 1, 2.0**60]
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_a_quotient_is_rounded_correctly(dtype, divisor):
 
 
 @DTYPES
-@pytest.mark.parametrize("weight", [3, 0.3, 1 / 7, 1e4 + 1])
+@pytest.mark.parametrize("weight", [0.3, 1e4 + 1])
 def test_a_weighted_term_is_rounded_once(dtype, weight):
     """In a program that could contract the product and what follows."""
     values = drawn(dtype, 4000, seed=5) / 2**15
@@ -162,8 +162,7 @@ def test_what_is_not_finite_comes_through(kit, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("weight", [1, 0.3, 4])
-@pytest.mark.parametrize("shape", [(2, 5), ()])
+@pytest.mark.parametrize(("weight", "shape"), [(1, (2, 5)), (0.3, (2, 5)), (4, ())])
 def test_torch_adds_in_place_what_the_formulas_say(dtype, weight, shape):
     """Terms of one size at a time, some of which are out of range."""
     r = np.random.default_rng(0)
@@ -276,8 +275,9 @@ def test_it_is_closer_to_the_truth_than_a_plain_sum(kit):
 
 
 @KITS
-@pytest.mark.parametrize("shape", [(140_000,), (300, 511), (1,), (0,), ()])
-@pytest.mark.parametrize("weight", [4, 3, 0, 0.3])
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((140_000,), 3), ((300, 511), 0.3), ((140_000,), 0), ((1,), 0), ((0,), 3), ((), 4)]
+)
 def test_large_leaves_and_small_ones_are_held_alike(kit, shape, weight):
     """In torch a large leaf is folded in place, in pieces: as funcga._exact says."""
     r = np.random.default_rng(8)
@@ -394,7 +394,7 @@ def test_out_of_range_is_nan_inside_of_jit():
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("exponent", [2, -20, -39, 50])
+@pytest.mark.parametrize("exponent", [2, -39, 50])
 @KITS
 def test_out_of_range_is_an_error_of_finalize(kit, exponent):
     """It names a limit that is taken."""
