@@ -125,7 +125,7 @@ def predicted(step, args):
     return sum(peak(program, window, args, {}, BACKEND).values())
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 16])
+@pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("problem", [mlp, cnn, transformer, lambda: transformer(recomputes=True)])
 def test_the_peak_is_that_of_the_real_window(problem, n):
     model, batch = problem()
@@ -134,7 +134,7 @@ def test_the_peak_is_that_of_the_real_window(problem, n):
     assert predicted(step, (*params, *batch)) == counted(step, (*params, *batch))
 
 
-@pytest.mark.parametrize("n", [1, 3, 16])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "module"])
 def test_whatever_is_folded_the_peak_is_that_of_the_real_window(name, n):
     model, batch = mlp()
@@ -209,7 +209,7 @@ def test_jax_from_shapes():
     assert plan.peak_bytes == expected - sizes.alias_size_in_bytes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_search(seed):
     """Of peaks on a line, and of bent ones, whatever n = 1 takes."""
     draw = random.Random(seed)
@@ -290,8 +290,7 @@ def over_replicas(group, make, n, how):
     return sum(parts.values()) - parts["parameters"] - parts["batch"], taken, planning.collectives
 
 
-@pytest.mark.parametrize("how", ["plain", "wire", "max"])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(("how", "n"), [("plain", 1), ("wire", 4), ("max", 4)])
 def test_over_replicas(n, how):
     """The plan is that of the first window, in which the sums of all leaves begin before the first gradient."""
     for predicted, taken, sent in processes().run(over_replicas, transformer, n, how, size=2):
@@ -351,7 +350,7 @@ def test_half_lives(array):
         funcga.transforms.beta_for_half_life(-1, 4000)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 40])
+@pytest.mark.parametrize("n", [1, 7])
 def test_losses_of_the_whole_batch(n):
     """In two passes, whose summaries are held."""
     params = {"a": torch.randn(20, 64), "b": torch.randn(64, 16)}

@@ -112,7 +112,9 @@ def test_state_is_threaded_once(kit):
 
 
 @pytest.mark.parametrize(
-    ("fold", "masked"), [(funcga.mean(), [0, 1]), (funcga.mean(), [0, 1, 2]), (funcga.moments(), [2])], ids=str
+    ("fold", "masked"),
+    [(funcga.mean(), [0, 1]), (funcga.mean(), [0, 1, 2]), (funcga.moments(), [2])],
+    ids=lambda part: getattr(part, "name", str(part)),
 )
 def test_micro_batches_of_weight_0_add_nothing(kit, masked, fold):
     """Their summaries are NaN here, as a mean over no tokens is."""

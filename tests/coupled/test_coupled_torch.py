@@ -312,7 +312,14 @@ def test_a_single_micro_batch_takes_one_pass_and_several_take_two(way, n):
     assert len(calls) == (1 if n == 1 else 2 * n)
 
 
-@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("way", "grad_mode"),
+    [
+        *((way, torch.enable_grad) for way in WAYS.values()),
+        (of_module, torch.no_grad),
+        (of_function, torch.inference_mode),
+    ],
+)
 def test_nothing_outside_is_changed(way, grad_mode):
     module, (x, y) = mlp(nn.Dropout(0.1)), batch()
     x.requires_grad_()
@@ -335,9 +342,8 @@ def test_nothing_outside_is_changed(way, grad_mode):
         assert result[1][name].data_ptr() not in (p.data_ptr(), p.grad.data_ptr())
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_parameters_and_rows_made_in_inference_mode(n):
-    module, (x, y) = mlp(), batch()
+def test_parameters_and_rows_made_in_inference_mode():
+    n, module, (x, y) = 3, mlp(), batch()
     expected = one_graph(module, loss_of, x, y, *bounds(ROWS, n))
     call = lambda params: lambda *args: torch.func.functional_call(module, params, args)
     step = funcga.coupled(lambda params, x, y: summary_of(call(params), x, y), loss_of_params, n)

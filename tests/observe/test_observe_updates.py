@@ -62,7 +62,7 @@ PER_WEIGHT = {"fold": funcga.per_weight()}
         *((kit, options) for kit in (TORCH, JAX) for options in ({}, {"drop": "window"}, PER_WEIGHT)),
         (TORCH, {"donate": True}),
     ],
-    ids=str,
+    ids=lambda part: getattr(part, "name", str(part)),
 )
 def test_a_state_has_what_the_last_window_has_said(kit, options):
     tx = funcga.multi_steps(optimizer(kit), 5, observe=OBSERVE, **options)
@@ -110,7 +110,9 @@ def test_what_is_dropped_is_not_observed(kit):
     check(state.observed, gradients[:2], [1, 1])
 
 
-@pytest.mark.parametrize(("kit", "chained"), [(TORCH, False), (TORCH, True), (JAX, False)])
+@pytest.mark.parametrize(
+    ("kit", "chained"), [(TORCH, False), (TORCH, True), (JAX, False)], ids=lambda part: getattr(part, "name", str(part))
+)
 def test_a_loss_scale_is_divided_out(kit, chained):
     """Also if it is in a chain of torch."""
     gradients = numbers()

@@ -83,26 +83,19 @@ def drops(group, drop):
     return found, [int(x) for x in state.dropped], int(state.updates)
 
 
-def test_a_micro_batch_is_dropped_on_one_rank():
-    params, rows = problem()
-    expected = gradient(params, torch.cat([rows[:13], rows[20:]])), gradient(params, rows)
-    for found, dropped, count in processes().run(drops, "microbatch", size=2):
-        assert (dropped, count) == ([1, 0], 2)
-        for (updates, has), whole in zip(found, expected, strict=True):
-            assert has
-            for name in updates:
-                torch.testing.assert_close(updates[name], -whole[name], rtol=1e-13, atol=1e-14)
-
-
-def test_a_window_is_dropped_on_all_ranks():
+def test_what_one_rank_drops_is_dropped_on_all():
+    """A micro-batch with its weight, or the whole window."""
     params, rows = problem()
     whole = gradient(params, rows)
-    for found, dropped, count in processes().run(drops, "window", size=2):
-        assert (dropped, count) == ([6, 1], 1)
-        assert [has for _, has in found] == [False, True]
-        assert all((u == 0).all() for u in found[0][0].values())
-        for name, update in found[1][0].items():
-            torch.testing.assert_close(update, -whole[name], rtol=1e-13, atol=1e-14)
+    without = gradient(params, torch.cat([rows[:13], rows[20:]]))
+    zeros = {name: torch.zeros_like(leaf) for name, leaf in whole.items()}
+    for drop, counts, first in (("microbatch", [1, 0, 2], without), ("window", [6, 1, 1], zeros)):
+        for found, dropped, count in processes().run(drops, drop, size=2):
+            assert [*dropped, count] == counts
+            assert [has for _, has in found] == [drop == "microbatch", True]
+            for (updates, _), expected in zip(found, (first, whole), strict=True):
+                for name in updates:
+                    torch.testing.assert_close(updates[name], -expected[name], rtol=1e-13, atol=1e-14)
 
 
 def targets(group):

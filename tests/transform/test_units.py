@@ -66,7 +66,9 @@ def test_an_accumulator(kit, values, weights):
 
 @CASES
 @pytest.mark.parametrize(
-    ("kit", "options"), [(TORCH, {}), (TORCH, {"donate": True}), (TORCH, {"drop": "microbatch"}), (JAX, {})], ids=str
+    ("kit", "options"),
+    [(TORCH, {}), (TORCH, {"donate": True}), (TORCH, {"drop": "microbatch"}), (JAX, {})],
+    ids=lambda part: getattr(part, "name", str(part)),
 )
 def test_windows_of_multi_steps(kit, options, values, weights):
     """One window after another, the second of which begins in the state that the first has left."""
