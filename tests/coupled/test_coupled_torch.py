@@ -213,17 +213,6 @@ def test_the_loss_may_use_the_module_itself():
     check(step(trainable(module), x, y), expected)
 
 
-def test_totals_with_a_module():
-    module, (x, y) = mlp(), batch()
-    summary_fn = lambda module, x, y, *, totals: ((module(x) - module(y)) ** 2).sum() / totals["rows"]
-    options = {"totals": lambda x, y: {"rows": len(x)}, "fold": funcga.sum()}
-    loss_fn = lambda module, s: s * module.scale
-    expected = ((module(x) - module(y)) ** 2).sum() / ROWS * module.scale
-    grads = dict(zip(trainable(module), torch.autograd.grad(expected, [*trainable(module).values()]), strict=True))
-    for each in (of_pure_loss, of_module):
-        check(each(module, loss_fn, summary_fn=summary_fn, **options)(x, y), (expected.detach(), grads))
-
-
 # --- numbers of few bits
 
 

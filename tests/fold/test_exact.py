@@ -12,9 +12,7 @@ import torch
 import funcga
 import torch_backend
 from funcga import _exact
-from funcga._fold import LeafFold, Tally
 from tests.kits import JAX, TORCH
-from torch_backend.engine import elementwise
 
 LIMIT = 2.0**20
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -161,28 +159,6 @@ def test_what_is_not_finite_comes_through(kit, dtype):
     assert not bool(_exact.is_beyond(xp, tuple(part[:6] for part in total)))
 
 
-@DTYPES
-@pytest.mark.parametrize(("weight", "shape"), [(1, (2, 5)), (0.3, (2, 5)), (4, ())])
-def test_torch_adds_in_place_what_the_formulas_say(dtype, weight, shape):
-    """Terms of one size at a time, some of which are out of range."""
-    r = np.random.default_rng(0)
-    unit = float(parts_of(dtype)[1])
-    near = np.array([np.nextafter(unit, 0), -unit, unit / 2, 3 * unit / 2, LIMIT / 2, -0.0], dtype).reshape(6, 1, 1)
-    drawn_terms = [[r.uniform(-1, 1, (2, 5)) * 2.0**power for _ in range(3)] for power in range(-75, 18)]
-    fold = LeafFold(funcga.reproducible(funcga.mean()), *[getattr(torch, dtype)] * 2, TORCH.backend.arrays)
-    for terms in [*drawn_terms, near + np.zeros((2, 5))]:
-        terms = [TORCH.arrays((term if shape else term.flat[0]).astype(dtype).reshape(shape)) for term in terms]
-        total = elementwise.begun(fold, terms[0])
-        expected = fold.identity(terms[0])
-        for term in terms:
-            elementwise.combine(fold, total, term, weight)
-            expected = fold.combine(expected, fold.lift(term, weight))
-        assert all(map(torch.equal, total, expected))
-        tally = Tally((3.0,), len(terms))
-        result = elementwise.normalized(fold, total, tally)
-        torch.testing.assert_close(result, fold.normalize(expected, tally), rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     ("dtype", "number", "weight", "limit"),
     [
@@ -261,17 +237,6 @@ def test_bits_do_not_depend_on_where_rows_lie_in_memory():
         assert all(torch.equal(result[name], wanted[name]) for result in results for name in params)
     verdict = funcga.verify(gradient, params, x, y, n=12, fold=exact, bitwise=True)
     verdict.assert_exact()
-
-
-@KITS
-def test_it_is_closer_to_the_truth_than_a_plain_sum(kit):
-    rows = np.random.default_rng(7).normal(size=(200, 500)).astype("float32")
-    exact = rows.astype("float64").mean(0)
-    errors = [
-        np.abs(kit.numpy(funcga.accumulate(lambda v: v[0], 200, in_axes=0, fold=fold)(kit.arrays(rows))) - exact).max()
-        for fold in (funcga.mean(), funcga.reproducible(funcga.mean()))
-    ]
-    assert errors[1] < errors[0] / 4
 
 
 @KITS
