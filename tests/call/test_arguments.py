@@ -14,7 +14,7 @@ from tests.kits import TORCH
 def sizes(kit, rows, **cut):
     """How many rows each micro-batch has."""
     x = kit.arrays(np.zeros((rows, 1), "float32"))
-    found = funcga.accumulate(lambda x: (x[:1] + len(x), x), **cut, in_axes=0, fold=funcga.concat())(x)
+    found = funcga.accumulate(lambda x: (x[:1] + len(x), x), **cut, in_axes=(np.int64(0),), fold=funcga.concat())(x)
     assert len(found[1]) == rows
     return kit.numpy(found[0])[:, 0].tolist()
 

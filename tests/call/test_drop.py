@@ -166,6 +166,15 @@ def test_what_weighs_nothing_is_in_a_plain_sum_and_in_no_exact_mean(kit, drop):
         assert int(dropped) == (count if count is not None else 1 if drop == "microbatch" else 2)
 
 
+def test_the_aux_of_grad_need_not_be_finite(kit):
+    """That of value_and_grad is in the conformance table."""
+    w, x = kit.arrays((np.ones(2), np.ones((4, 2))))
+    loss_fn = lambda w, x: ((x * w).mean(), {"largest": -INF * x.sum(), "n": 1})
+    fold = funcga.mean(), {"largest": funcga.max(), "n": funcga.sum()}
+    step = funcga.accumulate(funcga.grad(loss_fn, has_aux=True), 2, fold=fold, drop="microbatch")
+    assert int(step(w, x)[1]["n"]) == 2
+
+
 def rnn(kit):
     def gradient(w, state, x, flags):
         hidden = kit.xp.tanh(state["h"] + w * x.sum())

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from benchmarks.torch_measure import Watch
 from funcga._call import Memory, step_program
-from funcga._plan import read_memory, size_of, smallest_that_fits
+from funcga._plan import smallest_that_fits
 from funcga._plan.in_torch import peak
 from tests.processes import processes
 from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
@@ -246,21 +246,26 @@ def test_auto_begins_with_the_plan(monkeypatch):
     torch.testing.assert_close(loss_value, mean_loss(model, *batch))
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [(3, 3), ("3", 3), ("14 GiB", 14 * 2**30), ("1.5kb", 1500), (" 2 MB ", 2_000_000)]
-)
-def test_memory_is_read(text, count):
-    assert read_memory(text) == count
+def of_one_row(memory):
+    w = torch.empty(8, device="meta")
+    return funcga.plan(funcga.value_and_grad(lambda w, x: (w * x).sum()), w, w, memory=memory)
 
 
-@pytest.mark.parametrize("text", [0, -1, True, 1.5, "", "GiB", "3 QB", "-3 GB"])
-def test_memory_that_is_no_number_of_bytes(text):
-    with pytest.raises(funcga.FuncgaError, match="no number of bytes"):
-        read_memory(text)
-
-
-def test_bytes_for_people():
-    assert [size_of(n) for n in (0, 1023, 1536, 5 * 2**30, 3 * 2**50)] == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB", "3072.00 TiB"]  # fmt: skip
+def test_memory_is_read_and_shown():
+    for text, count, shown in (
+        (3, 3, "3 B"),
+        ("3", 3, "3 B"),
+        ("14 GiB", 14 * 2**30, "14.00 GiB"),
+        ("1.5kb", 1500, "1.46 KiB"),
+        (" 2 MB ", 2_000_000, "1.91 MiB"),
+        ("3072 TiB", 3 * 2**50, "3072.00 TiB"),
+    ):
+        plan = of_one_row(text)
+        assert plan.memory == count
+        assert shown in str(plan)
+    for text in (0, -1, True, 1.5, "", "GiB", "3 QB", "-3 GB"):
+        with pytest.raises(funcga.FuncgaError, match="no number of bytes"):
+            of_one_row(text)
 
 
 def test_what_cannot_be_planned():
