@@ -32,18 +32,6 @@ def pool(kit, items, accumulator=None):
     return state
 
 
-def test_pooled_statistics_are_those_of_one_batch(kit, x64):
-    accumulator = funcga.Accumulator(funcga.pooled())
-    for mean in (0.0, 1e4):
-        x = rows(mean=mean)
-        found = accumulator.finalize(pool(kit, parts(x)))
-        assert isinstance(found, funcga.normalizers.Pooled)
-        np.testing.assert_array_equal(kit.numpy(found.count), [20.0] * 3)
-        np.testing.assert_allclose(kit.numpy(found.mean), x.mean(0), rtol=1e-15, atol=1e-15)
-        far = 8 * np.finfo("float64").eps * mean  # means of 10,000 are rounded themselves
-        np.testing.assert_allclose(kit.numpy(found.variance), x.var(0), rtol=1e-13, atol=far)
-
-
 def test_far_from_zero_a_sum_of_squares_fails(kit):
     """10,000 +- 1 in float32: squares have no digits left for the variance, deviations have."""
     x = rows(count=400, mean=1e4, dtype="float32")

@@ -306,13 +306,6 @@ def test_params_of_any_structure(params):
     assert same(updates, jax.tree.map(jnp.negative, params))
 
 
-def test_params_need_not_be_given():
-    tx = multi_steps(optax.sgd(1.0), 2)
-    _, state = tx.update(GRADS[0], tx.init(PARAMS))
-    updates, state = jax.jit(tx.update)(GRADS[1], state)
-    assert difference(JAX, updates, jax.tree.map(jnp.negative, mean_of(GRADS[:2]))) < 2e-7
-
-
 def test_params_may_be_a_module_with_more_than_arrays_in_it():
     module = {"w": jnp.ones(3), "activation": jnp.tanh, "rate": 0.5}
     arrays = {**module, "activation": None}
