@@ -15,7 +15,7 @@ gc.set_threshold(300_000)  # to collect tests and to trace makes so much, of whi
 
 # The files that compare to the bit what several programs have rounded. In all others LLVM does not optimise what XLA has
 # made of a program, which is the same and takes as much memory: that would be a third of the time to compile it.
-OPTIMISED = ("accumulator", "exact", "optax_adapter", "laws", "reproducible_jax", "tally")
+OPTIMISED = ("accumulator", "exact", "optax_adapter", "laws", "reproducible_jax")
 
 
 def lower_in_one_context():

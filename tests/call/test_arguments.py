@@ -1,64 +1,38 @@
 """How arguments are read and cut: the plan of the micro-batches, axes as in vmap, names for messages."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 import funcga
-from funcga._call.arguments import CARRY, argument_names, groups, read_arguments, starts
+from tests.kits import TORCH
 
 
-@given(st.integers(1, 200), st.data())
-def test_n_microbatches_differ_by_at_most_one_row(rows, data):
-    n = data.draw(st.integers(1, rows))
-    sizes = [size for _, size in starts(groups(rows, n, None))]
-    assert sizes == [len(part) for part in np.array_split(np.arange(rows), n)]
-    assert len(groups(rows, n, None)) <= 2
+def sizes(kit, rows, **cut):
+    """How many rows each micro-batch has."""
+    x = kit.arrays(np.zeros((rows, 1), "float32"))
+    found = funcga.accumulate(lambda x: (x[:1] + len(x), x), **cut, in_axes=(np.int64(0),), fold=funcga.concat())(x)
+    assert len(found[1]) == rows
+    return kit.numpy(found[0])[:, 0].tolist()
 
 
-@given(st.integers(1, 200), st.integers(1, 250))
-def test_only_the_last_microbatch_is_smaller(rows, size):
-    places = list(starts(groups(rows, None, size)))
-    assert [start for start, _ in places] == list(range(0, rows, size))
-    assert sum(rows for _, rows in places) == rows
-    assert {rows for _, rows in places[:-1]} <= {size}
+def test_micro_batches_differ_by_at_most_one_row_or_the_last_is_smaller():
+    for rows in (1, 2, 7, 12, 61):
+        for n in {1, 2, rows // 2 + 1, rows}:
+            n = min(n, rows)
+            assert sizes(TORCH, rows, n=n) == [len(part) for part in np.array_split(np.arange(rows), n)]
+        for size in {1, 2, rows // 2 + 1, rows, rows + 3}:
+            expected = [size] * (rows // size) + [rows % size] * (rows % size > 0)
+            assert sizes(TORCH, rows, microbatch_size=size) == expected
 
 
-def read(kit, args, in_axes, function=lambda *args: None):
-    return read_arguments(args, in_axes, function, kit.backend)
-
-
-def test_the_default_passes_the_first_whole(kit):
-    x = kit.arrays(np.arange(6.0, dtype="float32"))
-    arguments = read(kit, (x, {"a": x}, [x]), None)
-    whole, first, second = arguments.cut(2, 3, [])
-    assert whole is x
-    assert [float(v) for v in first["a"]] == [float(v) for v in second[0]] == [2, 3, 4]
-    assert arguments.rows() == 6
-
-
-def test_what_is_whole_is_not_rebuilt(kit):
-    x = kit.arrays(np.ones(6, "float32"))
-    params = {"w": x, "f": object()}
-    assert read(kit, (params, x), None).cut(0, 2, [])[0] is params
-
-
-def test_trees_of_axes(kit):
-    x = kit.arrays(np.arange(12, dtype="float32").reshape(3, 4))
-    arguments = read(kit, ({"x": x, "y": [x, None]}, x), ({"x": 1, "y": 1}, CARRY))
-    cut, state = arguments.cut(1, 2, ["state"])
-    assert (cut["x"].shape, cut["y"][0].shape, cut["y"][1], state) == ((3, 2), (3, 2), None, "state")
-    assert arguments.rows() == 4
-    assert arguments.state[0] is x
-
-
-def test_one_axis_for_all(kit):
-    x = kit.arrays(np.ones((4, 2), "float32"))
-    assert read(kit, (x, x), 0).rows() == 4
-    assert read(kit, (x, x), -1).rows() == 2
+def test_what_is_whole_is_not_rebuilt():
+    params, seen = {"w": torch.ones(6), "f": object()}, []
+    funcga.accumulate(lambda params, x: seen.append(params) or x.sum(), 2)(params, torch.ones(6))
+    assert all(each is params for each in seen)
 
 
 # Lists: of the parts of a batch, as a DataLoader makes them, or of examples
@@ -140,22 +114,16 @@ def test_a_list_of_parts_is_split(kit, name):
         assert float(step(params, *batch)) == pytest.approx(float(gradient(params, *batch)))
 
 
-def test_weight_gets_the_split_ones(kit):
-    x = kit.arrays(np.ones(4, "float32"))
-    arguments = read(kit, (x, x, x), (None, 0, CARRY))
-    assert arguments.split_args(("a", "b", "c")) == ["b"]
-
-
 @pytest.mark.parametrize(
-    ("function", "names"),
+    ("function", "name"),
     [
-        (lambda params, batch: 0, ["params", "batch", "args[2]"]),
-        (lambda *batch: 0, ["args[0]", "args[1]", "args[2]"]),
-        (lambda params, *batch: 0, ["params", "args[1]", "args[2]"]),
-        (functools.partial(lambda params, x, y: 0, 1), ["x", "y", "args[2]"]),
-        (funcga.grad(lambda w, data, mask: 0), ["w", "data", "mask"]),
-        (min, ["args[0]", "args[1]", "args[2]"]),
+        (lambda params, batch: 0, "batch"),
+        (lambda *batch: 0, "args[1]"),
+        (lambda params, *batch: 0, "args[1]"),
+        (functools.partial(lambda params, x, y: 0, 1), "y"),
+        (funcga.grad(lambda w, data: 0), "data"),
     ],
 )
-def test_names(function, names):
-    assert argument_names(function, 3) == names
+def test_names_of_arguments(function, name):
+    with pytest.raises(funcga.FuncgaError, match=re.escape(f"`{name}`")):
+        funcga.accumulate(function, 2)(torch.ones(2), torch.ones(()))

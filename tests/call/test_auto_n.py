@@ -30,8 +30,8 @@ def fails(error):
     return isinstance(error, Full)
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 40])
-@pytest.mark.parametrize("known", [None, 1, 3, 40, 100])
+@pytest.mark.parametrize("most", [1, 7, 40])
+@pytest.mark.parametrize("known", [None, 3, 100])
 def test_the_smallest_is_found(most, known, monkeypatch):
     monkeypatch.setattr("funcga._accumulate.gc.collect", lambda: 0)  # takes a tenth of a second
     for limit in range(1, most + 1):
@@ -78,7 +78,7 @@ def exhausted(kit):
     return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory (injected)")
 
 
-@pytest.mark.parametrize("limit", [12, 11, 5, 3, 1])
+@pytest.mark.parametrize("limit", [12, 5, 1])
 def test_the_largest_microbatch_that_fits(kit, limit):
     params, batch, loss = problems.regression(rows=12)
     params, batch = kit.arrays(params), kit.arrays(batch)
@@ -119,8 +119,9 @@ class FailsInBackward(torch.autograd.Function):
         return grad, None, None
 
 
-@pytest.mark.parametrize("at", range(1, 13))
-@pytest.mark.parametrize("fold", ["mean", "per_weight", "moments", "max"])
+@pytest.mark.parametrize(
+    ("fold", "at"), [("mean", 1), ("mean", 6), ("mean", 12), ("per_weight", 5), ("moments", 7), ("max", 2)]
+)
 def test_a_failure_in_any_layer_of_any_backward_pass(at, fold):
     """Of three layers some have added their gradients when another fails: nothing is counted twice."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from benchmarks.torch_measure import Watch
 from funcga._call import Memory, step_program
-from funcga._plan import read_memory, size_of, smallest_that_fits
+from funcga._plan import smallest_that_fits
 from funcga._plan.in_torch import peak
 from tests.processes import processes
 from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
@@ -125,7 +125,7 @@ def predicted(step, args):
     return sum(peak(program, window, args, {}, BACKEND).values())
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 16])
+@pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("problem", [mlp, cnn, transformer, lambda: transformer(recomputes=True)])
 def test_the_peak_is_that_of_the_real_window(problem, n):
     model, batch = problem()
@@ -134,7 +134,7 @@ def test_the_peak_is_that_of_the_real_window(problem, n):
     assert predicted(step, (*params, *batch)) == counted(step, (*params, *batch))
 
 
-@pytest.mark.parametrize("n", [1, 3, 16])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "module"])
 def test_whatever_is_folded_the_peak_is_that_of_the_real_window(name, n):
     model, batch = mlp()
@@ -209,7 +209,7 @@ def test_jax_from_shapes():
     assert plan.peak_bytes == expected - sizes.alias_size_in_bytes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_search(seed):
     """Of peaks on a line, and of bent ones, whatever n = 1 takes."""
     draw = random.Random(seed)
@@ -246,21 +246,26 @@ def test_auto_begins_with_the_plan(monkeypatch):
     torch.testing.assert_close(loss_value, mean_loss(model, *batch))
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [(3, 3), ("3", 3), ("14 GiB", 14 * 2**30), ("1.5kb", 1500), (" 2 MB ", 2_000_000)]
-)
-def test_memory_is_read(text, count):
-    assert read_memory(text) == count
+def of_one_row(memory):
+    w = torch.empty(8, device="meta")
+    return funcga.plan(funcga.value_and_grad(lambda w, x: (w * x).sum()), w, w, memory=memory)
 
 
-@pytest.mark.parametrize("text", [0, -1, True, 1.5, "", "GiB", "3 QB", "-3 GB"])
-def test_memory_that_is_no_number_of_bytes(text):
-    with pytest.raises(funcga.FuncgaError, match="no number of bytes"):
-        read_memory(text)
-
-
-def test_bytes_for_people():
-    assert [size_of(n) for n in (0, 1023, 1536, 5 * 2**30, 3 * 2**50)] == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB", "3072.00 TiB"]  # fmt: skip
+def test_memory_is_read_and_shown():
+    for text, count, shown in (
+        (3, 3, "3 B"),
+        ("3", 3, "3 B"),
+        ("14 GiB", 14 * 2**30, "14.00 GiB"),
+        ("1.5kb", 1500, "1.46 KiB"),
+        (" 2 MB ", 2_000_000, "1.91 MiB"),
+        ("3072 TiB", 3 * 2**50, "3072.00 TiB"),
+    ):
+        plan = of_one_row(text)
+        assert plan.memory == count
+        assert shown in str(plan)
+    for text in (0, -1, True, 1.5, "", "GiB", "3 QB", "-3 GB"):
+        with pytest.raises(funcga.FuncgaError, match="no number of bytes"):
+            of_one_row(text)
 
 
 def test_what_cannot_be_planned():
@@ -290,8 +295,7 @@ def over_replicas(group, make, n, how):
     return sum(parts.values()) - parts["parameters"] - parts["batch"], taken, planning.collectives
 
 
-@pytest.mark.parametrize("how", ["plain", "wire", "max"])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(("how", "n"), [("plain", 1), ("wire", 4), ("max", 4)])
 def test_over_replicas(n, how):
     """The plan is that of the first window, in which the sums of all leaves begin before the first gradient."""
     for predicted, taken, sent in processes().run(over_replicas, transformer, n, how, size=2):
@@ -351,7 +355,7 @@ def test_half_lives(array):
         funcga.transforms.beta_for_half_life(-1, 4000)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 40])
+@pytest.mark.parametrize("n", [1, 7])
 def test_losses_of_the_whole_batch(n):
     """In two passes, whose summaries are held."""
     params = {"a": torch.randn(20, 64), "b": torch.randn(64, 16)}

@@ -1,5 +1,6 @@
 """Tree prefixes, matched by key, in both frameworks' trees."""
 
+import re
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -9,60 +10,41 @@ import pytest
 import torch
 
 import funcga
-from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths, outline
 
 Pair = namedtuple("Pair", "left right")
-
-
-def spread(kit, prefix, tree):
-    leaves = len(kit.backend.trees.flatten(tree)[0])
-    return [placed.value for placed in broadcast(prefix, tree, leaves, lambda v: isinstance(v, str), kit.backend.trees)]
-
-
-def test_leaf_paths(kit):
-    tree = {"a": [1, (2,)], "b": Pair(3, {"c": 4})}
-    paths = leaf_paths(tree, kit.backend.trees, "tree")
-    assert paths == ["tree['a'][0]", "tree['a'][1][0]", "tree['b'].left", "tree['b'].right['c']"]
-    assert leaf_paths(1, kit.backend.trees, "x") == ["x"]
-    assert leaf_paths({}, kit.backend.trees) == []
-
-
-def test_a_value_stands_for_all_below(kit):
-    assert spread(kit, "m", {"a": 1, "b": [2, 3]}) == ["m"] * 3
-    assert spread(kit, ("m", {"a": "s", "b": "t"}), (1, {"a": 2, "b": [3, 4]})) == ["m", "s", "t", "t"]
-    assert spread(kit, ["m", "s"], (1, 2)) == ["m", "s"]
-    assert spread(kit, ("m", "s"), Pair(1, [2, 2])) == ["m", "s", "s"]
-    assert spread(kit, {}, {}) == []
-
-
-def test_keys_decide_not_their_order(kit):
-    tree = {"b": 1, "a": 2}
-    assert dict(zip(leaf_paths(tree, kit.backend.trees), spread(kit, {"a": "A", "b": "B"}, tree), strict=True)) == {
-        "['b']": "B", "['a']": "A",
-    }  # fmt: skip
+SUM, LARGEST = funcga.sum(), funcga.max()
 
 
 @pytest.mark.parametrize(
-    ("prefix", "tree", "path"),
+    ("prefix", "summed"),
     [
-        (("m",), (1, 2), ""),
-        ({"a": "m"}, {"b": 1}, ""),
-        ({"a": ("m",)}, {"a": 1}, "['a']"),
-        ([1.5], [1], "[0]"),
-        ({"a": {"b": "m"}}, {"a": {"b": 1, "c": 2}}, "['a']"),
+        ({"a": SUM, "b": LARGEST}, [True, True, False, False]),
+        ({"b": {"d": LARGEST, "c": SUM}, "a": (LARGEST, SUM)}, [False, True, True, False]),
+        ({"a": Pair(SUM, LARGEST), "b": {"c": SUM, "d": SUM}}, [True, False, True, True]),
+        (SUM, [True] * 4),
     ],
 )
-def test_where_they_part(kit, prefix, tree, path):
-    with pytest.raises(PrefixError) as caught:
-        spread(kit, prefix, tree)
-    assert caught.value.path == path
+def test_a_fold_stands_for_all_below_and_keys_decide(kit, prefix, summed):
+    one, x = kit.arrays((np.ones((), "float32"), np.ones(6, "float32")))
+    output = lambda p, x: {"b": {"d": p, "c": p}, "a": Pair(p, p)}
+    found = funcga.accumulate(output, 2, fold=prefix)(one, x)
+    values = found["a"].left, found["a"].right, found["b"]["c"], found["b"]["d"]
+    assert [float(value) == 2 for value in values] == summed
 
 
-def test_outline(kit):
-    tree = {"a": [1, 2, 3, 4, 5, 6], "b": {"c": {"d": 1}}}
-    assert outline(tree, kit.backend.trees, str) == (
-        "dict(['a']: list([0]: 1, [1]: 2, [2]: 3, [3]: 4, ... 2 more), ['b']: dict(['c']: ...))"
-    )
+@pytest.mark.parametrize(
+    ("prefix", "output", "path"),
+    [
+        ((SUM,), lambda p: (p, p), "output"),
+        ({"a": SUM}, lambda p: {"b": p}, "output"),
+        ({"a": (SUM,)}, lambda p: {"a": p}, "output['a']"),
+        ([{"b": SUM}], lambda p: [{"b": p, "c": [p] * 6}], "output[0]"),
+    ],
+)
+def test_where_they_part(kit, prefix, output, path):
+    one, x = kit.arrays((np.ones((), "float32"), np.ones(6, "float32")))
+    with pytest.raises(funcga.FuncgaError, match=re.escape(f"at {path} it has")):
+        funcga.accumulate(lambda p, x: output(p), 2, fold=prefix)(one, x)
 
 
 @dataclass

@@ -29,24 +29,16 @@ def problem(kit, rows=11):
     return kit.arrays(params), kit.arrays(batch)
 
 
-@pytest.mark.parametrize("n", [1, 3, 7])
-@pytest.mark.parametrize("name", objectives.OBJECTIVES)
+@pytest.mark.parametrize(("name", "n"), [*((name, 3) for name in objectives.OBJECTIVES), ("DAPO", 1), ("GRPO", 7)])
 def test_any_number_of_microbatches_gives_the_whole_batch(kit, name, n):
     params, batch = problem(kit)
     result = objectives.step(kit, name, n)(params, batch)
     assert difference(kit, result, objectives.expected(kit, name, params, batch)) < LIMIT
 
 
-@pytest.mark.parametrize("name", objectives.OBJECTIVES)
-def test_both_frameworks_give_the_same(name):
-    results = [objectives.step(kit, name, 3)(*problem(kit)) for kit in (TORCH, JAX)]
-    assert difference(TORCH, results[0], TORCH.arrays(JAX.numpy(results[1]))) < LIMIT
-
-
-@pytest.mark.parametrize("bounds", [(0, 11), (0, 3, 4, 11), (0, 1, 2, 4, 7, 9, 10, 11)])
-@pytest.mark.parametrize("name", objectives.OBJECTIVES)
-def test_a_stream_of_ragged_microbatches_gives_the_whole_batch(kit, name, bounds):
-    params, batch = problem(kit)
+@pytest.mark.parametrize("name", ["GRPO", "CE + auxiliary"])
+def test_a_stream_of_ragged_microbatches_gives_the_whole_batch(kit, name):
+    (params, batch), bounds = problem(kit), (0, 3, 4, 11)
     step, expected = objectives.streaming(kit, name), objectives.expected(kit, name, params, batch)
     for window in (objectives.cut(batch, *bounds), *funcga.windows(objectives.cut(batch, *bounds), 8)):
         assert difference(kit, step(params, window), expected) < LIMIT
@@ -57,12 +49,12 @@ OFF = {"GRPO": 26, "DAPO": 296, "Dr. GRPO": 83, "DPO": 26, "CE + auxiliary": 86}
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_the_mean_of_microbatch_losses_is_another_gradient(kit, name):
-    params, batch = problem(kit)
+def test_the_mean_of_microbatch_losses_is_another_gradient(name):
+    params, batch = problem(TORCH)
     # The last micro-batch is what is left over of the rows.
-    _, usual = objectives.usual(kit, name, params, objectives.cut(batch, 0, 5, 10, 11))
-    _, whole = objectives.expected(kit, name, params, batch)
-    usual, whole = kit.leaves(usual)[0], kit.leaves(whole)[0]
+    _, usual = objectives.usual(TORCH, name, params, objectives.cut(batch, 0, 5, 10, 11))
+    _, whole = objectives.expected(TORCH, name, params, batch)
+    usual, whole = TORCH.leaves(usual)[0], TORCH.leaves(whole)[0]
     off = 100 * np.linalg.norm(usual - whole) / np.linalg.norm(whole)
     assert OFF[name] <= off < OFF[name] + 1
 
@@ -79,38 +71,30 @@ def counts(kit, totals, n=3, rows=8, **options):
     return step(kit.arrays(np.ones(())), kit.arrays(np.arange(float(rows))))[1]
 
 
-def test_integers_are_added_exactly(kit):
+def test_integers_are_added_exactly_and_totals_are_arrays(kit):
     large = 2**24 + 1
-    found = counts(kit, lambda x: {"many": large, "as an array": (x.sum() * 0).astype("int64") + large
-                                   if kit is JAX else torch.tensor(large)})  # fmt: skip
+    as_array = lambda x: (x.sum() * 0).astype("int64") + large if kit is JAX else torch.tensor(large)
+    found = counts(kit, lambda x: {"many": large, "as an array": as_array(x)})
     assert {int(count) for count in found.values()} == {3 * large}
+    assert kit.backend.arrays.is_array(found["many"])
 
 
 def test_counts_of_few_bits_do_not_overflow(kit):
     def totals(x):
         ones = kit.cast(x * 0 + 1, "int8")
-        return {"int8": kit.cast(ones.sum() * 100, "int8"), "bool": (ones > 0).all()}
+        return {
+            "int8": kit.cast(ones.sum() * 100, "int8"),
+            "bool": (ones > 0).all(),
+            "half": kit.cast(x.sum() * 0 + 1, "bfloat16"),
+        }
 
-    assert {name: int(count) for name, count in counts(kit, totals, n=8).items()} == {"int8": 800, "bool": 8}
-
-
-def test_sums_in_16_bits_are_added_in_32(kit):
-    found = counts(kit, lambda x: kit.cast(x.sum() * 0 + 100, "bfloat16"), n=8)
-    assert float(found) == 800  # bfloat16 has 802 or 800 by luck, and 256 + 1 is 256 there
-    found = counts(kit, lambda x: kit.cast(x.sum() * 0 + 1, "bfloat16"), n=300, rows=300)
-    assert float(found) == 300
+    found = {name: int(count) for name, count in counts(kit, totals, n=300, rows=300).items()}
+    assert found == {"int8": 30_000, "bool": 300, "half": 300}
 
 
 def test_python_floats_are_totals(kit):
     found = counts(kit, lambda x: {"a": 0.5, "b": [x.max(), 2.0]}, rows=9)
     assert [float(x) for x in kit.leaves(found)] == [1.5, 2 + 5 + 8, 6.0]
-
-
-def test_totals_are_arrays(kit):
-    found = counts(kit, lambda x: {"rows": len(x)})
-    assert kit.backend.arrays.is_array(found["rows"])
-    clamped = found["rows"].clamp(min=100) if kit is TORCH else jnp.maximum(found["rows"], 100)
-    assert int(clamped) == 100
 
 
 def test_what_is_passed_whole_is_not_counted(kit):
@@ -163,7 +147,7 @@ def test_a_total_of_zero_gives_zeros_with_the_line_of_the_docs(kit):
     assert (float(value), float(grads)) == (0, 0)
 
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "12"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "6"))
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -249,9 +233,8 @@ def test_one_program_counts_and_folds():
     assert counts == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["DAPO", "CE + auxiliary"])
-def test_a_step_with_totals_is_jitted_vmapped_and_differentiated(name):
-    params, batch = problem(JAX)
+def test_a_step_with_totals_is_jitted_vmapped_and_differentiated():
+    (params, batch), name = problem(JAX), "CE + auxiliary"
     step = objectives.step(JAX, name, 3)
     expected = objectives.expected(JAX, name, params, batch)
     assert difference(JAX, jax.jit(step)(params, batch), expected) < LIMIT

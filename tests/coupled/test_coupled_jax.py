@@ -46,9 +46,8 @@ def test_a_step_is_compiled_once():
     assert counts == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["InfoNCE", "VICReg"])
-def test_a_step_is_jitted_donated_and_mapped(name):
-    params, batch = problem(name, 11)
+def test_a_step_is_jitted_donated_and_mapped():
+    (params, batch), name = problem("InfoNCE", 11), "InfoNCE"
     step, expected = losses.step(JAX, name, 3), losses.expected(JAX, name, params, batch)
     several = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
     values, grads = jax.vmap(step, in_axes=(0, None))(several, batch)
@@ -112,10 +111,10 @@ def test_layers_that_are_scanned_are_folded_in_place():
 
 # What each sends, outside of every loop. Rows are gathered by a reduction, in which each device has its own.
 # Totals that are no numbers of rows come first.
-REDUCTIONS = {"InfoNCE": 2, "SigLIP": 2, "VICReg": 2, "MoE balance": 2, "GRPO": 2, "CE + auxiliary": 3}
+REDUCTIONS = {"InfoNCE": 2, "VICReg": 2, "GRPO": 2, "CE + auxiliary": 3}
 
 
-@pytest.mark.parametrize(("name", "devices"), [*[(name, 2) for name in REDUCTIONS], ("InfoNCE", 3), ("VICReg", 3)])
+@pytest.mark.parametrize(("name", "devices"), [("InfoNCE", 3), ("VICReg", 2), ("GRPO", 2), ("CE + auxiliary", 2)])
 def test_devices_give_the_whole_batch(name, devices):
     params, batch = problem(name)
     step = jax.jit(replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
@@ -143,8 +142,7 @@ def test_folds_that_are_kept_over_devices():
     assert difference(JAX, result, losses.differentiated(JAX, whole, params)) < LIMIT
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["InfoNCE", "MoE balance"])
+@pytest.mark.parametrize(("name", "kind"), [("InfoNCE", AxisType.Explicit), ("MoE balance", AxisType.Auto)])
 def test_a_batch_that_is_sharded(name, kind):
     """Outside of shard_map the compiler merges what lies on several devices."""
     params, batch = problem(name)

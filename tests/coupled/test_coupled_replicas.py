@@ -18,8 +18,8 @@ from torch_backend import module_value_and_grad, trainable
 
 LIMIT = 1e-12
 # The rows of each rank, as where the next one begins.
-LAYOUTS = {"one rank": [0, 11], "two": [0, 8, 11], "three": [0, 2, 7, 11], "none on the first": [0, 0, 5, 11],
-           "none on the second": [0, 6, 6, 11], "none on the last": [0, 4, 11, 11]}  # fmt: skip
+LAYOUTS = {"two": [0, 8, 11], "none on the first": [0, 0, 5, 11], "none on the second": [0, 6, 6, 11],
+           "none on the last": [0, 4, 11, 11]}  # fmt: skip
 
 
 def own(tree, edges, group):
@@ -30,7 +30,7 @@ def own(tree, edges, group):
 
 def table(group, edges):
     found = {}
-    for name, options in itertools.product(losses.LOSSES, ({"n": 1}, {"n": 3}, {"microbatch_size": 2})):
+    for name, options in itertools.product(losses.LOSSES, ({"n": 1}, {"microbatch_size": 2})):
         params, rows = losses.problem(TORCH, name)
         step = losses.step(TORCH, name, **options, across=group)
         for _ in range(2):  # again, with what was agreed on
@@ -81,7 +81,7 @@ def _cut(case, rows):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_generated_cases_over_replicas(size):
-    seeds = range(3000 + 100 * size, 3012 + 100 * size)
+    seeds = range(3000 + 100 * size, 3008 + 100 * size)
     for found in processes().run(of_case, seeds, size=size):
         assert max(found.values()) < LIMIT, {name: value for name, value in found.items() if not value < LIMIT}
 
@@ -200,10 +200,9 @@ def _whole(module, name, x, y):
     return loss.detach(), [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("layout", ["two", "none on the second"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_modules_with_uneven_rows(wrapper, layout):
-    edges = LAYOUTS[layout]
+def test_wrapped_modules_with_uneven_rows_or_none(wrapper):
+    edges = LAYOUTS["none on the second"]
     for found in processes().run(wrapped, wrapper, edges, size=len(edges) - 1):
         assert max(found.values()) < LIMIT, found
 
@@ -282,8 +281,7 @@ def uses_shards(group, wrapper, forward):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("forward", [False, True])
-@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(("wrapper", "forward"), [("fsdp1", False), ("fsdp1", True), ("fsdp2", True)])
 def test_a_loss_that_uses_shards_is_refused(wrapper, forward):
     for text in processes().run(uses_shards, wrapper, forward, size=2):
         assert "loss_fn uses parameters of the module itself, which " in text
@@ -340,8 +338,8 @@ def broken(group, where):
     return found
 
 
-# In the first pass, at its beginning and end, in the second pass, and in the loss.
-@pytest.mark.parametrize("where", [1, 3, 4, "loss"])
+# In the first pass, in the second one, and in the loss.
+@pytest.mark.parametrize("where", [1, 4, "loss"])
 def test_an_error_on_one_rank_reaches_the_others(where):
     first, second = processes().run(broken, where, size=2, limit=60)
     assert max(first[0], first[2], second[0], second[2]) < LIMIT

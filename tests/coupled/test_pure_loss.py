@@ -36,7 +36,7 @@ def expected(module, scale, x):
     return loss, dict(zip(leaves, grads, strict=True)), of_scale
 
 
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("argnums", [1, (1, 0)], ids=str)
 def test_by_which_arguments(problem, argnums):
     module, scale, x = problem
     loss, of_params, of_scale = expected(*problem)

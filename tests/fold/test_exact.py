@@ -12,14 +12,12 @@ import torch
 import funcga
 import torch_backend
 from funcga import _exact
-from funcga._fold import LeafFold, Tally
 from tests.kits import JAX, TORCH
-from torch_backend.sums import elementwise
 
 LIMIT = 2.0**20
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
 KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
-WEIGHTS = [1, 3, 7, 49, 0.3, 1e-3, 12345, 2**23 + 1, 2.0**60]
+WEIGHTS = [3, 49, 0.3, 2**23 + 1, 2.0**60]
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +133,7 @@ def test_a_quotient_is_rounded_correctly(dtype, divisor):
 
 
 @DTYPES
-@pytest.mark.parametrize("weight", [3, 0.3, 1 / 7, 1e4 + 1])
+@pytest.mark.parametrize("weight", [0.3, 1e4 + 1])
 def test_a_weighted_term_is_rounded_once(dtype, weight):
     """In a program that could contract the product and what follows."""
     values = drawn(dtype, 4000, seed=5) / 2**15
@@ -159,29 +157,6 @@ def test_what_is_not_finite_comes_through(kit, dtype):
         np.testing.assert_array_equal(kit.numpy(result), [nan, inf, -inf, nan, inf, nan, nan, nan, nan, inf])
     assert bool(_exact.is_beyond(xp, total))
     assert not bool(_exact.is_beyond(xp, tuple(part[:6] for part in total)))
-
-
-@DTYPES
-@pytest.mark.parametrize("weight", [1, 0.3, 4])
-@pytest.mark.parametrize("shape", [(2, 5), ()])
-def test_torch_adds_in_place_what_the_formulas_say(dtype, weight, shape):
-    """Terms of one size at a time, some of which are out of range."""
-    r = np.random.default_rng(0)
-    unit = float(parts_of(dtype)[1])
-    near = np.array([np.nextafter(unit, 0), -unit, unit / 2, 3 * unit / 2, LIMIT / 2, -0.0], dtype).reshape(6, 1, 1)
-    drawn_terms = [[r.uniform(-1, 1, (2, 5)) * 2.0**power for _ in range(3)] for power in range(-75, 18)]
-    fold = LeafFold(funcga.reproducible(funcga.mean()), *[getattr(torch, dtype)] * 2, TORCH.backend.arrays)
-    for terms in [*drawn_terms, near + np.zeros((2, 5))]:
-        terms = [TORCH.arrays((term if shape else term.flat[0]).astype(dtype).reshape(shape)) for term in terms]
-        total = elementwise.begun(fold, terms[0])
-        expected = fold.identity(terms[0])
-        for term in terms:
-            elementwise.combine(fold, total, term, weight)
-            expected = fold.combine(expected, fold.lift(term, weight))
-        assert all(map(torch.equal, total, expected))
-        tally = Tally((3.0,), len(terms))
-        result = elementwise.normalized(fold, total, tally)
-        torch.testing.assert_close(result, fold.normalize(expected, tally), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -265,19 +240,9 @@ def test_bits_do_not_depend_on_where_rows_lie_in_memory():
 
 
 @KITS
-def test_it_is_closer_to_the_truth_than_a_plain_sum(kit):
-    rows = np.random.default_rng(7).normal(size=(200, 500)).astype("float32")
-    exact = rows.astype("float64").mean(0)
-    errors = [
-        np.abs(kit.numpy(funcga.accumulate(lambda v: v[0], 200, in_axes=0, fold=fold)(kit.arrays(rows))) - exact).max()
-        for fold in (funcga.mean(), funcga.reproducible(funcga.mean()))
-    ]
-    assert errors[1] < errors[0] / 4
-
-
-@KITS
-@pytest.mark.parametrize("shape", [(140_000,), (300, 511), (1,), (0,), ()])
-@pytest.mark.parametrize("weight", [4, 3, 0, 0.3])
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((140_000,), 3), ((300, 511), 0.3), ((140_000,), 0), ((1,), 0), ((0,), 3), ((), 4)]
+)
 def test_large_leaves_and_small_ones_are_held_alike(kit, shape, weight):
     """In torch a large leaf is folded in place, in pieces: as funcga._exact says."""
     r = np.random.default_rng(8)
@@ -394,7 +359,7 @@ def test_out_of_range_is_nan_inside_of_jit():
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("exponent", [2, -20, -39, 50])
+@pytest.mark.parametrize("exponent", [2, -39, 50])
 @KITS
 def test_out_of_range_is_an_error_of_finalize(kit, exponent):
     """It names a limit that is taken."""

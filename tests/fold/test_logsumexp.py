@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import funcga
-from tests.kits import JAX, TORCH, difference
+from tests.kits import difference
 
 INF, NAN = float("inf"), float("nan")
-SPLITS = [{"n": 1}, {"n": 7}, {"n": 20}, {"microbatch_size": 6}]
+SPLITS = [{"n": 1}, {"n": 7}, {"microbatch_size": 6}]
 
 
 def logsumexp(kit, x):
@@ -26,7 +26,7 @@ def values(scale=1.0, rows=20, shape=(4,), seed=0):
     return scale * np.random.default_rng(seed).standard_normal((rows, *shape))
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-9, 1e4])
 def test_any_split_gives_the_whole(kit, x64, scale):
     """Values of 1e4 would overflow as exponentials; those of 1e-9 would be lost beside 1 in float32."""
     x = kit.arrays(values(scale))
@@ -36,7 +36,7 @@ def test_any_split_gives_the_whole(kit, x64, scale):
         assert difference(kit, folded(kit, **split)(x), whole) <= 1e-14
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_its_derivative_is_the_softmax(kit, x64, scale):
     """exp(v - result), whether the step is taken in funcga's own gradient or in the framework's."""
     x, w = kit.arrays(values(scale)), kit.arrays(values(seed=1)[0])
@@ -75,84 +75,45 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_infinities_and_nan_come_through(kit, x64, name):
-    x = np.array(SPECIAL[name])
-    for order in (x, x[::-1].copy(), np.roll(x, 1)):
-        rows = kit.arrays(order)
-        # each value by itself, so that no sum of the framework's own is in it
-        alone = funcga.accumulate(lambda x: x[0], 4, in_axes=0, fold=funcga.logsumexp())
-        for step in (alone, folded(kit, n=2)):
-            np.testing.assert_allclose(kit.numpy(step(rows)), kit.numpy(logsumexp(kit, rows)), rtol=1e-15)
+def test_infinities_and_nan_come_through(kit, x64):
+    # each value by itself, so that no sum of the framework's own is in it, or in pairs
+    steps = funcga.accumulate(lambda x: x[0], 4, in_axes=0, fold=funcga.logsumexp()), folded(kit, n=2)
+    for name, values in SPECIAL.items():
+        for order in (values, values[::-1], np.roll(values, 1)):
+            rows = kit.arrays(np.array(order))
+            for step in steps:
+                found, expected = kit.numpy(step(rows)), kit.numpy(logsumexp(kit, rows))
+                np.testing.assert_allclose(found, expected, rtol=1e-15, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["some are -inf", "all are -inf"])
-def test_its_derivative_by_minus_infinity_is_0(kit, x64, name):
-    x = np.array(SPECIAL[name])
-    expected = np.exp(x - np.logaddexp.reduce(x)) if np.isfinite(x).any() else np.zeros(4)
+def test_its_derivative_by_minus_infinity_is_0(kit, x64):
     step = funcga.accumulate(lambda x: x[0], 4, in_axes=0, fold=funcga.logsumexp())
-    for transform in (funcga.grad, torch.func.grad if kit.name == "torch" else jax.grad):
-        found = transform(lambda x: step(x))(kit.arrays(x))
-        np.testing.assert_allclose(kit.numpy(found), expected, rtol=1e-15)
+    for name in ("some are -inf", "all are -inf"):
+        x = np.array(SPECIAL[name])
+        expected = np.exp(x - np.logaddexp.reduce(x)) if np.isfinite(x).any() else np.zeros(4)
+        for transform in (funcga.grad, torch.func.grad if kit.name == "torch" else jax.grad):
+            found = transform(lambda x: step(x))(kit.arrays(x))
+            np.testing.assert_allclose(kit.numpy(found), expected, rtol=1e-15)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_folded_in_float32(kit, dtype):
-    """Sums of exponentials in bfloat16 would stay at 256."""
-    x = kit.cast(kit.arrays(np.full((1024, 3), 2.0, "float32")), dtype)
-    step = lambda **options: funcga.accumulate(lambda x: x[0], 1024, in_axes=0, fold=funcga.logsumexp(**options))
-    result, wide = step()(x), step(out_dtype="float32")(x)
-    assert str(result.dtype).endswith(dtype)
-    assert str(wide.dtype).endswith("float32")
-    expected = kit.cast(kit.arrays(np.full(3, 2 + np.log(1024), "float32")), dtype)
-    assert difference(kit, result, expected) == 0
-    np.testing.assert_allclose(kit.numpy(wide), np.full(3, 2 + np.log(1024)), rtol=1e-6)
-
-
-def test_weights_have_no_part_in_it(kit):
-    x = kit.arrays(values().astype("float32"))
-    weigh = lambda x: 0 * (x > 0).sum()
-    unweighed, weighed = folded(kit, n=3)(x), folded(kit, n=3, weight=weigh)(x)
-    np.testing.assert_array_equal(kit.numpy(unweighed), kit.numpy(weighed))
-
-
-def test_in_a_stream_and_an_accumulator(kit, x64):
-    x, fold = kit.arrays(values()), funcga.logsumexp()
-    items, whole = [x[:5], x[5:6], x[6:]], logsumexp(kit, x)
-    stream = funcga.stream(lambda x: logsumexp(kit, x), in_axes=0, fold=fold)
-    assert difference(kit, stream(items), whole) <= 1e-15
-    accumulator = funcga.Accumulator(fold)
-
-    def of_state(*rows):
-        state = accumulator.init(x[0])
-        for row in rows:
-            state = accumulator.update(state, row, weight=3)
-        return state
-
-    merged = accumulator.merge(of_state(*x[:7]), accumulator.merge(of_state(), of_state(*x[7:])))
-    assert difference(kit, accumulator.finalize(merged), whole) <= 1e-15
-    assert (kit.numpy(accumulator.finalize(of_state())) == -INF).all()  # the log of an empty sum
+def test_of_nothing_and_through_a_state(kit, x64):
+    """The log of an empty sum; and a state is differentiated."""
+    accumulator, x = funcga.Accumulator(funcga.logsumexp()), kit.arrays(values())
+    assert (kit.numpy(accumulator.finalize(accumulator.init(x[0]))) == -INF).all()
     through = lambda x: accumulator.finalize(accumulator.update(accumulator.init(x[0]), x[0])).sum()
     transform = torch.func.grad if kit.name == "torch" else jax.grad
     assert kit.numpy(transform(through)(x)).sum() == x.shape[1]
 
 
-@pytest.mark.parametrize("split", [{"n": 1}, {"n": 3}, {"microbatch_size": 9}], ids=str)
-def test_a_coupled_loss_of_it(kit, x64, split):
+def test_a_coupled_loss_of_it(kit, x64):
     """As the summary of a batch: its gradient goes through each micro-batch, and is 0 where all of one is -inf."""
     w, x = kit.arrays(values(5.0)[0]), kit.arrays(values(30.0))
     x = kit.xp.where(x > 20, -INF, x)
     summary_fn = lambda w, x: logsumexp(kit, w + x)
     loss_fn = lambda w, s: (s * s).sum() + w.sum()
-    step = funcga.coupled(summary_fn, loss_fn, fold=funcga.logsumexp(), **split)
+    step = funcga.coupled(summary_fn, loss_fn, 3, fold=funcga.logsumexp())
     whole = funcga.value_and_grad(lambda w: loss_fn(w, summary_fn(w, x)))(w)
     assert difference(kit, step(w, x), whole) <= 1e-14
-
-
-def test_torch_against_jax(x64):
-    x = values(scale=50.0)
-    results = [kit.numpy(folded(kit, n=7)(kit.arrays(x))) for kit in (TORCH, JAX)]
-    np.testing.assert_allclose(*results, rtol=1e-15)
 
 
 def test_integers_are_refused(kit):

@@ -32,26 +32,6 @@ def pool(kit, items, accumulator=None):
     return state
 
 
-def test_pooled_statistics_are_those_of_one_batch(kit, x64):
-    accumulator = funcga.Accumulator(funcga.pooled())
-    for mean in (0.0, 1e4):
-        x = rows(mean=mean)
-        found = accumulator.finalize(pool(kit, parts(x)))
-        assert isinstance(found, funcga.normalizers.Pooled)
-        np.testing.assert_array_equal(kit.numpy(found.count), [20.0] * 3)
-        np.testing.assert_allclose(kit.numpy(found.mean), x.mean(0), rtol=1e-15, atol=1e-15)
-        far = 8 * np.finfo("float64").eps * mean  # means of 10,000 are rounded themselves
-        np.testing.assert_allclose(kit.numpy(found.variance), x.var(0), rtol=1e-13, atol=far)
-
-
-def test_replicas_merge_as_micro_batches_do(kit, x64):
-    accumulator, items = funcga.Accumulator(funcga.pooled()), parts(rows())
-    whole = accumulator.finalize(pool(kit, items))
-    for k in range(1, len(items)):
-        merged = accumulator.merge(pool(kit, items[k:]), pool(kit, items[:k]))
-        assert difference(kit, accumulator.finalize(merged), whole) <= LIMITS["float64"]
-
-
 def test_far_from_zero_a_sum_of_squares_fails(kit):
     """10,000 +- 1 in float32: squares have no digits left for the variance, deviations have."""
     x = rows(count=400, mean=1e4, dtype="float32")
@@ -61,14 +41,6 @@ def test_far_from_zero_a_sum_of_squares_fails(kit):
     squares = sum((np.float32(1) * p * p).sum(0) for p in items) / np.float32(len(x))
     by_squares = squares - (sum(p.sum(0) for p in items) / np.float32(len(x))) ** 2
     assert (np.abs(by_squares - exact) > 0.5 * exact).any()
-
-
-def test_the_mean_of_variances_lacks_what_the_micro_batches_differ_by(kit, x64):
-    x = np.sort(rows(), axis=0)
-    stacked = [kit.numpy(leaf(kit, part)) for part in np.split(x, 4)]
-    found = funcga.Accumulator(funcga.pooled()).finalize(pool(kit, np.split(x, 4)))
-    np.testing.assert_allclose(kit.numpy(found.variance), x.var(0), rtol=1e-13)
-    assert (np.mean([s[2] for s in stacked], axis=0) < 0.3 * x.var(0)).all()
 
 
 def test_a_count_of_zero_adds_nothing(kit):

@@ -13,7 +13,7 @@ SIZES = [1, 2, 4, 3, 6]
 DEVIATIONS = np.array([2.0, 1.0, 0.5, 0.25])
 
 
-@pytest.mark.parametrize("signal", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("signal", [0.0, 3.0])
 def test_estimates_are_unbiased_and_their_errors_are_not_too_small(signal, x64):
     loss_fn = lambda w, x: 0.5 * jnp.mean(jnp.sum((w - x) ** 2, axis=1))
     step = funcga.stream(funcga.grad(loss_fn), observe=funcga.gradient_noise())

@@ -15,7 +15,7 @@ import funcga
 import jax_backend
 import torch_backend
 from tests.jax_backend.test_replicas_jax import mesh
-from tests.kits import TORCH
+from tests.kits import JAX, TORCH
 from tests.observe import oracle
 from tests.processes import processes
 from tests.test_errors import check_refused
@@ -53,14 +53,18 @@ def check(observed, gradients, weights):
         assert abs(float(got) / want - 1) < LIMIT
 
 
+PER_WEIGHT = {"fold": funcga.per_weight()}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"drop": "microbatch"}, {"drop": "window"}, {"donate": True}, {"fold": funcga.per_weight()}],
-    ids=str,
+    ("kit", "options"),
+    [
+        *((kit, options) for kit in (TORCH, JAX) for options in ({}, {"drop": "window"}, PER_WEIGHT)),
+        (TORCH, {"donate": True}),
+    ],
+    ids=lambda part: getattr(part, "name", str(part)),
 )
 def test_a_state_has_what_the_last_window_has_said(kit, options):
-    if kit.name == "jax" and "donate" in options:
-        pytest.skip("in JAX the caller donates, by jax.jit")
     tx = funcga.multi_steps(optimizer(kit), 5, observe=OBSERVE, **options)
     update = jax.jit(tx.update) if kit.name == "jax" else tx.update
     state = tx.init(params(kit))
@@ -76,15 +80,18 @@ def test_a_state_has_what_the_last_window_has_said(kit, options):
             if not tx.has_updated(state):
                 assert np.isnan(before) or float(state.observed["noise"]["w"].trace) == before
         check(state.observed, window, WEIGHTS)
-    # The updates are those without observers, and a window may end early.
-    plain = funcga.multi_steps(optimizer(kit), 5, **options)
-    state, other = (transform.init(params(kit)) for transform in (tx, plain))
-    for gradient, weight in zip(gradients[:3], WEIGHTS, strict=False):
-        state = tx.accumulate(given(gradient, weight), state, weight=weight)
-        other = plain.accumulate(given(gradient, weight), other, weight=weight)
-    pairs = tx.flush(state, params(kit)), plain.flush(other, params(kit))
+
+
+def test_updates_are_those_without_observers_and_a_window_may_end_early(kit):
+    gradients, pairs = numbers()[:3], []
+    for observe in (OBSERVE, None):
+        tx = funcga.multi_steps(optimizer(kit), 5, observe=observe)
+        state = tx.init(params(kit))
+        for gradient, weight in zip(gradients, WEIGHTS, strict=False):
+            state = tx.accumulate(kit.arrays(gradient), state, weight=weight)
+        pairs.append(tx.flush(state, params(kit)))
     assert all(np.array_equal(kit.numpy(pairs[0][0][name]), kit.numpy(pairs[1][0][name])) for name in ("w", "b"))
-    check(pairs[0][1].observed, gradients[:3], WEIGHTS[:3])
+    check(pairs[0][1].observed, gradients, WEIGHTS[:3])
 
 
 def test_what_is_dropped_is_not_observed(kit):
@@ -103,26 +110,19 @@ def test_what_is_dropped_is_not_observed(kit):
     check(state.observed, gradients[:2], [1, 1])
 
 
-def test_a_loss_scale_is_divided_out(kit):
+@pytest.mark.parametrize(
+    ("kit", "chained"), [(TORCH, False), (TORCH, True), (JAX, False)], ids=lambda part: getattr(part, "name", str(part))
+)
+def test_a_loss_scale_is_divided_out(kit, chained):
+    """Also if it is in a chain of torch."""
     gradients = numbers()
     scaled = funcga.transforms.loss_scaled(optimizer(kit), init_scale=1024.0)
+    scaled = torch_backend.chain(scaled) if chained else scaled
     tx = funcga.multi_steps(scaled, 5, observe=OBSERVE)
     state = tx.init(params(kit))
     for gradient, weight in zip(gradients, WEIGHTS, strict=True):
         given = kit.arrays({name: leaf * 1024 for name, leaf in gradient.items()})
         _, state = tx.update(given, state, params(kit), weight=weight)
-    check(state.observed, gradients, WEIGHTS)
-
-
-def test_a_loss_scale_in_a_chain_is_divided_out():
-    gradients = numbers()
-    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
-    scaled = torch_backend.chain(funcga.transforms.loss_scaled(sgd, init_scale=1024.0))
-    tx = funcga.multi_steps(scaled, 5, observe=OBSERVE)
-    state = tx.init(params(TORCH))
-    for gradient, weight in zip(gradients, WEIGHTS, strict=True):
-        given = TORCH.arrays({name: leaf * 1024 for name, leaf in gradient.items()})
-        _, state = tx.update(given, state, params(TORCH), weight=weight)
     check(state.observed, gradients, WEIGHTS)
 
 

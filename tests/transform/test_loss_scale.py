@@ -116,8 +116,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**22])
+@pytest.mark.parametrize(("way", "init_scale"), [*((way, 2.0**22) for way in WAYS), ("accumulate", 2.0**10)])
 def test_it_is_grad_scaler_step_for_step(way, init_scale):
     """`scale(loss / n)` begins its backward passes at a scale that is n times smaller than it says."""
     theirs, ours = [*by_grad_scaler(init_scale)], [*WAYS[way](init_scale / N)]
@@ -130,23 +129,15 @@ def test_it_is_grad_scaler_step_for_step(way, init_scale):
             assert (a - b).abs().max() <= (0 if way == "assign_grads" else 2e-7)
 
 
-def test_a_window_that_is_not_finite_changes_nothing_but_the_scale(kit):
+def test_a_window_that_is_not_finite_changes_no_state_of_the_transform(kit):
     tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=8.0, growth_interval=2)
     params = kit.arrays({"w": np.ones(3, "float32")})
-    state = tx.init(params)
     good, bad = (kit.arrays({"w": np.array([8, 16, v], "float32")}) for v in (8, np.nan))
-    updates, state = tx.update(good, state, params)
-    np.testing.assert_array_equal(kit.leaves(updates)[0], [-1, -2, -1])  # divided by 8
-    before = kit.leaves(state.inner)
-    updates, state = tx.update(bad, state, params)
-    np.testing.assert_array_equal(kit.leaves(updates)[0], [0, 0, 0])
-    for a, b in zip(kit.leaves(state.inner), before, strict=True):
+    _, before = tx.update(good, tx.init(params), params)
+    _, state = tx.update(bad, before, params)
+    for a, b in zip(kit.leaves(state.inner), kit.leaves(before.inner), strict=True):
         np.testing.assert_array_equal(a, b)
     assert (float(state.scale), int(state.growth), int(state.skipped)) == (4, 0, 1)
-    for expected in (4, 8):  # it takes two in a row from here on
-        _, state = tx.update(good, state, params)
-        assert float(state.scale) == expected
-    assert int(state.growth) == 0
 
 
 def momentum(kit):
@@ -155,11 +146,16 @@ def momentum(kit):
     return torch_backend.from_optimizer(torch.optim.SGD, lr=1.0, momentum=0.5)
 
 
-def test_the_scale_does_not_grow_beyond_a_float32(kit):
+def test_a_scale_neither_leaves_a_float32_nor_becomes_0(kit):
+    params, bad = kit.arrays(({"w": np.zeros(1, "float32")}, {"w": np.full(1, np.nan, "float32")}))
     tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=2.0**127, growth_interval=1)
-    params = kit.arrays({"w": np.zeros(1, "float32")})
     _, state = tx.update(params, tx.init(params), params)
     assert (float(state.scale), int(state.growth)) == (2.0**127, 0)
+    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=2.0**-125)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(bad, state, params)
+    assert float(state.scale) == 2.0**-126
 
 
 @pytest.mark.parametrize("with_aux", [False, True])
@@ -256,40 +252,36 @@ def test_a_state_goes_on_from_a_file(kit, tmp_path):
     assert (type(again), float(again.scale), int(again.growth)) == (funcga.transforms.LossScaledState, 4, 1)
 
 
-BAD = {
-    "init_scale is 0: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": 0},
-    "init_scale is -1.0: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": -1.0},
-    "init_scale is nan: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": float("nan")},
-    "init_scale is 1e+39: it must be a finite number above 0, in float32, such as init_scale=65536.0.": {"init_scale": 1e39},
-    "growth_factor is 1: it must be a finite number above 1, in float32, such as growth_factor=2.0.": {"growth_factor": 1},
-    "backoff_factor is 2: it must be a number between 0 and 1, in float32, such as backoff_factor=0.5.": {"backoff_factor": 2},
-    "growth_interval is 0: it must be an int from 1 to 2**31 - 1, such as growth_interval=2000.": {"growth_interval": 0},
-}  # fmt: skip
+ABOVE_0 = "it must be a finite number above 0, in float32, such as init_scale=65536.0."
+BAD = [
+    ("init_scale", 0, ABOVE_0),
+    ("init_scale", -1.0, ABOVE_0),
+    ("init_scale", float("nan"), ABOVE_0),
+    ("init_scale", 1e39, ABOVE_0),
+    ("growth_factor", 1, "it must be a finite number above 1, in float32, such as growth_factor=2.0."),
+    ("backoff_factor", 2, "it must be a number between 0 and 1, in float32, such as backoff_factor=0.5."),
+    ("growth_interval", 0, "it must be an int from 1 to 2**31 - 1, such as growth_interval=2000."),
+]
 
 
-@pytest.mark.parametrize("text", BAD)
-def test_numbers_that_are_none(text):
+@pytest.mark.parametrize(("name", "number", "text"), BAD)
+def test_numbers_that_are_none(name, number, text):
     with pytest.raises(funcga.FuncgaError) as error:
-        funcga.transforms.loss_scaled(optax.sgd(1.0), **BAD[text])
-    assert str(error.value) == text
+        funcga.transforms.loss_scaled(optax.sgd(1.0), **{name: number})
+    assert str(error.value) == f"{name} is {number}: {text}"
 
 
-SCALES = {"-1": -1, "0.0": 0.0, "inf": float("inf"), "nan": float("nan")}
-
-
-@pytest.mark.parametrize("found", SCALES)
-@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize("number", [-1, 0.0, float("inf"), float("nan")])
 @pytest.mark.host
-def test_a_scale_that_cannot_be_divided_by(kit, found, as_array):
-    scale = kit.arrays(np.array(float(SCALES[found]), "float32")) if as_array else SCALES[found]
-    said = repr(float(SCALES[found])) if as_array else found
+def test_a_scale_that_cannot_be_divided_by(kit, number):
     w = kit.arrays(np.ones(2, "float32"))
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=scale)
-    assert str(error.value) == (
-        f"loss_scale is {said}: it must be a finite number above 0, or a 0-d array of one, such as the scale of "
-        "funcga.transforms.loss_scaled: loss_scale=state.scale."
-    )
+    for scale, said in ((number, number), (kit.arrays(np.array(float(number), "float32")), float(number))):
+        with pytest.raises(funcga.FuncgaError) as error:
+            funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=scale)
+        assert str(error.value) == (
+            f"loss_scale is {said}: it must be a finite number above 0, or a 0-d array of one, such as the scale of "
+            "funcga.transforms.loss_scaled: loss_scale=state.scale."
+        )
 
 
 def test_what_is_missing_or_of_another(kit):
@@ -351,11 +343,15 @@ def sharded(group, kind):
     return found, numbers
 
 
-@pytest.mark.parametrize("kind", ["cut", "uneven", "plain"])
-def test_replicas_with_parts_of_the_gradients_skip_a_window_together(kind):
-    for found, numbers in processes(2).run(sharded, kind):
-        halves = [-x / 2 for x in numbers]
-        assert found == [(halves, 2, 0), ([0] * len(numbers), 1, 1), ([-x for x in numbers], 1, 1)]
+def all_kinds(group):
+    return [sharded(group, kind) for kind in ("cut", "uneven", "plain")]
+
+
+def test_replicas_with_parts_of_the_gradients_skip_a_window_together():
+    for kinds in processes(2).run(all_kinds):
+        for found, numbers in kinds:
+            halves = [-x / 2 for x in numbers]
+            assert found == [(halves, 2, 0), ([0] * len(numbers), 1, 1), ([-x for x in numbers], 1, 1)]
 
 
 def merging_parts(group):
@@ -384,15 +380,6 @@ def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():
     torch.testing.assert_close(grads, expected, rtol=1e-3, atol=0)
     known = funcga.accumulate(funcga.grad(loss_fn, scaled=True), 4, weight=lambda x: float(x.sum()))
     torch.testing.assert_close(known(torch.ones(()), weights, loss_scale=2.0**7), expected, rtol=1e-3, atol=0)
-
-
-def test_a_scale_never_becomes_0(kit):
-    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=2.0**-125)
-    params = kit.arrays({"w": np.full(2, np.nan, "float32")})
-    state = tx.init(params)
-    for _ in range(3):
-        _, state = tx.update(params, state, params)
-    assert float(state.scale) == 2.0**-126
 
 
 MISUSED = {

@@ -1,7 +1,6 @@
 """`multi_steps` among optax's own: with every optimizer, inside and around every combinator, and under every transform."""
 
 from functools import cache, partial
-from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -101,15 +100,16 @@ OPTIMIZERS |= {name: partial(getattr(contrib, name), 1e-2) for name in WITH_RATE
 OPTIMIZERS |= {name: getattr(contrib, name) for name in WITHOUT.split()}
 
 
-SCANNED = {"adamw", "lbfgs", "schedule_free_adamw", "dog"}  # of each kind one; it is the same step
+SOME = ("adamw", "momentum", "noisy_sgd", "polyak_sgd", "lbfgs", "clipped", "sam", "schedule_free_adamw", "dog", "muon")
+EXTRA = {"polyak_sgd": ["value"], "momo": ["value"], "momo_adam": ["value"], "lbfgs": ["value", "grad", "value_fn"]}
 
 
 def bowl(params):
     return sum(jnp.sum((leaf - 1) ** 2) for leaf in jax.tree.leaves(params))
 
 
-def descend(tx, extra=()):
-    """The params after three windows of four noisy gradients of the bowl, step after step and under scan."""
+def step_of(tx, extra):
+    """A step with a noisy gradient of the bowl, for lax.scan."""
 
     def step(carry, noise):
         params, state = carry
@@ -118,35 +118,40 @@ def descend(tx, extra=()):
         updates, state = tx.update(grads, state, params, **{name: known[name] for name in extra})
         return (optax.apply_updates(params, updates), state), None
 
-    carry, jitted = (PARAMS, tx.init(PARAMS)), jax.jit(step)
-    # What scan asks of a carry, without compiling it.
-    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-    assert types(jax.eval_shape(step, carry, GRADS[0])[0]) == types(jax.eval_shape(lambda: carry))
-    for noise in GRADS:
-        carry, _ = jitted(carry, noise)
-    yield carry[0]
-    yield lax.scan(step, (PARAMS, tx.init(PARAMS)), STACKED)[0][0]
+    return step
 
 
 @standard
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:optax")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_of_optax_does_what_it_does_in_optaxs_own_multisteps(name):
-    extra = {"polyak_sgd": ["value"], "momo": ["value"], "momo_adam": ["value"], "lbfgs": ["value", "grad", "value_fn"]}
-    extra = extra.get(name, [])
-    stepped, *scanned = islice(descend(multi_steps(OPTIMIZERS[name](), 4), extra), 2 if name in SCANNED else 1)
-    expected = next(descend(optaxs(OPTIMIZERS[name](), 4), extra))
-    assert not same(expected, PARAMS)
-    assert difference(JAX, stepped, expected) < 2e-6
-    assert all(difference(JAX, params, expected) < 2e-6 for params in scanned)
+def test_the_state_of_every_optimizer_of_optax_can_be_scanned():
+    """It has the same types after a step, which is what lax.scan asks of a carry."""
+    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    for name, make in OPTIMIZERS.items():
+        tx = multi_steps(make(), 4)
+        carry = PARAMS, tx.init(PARAMS)
+        after, _ = jax.eval_shape(step_of(tx, EXTRA.get(name, [])), carry, GRADS[0])
+        assert types(after) == types(jax.eval_shape(lambda carry=carry: carry)), name
 
 
 @standard
-@pytest.mark.parametrize("grads", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("params", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_what_an_optimizer_sees_has_32_bits_and_params_keep_their_dtype(name, params, grads):
-    tx, start = multi_steps(OPTIMIZERS[name](), 2), tree(dtype=params)
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:optax")
+@pytest.mark.parametrize("name", SOME)
+def test_an_optimizer_of_optax_does_what_it_does_in_optaxs_own_multisteps(name):
+    found = []
+    for steps in (multi_steps, optaxs):
+        tx = steps(OPTIMIZERS[name](), 4)
+        step = step_of(tx, EXTRA.get(name, []))
+        found.append(lax.scan(step, (PARAMS, tx.init(PARAMS)), STACKED)[0][0])
+    assert not same(found[1], PARAMS)
+    assert difference(JAX, *found) < 2e-6
+
+
+@standard
+@pytest.mark.parametrize(
+    ("params", "grads"), [("float32", "float16"), ("float16", "float16"), ("bfloat16", "float32")], ids=str
+)
+def test_what_an_optimizer_sees_has_32_bits_and_params_keep_their_dtype(params, grads):
+    tx, start = multi_steps(OPTIMIZERS["adamw"](), 2), tree(dtype=params)
     state, update = tx.init(start), jax.jit(tx.update)
     types = jax.tree.map(lambda leaf: leaf.dtype, state)
     for seed in range(3):
@@ -156,23 +161,6 @@ def test_what_an_optimizer_sees_has_32_bits_and_params_keep_their_dtype(name, pa
     floats = {leaf.dtype.name for leaf in jax.tree.leaves(state.inner) if jnp.issubdtype(leaf.dtype, jnp.floating)}
     assert floats == {"float32"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(optax.apply_updates(start, updates))} == {params}
-
-
-def test_gradients_of_16_bits_are_summed_in_32():
-    ones = {"a": jnp.ones(3, jnp.bfloat16)}
-    tx = multi_steps(optax.identity(), 1024, fold=funcga.sum())
-    state, _ = lax.scan(lambda state, _: (tx.accumulate(ones, state), None), tx.init(ones), length=1024)
-    updates, _ = tx.flush(state, ones)
-    assert updates["a"].tolist() == [1024.0] * 3
-
-
-def test_float64_is_folded_in_float64(x64):
-    start, grads = tree(dtype="float64"), [tree(seed, "float64") for seed in range(4)]
-    tx = multi_steps(optax.sgd(1.0, momentum=0.9), 4)
-    params, state = train(tx, grads, start)
-    expected = jax.tree.map(lambda p, *gs: p - sum(map(np.asarray, gs)) / 4, start, *grads)
-    assert difference(JAX, params, expected) < 1e-15
-    assert [limb.dtype.name for limb in state.window.tally.weight] == ["float64"]
 
 
 def test_complex_params():
@@ -190,29 +178,18 @@ RATE = optax.linear_schedule(1e-2, 0.0, 5)
 NESTED = {
     "around a chain": lambda steps: steps(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), 4),
     "first in a chain": lambda steps: optax.chain(steps(optax.adam(1e-2), 4), optax.scale(0.5)),
-    "last in a chain": lambda steps: optax.chain(optax.clip(0.1), steps(optax.adam(1e-2), 4)),
-    "named_chain": lambda steps: optax.named_chain(("clip", optax.clip(0.1)), ("adam", steps(optax.adam(1e-2), 4))),
     "in multi_transform": lambda steps: optax.multi_transform(
         {"fast": steps(optax.adam(1e-1), 2), "slow": steps(optax.sgd(1e-2), 4)}, LABELS
     ),
-    "around multi_transform": lambda steps: steps(
-        optax.multi_transform({"fast": optax.adam(1e-1), "slow": optax.sgd(1e-2)}, LABELS), 4
-    ),
-    "in partition": lambda steps: optax.partition({"fast": steps(optax.sgd(0.1), 3), "slow": optax.adam(0.1)}, LABELS),
     "in masked": lambda steps: optax.masked(steps(optax.adam(1e-2), 4), HALF),
     "around masked": lambda steps: steps(optax.masked(optax.adam(1e-2), HALF), 4),
-    "around freeze": lambda steps: steps(optax.chain(optax.freeze(HALF), optax.adam(1e-2)), 4),
     "around inject_hyperparams": lambda steps: steps(optax.inject_hyperparams(optax.adam)(learning_rate=RATE), 4),
-    "in inject_hyperparams": lambda steps: optax.inject_hyperparams(lambda rate: steps(optax.adam(rate), 4))(rate=RATE),
     "in apply_if_finite": lambda steps: optax.apply_if_finite(steps(optax.adam(1e-2), 4), 3),
-    "around apply_if_finite": lambda steps: steps(optax.apply_if_finite(optax.adam(1e-2), 3), 4),
     "in flatten": lambda steps: optax.flatten(steps(optax.adam(1e-2), 4)),
-    "around flatten": lambda steps: steps(optax.flatten(optax.adam(1e-2)), 4),
     "in conditionally_transform": lambda steps: optax.conditionally_transform(
         steps(optax.adam(1e-2), 2), lambda step, **extra: step > 3
     ),
     "in itself": lambda steps: steps(steps(optax.adam(1e-2), 2), 3),
-    "with_extra_args_support": lambda steps: optax.with_extra_args_support(steps(optax.adam(1e-2), 4)),
 }
 
 
@@ -227,15 +204,6 @@ def test_it_nests_as_optaxs_own_multisteps_does(name):
         assert difference(JAX, train(NESTED[name](multi_steps), jit=lambda f: f)[0], expected) < 2e-6
 
 
-@standard
-def test_it_nests_in_lookahead():
-    def run(steps):
-        params = optax.LookaheadParams.init_synced(PARAMS)
-        return train(optax.lookahead(steps(optax.adam(1e-2), 2), 3, 0.5), params=params)[0]
-
-    assert difference(JAX, run(multi_steps), run(optaxs)) < 2e-6
-
-
 def test_it_is_a_transform_of_optaxs_own_type():
     tx = multi_steps(optax.sgd(0.1), 2)
     init, update = tx
@@ -244,12 +212,6 @@ def test_it_is_a_transform_of_optaxs_own_type():
     assert isinstance(tx, type(multi_steps(tx, 2)))
     assert same(init(PARAMS), tx.init(PARAMS))
     assert same(update(GRADS[0], init(PARAMS), PARAMS), tx.update(GRADS[0], tx.init(PARAMS), PARAMS))
-
-
-def test_any_pair_of_functions_is_a_transform():
-    pair = (lambda params: {"count": jnp.zeros((), jnp.int32)}, lambda g, s, p: (g, {"count": s["count"] + 1}))
-    _, state = train(multi_steps(pair, 4))
-    assert int(state.inner["count"]) == 3
 
 
 def test_extra_arguments_pass_through_a_chain_to_it_and_through_it_to_what_it_wraps():
@@ -298,51 +260,19 @@ def test_optaxs_tools_find_their_way_through_the_state():
 
 
 @standard
-def test_params_stand_still_until_the_window_is_full():
-    tx = multi_steps(optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2), optax.scale(-1e-4)), 4)
-    x, params = jnp.ones((32, 8)), PARAMS
-    loss = lambda params: jnp.mean((x @ params["layer"]["w"] + params["b"]) ** 2)
-    state, update, before = tx.init(params), jax.jit(tx.update), loss(params)
-    assert not tx.has_updated(state)
-    for i in range(20):
-        updates, state = update(jax.grad(loss)(params), state, params)
-        new = optax.apply_updates(params, updates)
-        assert bool(tx.has_updated(state)) == (i % 4 == 3)
-        assert (loss(new) < before) if i % 4 == 3 else same(new, params)
-        params, before = new, loss(new)
-
-
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda updates: jnp.where(updates < 2, 1, 3),
+def test_n_can_be_a_schedule():
+    """Of the updates: of one's own, whose type is weak or a float, of optax's, or a number on the device."""
+    for n in (
         lambda updates: jnp.where(updates < 2, jnp.float32(1), jnp.float32(3)),
         lambda updates: jnp.clip(1 + 2 * (jnp.asarray(updates) - 1), 1, 3),
-    ],
-    ids=["int", "float", "weak"],
-)
-def test_n_can_be_a_schedule_of_the_updates(schedule, jit):
-    assert emits(multi_steps(optax.sgd(1.0), schedule), jit=jit) == "XX..X..X..X."
-
-
-@standard
-def test_n_can_be_a_schedule_of_optaxs():
-    assert emits(multi_steps(optax.sgd(1.0), optax.piecewise_constant_schedule(1.0, {2: 3.0}))) == "XX..X..X..X."
+        optax.piecewise_constant_schedule(1.0, {2: 3.0}),
+    ):
+        assert emits(multi_steps(optax.sgd(1.0), n)) == "XX..X..X..X."
     assert emits(multi_steps(optax.sgd(1.0), jnp.asarray(3))) == "..X..X..X..X"
 
 
-@pytest.mark.parametrize("fold", ["mean", "sum"])
-def test_the_mean_or_the_sum(fold):
-    tx = multi_steps(optax.identity(), 4, fold=getattr(funcga, fold)())
-    state = tx.init({"a": jnp.zeros(())})
-    for i in (1, 2, 3, 4):
-        updates, state = tx.update({"a": jnp.float32(i)}, state)
-    assert float(updates["a"]) == {"mean": 2.5, "sum": 10.0}[fold]
-
-
 @standard
-@pytest.mark.parametrize("big", [float("inf"), NAN, 1e9])
+@pytest.mark.parametrize("big", [NAN, 1e9])
 def test_skips_as_optaxs_own_multisteps_does_with_a_target_weight(big):
     grads = [{"a": jnp.float32(g)} for g in (1, 2, big, 3, 4, big, big, 5, 6)]
     skip = lambda updates, step, params: optax.skip_large_updates(updates, step, params, 1e6)
@@ -366,7 +296,7 @@ def test_has_updated_is_right_after_a_skip():
         assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
 
 
-@pytest.mark.parametrize("params", [{}, {"a": None}, {"a": None, "b": jnp.ones(2)}, (), jnp.ones(3)])
+@pytest.mark.parametrize("params", [{}, {"a": None, "b": jnp.ones(2)}, jnp.ones(3)])
 def test_params_of_any_structure(params):
     tx = multi_steps(optax.sgd(1.0, momentum=0.9), 2)
     state, update = tx.init(params), jax.jit(tx.update)
@@ -374,13 +304,6 @@ def test_params_of_any_structure(params):
         updates, state = update(params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert same(updates, jax.tree.map(jnp.negative, params))
-
-
-def test_params_need_not_be_given():
-    tx = multi_steps(optax.sgd(1.0), 2)
-    _, state = tx.update(GRADS[0], tx.init(PARAMS))
-    updates, state = jax.jit(tx.update)(GRADS[1], state)
-    assert difference(JAX, updates, jax.tree.map(jnp.negative, mean_of(GRADS[:2]))) < 2e-7
 
 
 def test_params_may_be_a_module_with_more_than_arrays_in_it():
@@ -405,54 +328,49 @@ def counting(calls):
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
-@pytest.mark.parametrize("how", ["jit", "eager", "scan"])
+@pytest.mark.parametrize("how", ["jit", "scan"])
 def test_the_inner_optimizer_runs_only_for_an_update(how):
     calls = []
     tx = multi_steps(counting(calls), 5)
-    if how == "scan":
-        state = lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(PARAMS), STACKED)[0]
-    else:
-        state = train(tx, jit=jax.jit if how == "jit" else lambda f: f)[1]
+    scanned = lambda: lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(PARAMS), STACKED)[0]
+    state = scanned() if how == "scan" else train(tx)[1]
     jax.effects_barrier()
     assert (len(calls), int(state.inner), int(state.offered)) == (2, 2, 2)
 
 
 @standard
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
-def test_nothing_stays_poisoned(bad, jit):
+def test_nothing_stays_poisoned():
     grads = [*GRADS]
-    grads[4] = {**grads[4], "b": grads[4]["b"].at[1].set(bad)}
+    grads[4] = {**grads[4], "b": grads[4]["b"].at[1].set(NAN)}
     kept = [grads[3], grads[5]]
 
     passed_on = multi_steps(optax.identity(), 3)
-    params, state = train(passed_on, grads[:6], jit=jit)
+    params, state = train(passed_on, grads[:6])
     assert not np.isfinite(params["b"]).all()
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(state.window.accumulated))
-    update = jit(passed_on.update)
+    update = jax.jit(passed_on.update)
     for g in grads[6:9]:
         updates, state = update(g, state, PARAMS)
     assert difference(JAX, updates, mean_of(grads[6:9])) < 2e-7
 
-    params, state = train(multi_steps(optax.sgd(1.0), 3, drop="microbatch"), grads, jit=jit)
+    params, state = train(multi_steps(optax.sgd(1.0), 3, drop="microbatch"), grads)
     windows = [grads[:3], kept, grads[6:9], grads[9:]]
     expected = jax.tree.map(lambda p, *means: p - sum(means), PARAMS, *map(mean_of, windows))
     assert difference(JAX, params, expected) < 5e-7
     assert [int(c) for c in (state.updates, *state.dropped)] == [4, 1, 0]
 
-    params, state = train(multi_steps(optax.sgd(1.0), 3, drop="window"), grads, jit=jit)
+    params, state = train(multi_steps(optax.sgd(1.0), 3, drop="window"), grads)
     expected = jax.tree.map(lambda p, *means: p - sum(means), PARAMS, *map(mean_of, [windows[0], *windows[2:]]))
     assert difference(JAX, params, expected) < 5e-7
     assert [int(c) for c in (state.updates, *state.dropped)] == [3, 3, 1]
 
 
 @standard
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-def test_a_window_of_nothing_but_what_is_dropped_is_no_update(jit):
+def test_a_window_of_nothing_but_what_is_dropped_is_no_update():
     bad = jax.tree.map(lambda p: p * NAN, PARAMS)
     for drop in ("microbatch", "window"):
         tx = multi_steps(optax.adam(0.1), 2, drop=drop)
-        params, state = train(tx, [bad, bad], jit=jit)
+        params, state = train(tx, [bad, bad])
         assert same(params, PARAMS)
         assert same(state.inner, tx.init(PARAMS).inner)
         assert [int(c) for c in (state.updates, *state.dropped)] == [0, 2, drop == "window"]
@@ -464,57 +382,30 @@ def test_a_window_of_nothing_but_what_is_dropped_is_no_update(jit):
 TOKENS = [3, 17, 0, 5, 1, 120, 2, 2, 9, 31, 4, 8]
 
 
-@pytest.mark.parametrize("kind", [int, float, np.int64, jnp.int32, jnp.float32], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-def test_micro_batches_weigh_as_much_as_they_say(kind, jit):
-    if jit is jax.jit and kind is np.int64:
-        kind = np.int32  # what jit makes of it
+@pytest.mark.parametrize("kind", [float, np.int32, jnp.int32, jnp.float32], ids=lambda kind: kind.__name__)
+def test_micro_batches_weigh_as_much_as_they_say(kind):
     tx = multi_steps(optax.sgd(1.0), 4)
-    params, _ = train(tx, extra=lambda i, params: {"weight": kind(TOKENS[i])}, jit=jit)
+    params, _ = train(tx, extra=lambda i, params: {"weight": kind(TOKENS[i])})
     means = [mean_of(GRADS[i : i + 4], TOKENS[i : i + 4]) for i in (0, 4, 8)]
     expected = jax.tree.map(lambda p, *gs: p - sum(gs), PARAMS, *means)
     assert difference(JAX, params, expected) < 5e-7
 
 
-def test_sums_are_divided_by_the_tokens():
-    tx = multi_steps(optax.identity(), 3, fold=funcga.per_weight())
-    state = tx.init(PARAMS)
-    for g, tokens in zip(GRADS[:3], TOKENS, strict=False):
-        updates, state = tx.update(g, state, weight=tokens)
-    assert difference(JAX, updates, jax.tree.map(lambda *gs: sum(gs) / 20, *GRADS[:3])) < 2e-7
-
-
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-def test_a_window_can_be_full_by_weight(jit):
+def test_a_window_can_be_full_by_weight():
     weight = [jnp.int32(tokens) for tokens in TOKENS]
-    assert (
-        emits(multi_steps(optax.sgd(1.0), funcga.transforms.TargetWeight(20)), jit=jit, weight=weight) == ".X...X...X.."
-    )
+    assert emits(multi_steps(optax.sgd(1.0), funcga.transforms.TargetWeight(20)), weight=weight) == ".X...X...X.."
     growing = funcga.transforms.TargetWeight(lambda updates: 20 + 30 * updates)
-    assert emits(multi_steps(optax.sgd(1.0), growing), jit=jit, weight=weight) == ".X...X......"
+    assert emits(multi_steps(optax.sgd(1.0), growing), weight=weight) == ".X...X......"
     stepped = funcga.transforms.TargetWeight(lambda updates: jnp.where(updates < 1, 3, 120))
-    assert emits(multi_steps(optax.sgd(1.0), stepped), jit=jit, weight=weight) == "X....X......"
+    assert emits(multi_steps(optax.sgd(1.0), stepped), weight=weight) == "X....X......"
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-def test_weights_are_counted_past_2_to_the_24(jit):
+def test_weights_are_counted_past_2_to_the_24():
     tx = multi_steps(optax.sgd(1.0), 100)
-    state, accumulate = tx.init(PARAMS), jit(tx.accumulate)
+    state, accumulate = tx.init(PARAMS), jax.jit(tx.accumulate)
     for weight in (2**24, 1, 1, 1, 2**30, 3):
         state = accumulate(GRADS[0], state, weight=jnp.int32(weight))
     assert sum(int(limb) for limb in state.window.tally.weight) == 2**24 + 2**30 + 6
-
-
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
-def test_the_last_window_is_flushed_exactly(jit):
-    tx = multi_steps(optax.sgd(1.0), 8)
-    state, update, flush = tx.init(PARAMS), jit(tx.update), jit(tx.flush)
-    for g, tokens in zip(GRADS[:3], TOKENS, strict=False):
-        _, state = update(g, state, PARAMS, weight=tokens)
-    updates, state = flush(state, PARAMS)
-    assert difference(JAX, updates, jax.tree.map(jnp.negative, mean_of(GRADS[:3], TOKENS[:3]))) < 2e-7
-    assert tx.has_updated(state)
-    assert (int(state.updates), int(state.offered), int(state.window.tally.steps)) == (1, 0, 0)
 
 
 @standard
@@ -625,8 +516,6 @@ def after_training(rate, steps, scale=1.0):
 
 TRANSFORMS = {
     "grad": jax.grad,
-    "grad of jit": lambda f, argnums: jax.grad(jax.jit(f), argnums),
-    "jit of grad": lambda f, argnums: jax.jit(jax.grad(f, argnums)),
     "forward mode": lambda f, argnums: jax.jit(jax.jacfwd(f, argnums)),
     "checkpoint": lambda f, argnums: jax.jit(jax.grad(jax.checkpoint(f), argnums)),
     "vmap": lambda f, argnums: lambda *args: jax.jit(jax.vmap(jax.grad(f, argnums)))(*(a[None] for a in args)),
@@ -658,9 +547,8 @@ def test_training_under_scan_can_be_differentiated_twice():
 
         return bowl(lax.scan(step, (PARAMS, tx.init(PARAMS)), STACKED)[0][0])
 
-    for derivative in (jax.grad, jax.hessian):
-        found, expected = (jax.jit(derivative(lambda rate, s=s: loss(rate, s)))(0.1) for s in (multi_steps, optaxs))
-        assert float(found) == pytest.approx(float(expected), rel=1e-4)
+    found, expected = (jax.jit(jax.hessian(lambda rate, s=s: loss(rate, s)))(0.1) for s in (multi_steps, optaxs))
+    assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
 @jax.numpy_dtype_promotion("standard")  # of optax's lookahead

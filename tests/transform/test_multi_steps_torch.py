@@ -1,7 +1,5 @@
 """`multi_steps` in torch: memory, what is given away, modules, sparse gradients, compiled halves, optax on tensors."""
 
-import copy
-
 import jax
 import numpy as np
 import optax
@@ -75,39 +73,6 @@ def test_a_pure_update_makes_what_it_returns():
     assert made(tx, emits=True) == 4  # the same, the updates and the two moments
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
-def test_giving_away_does_not_change_a_bit(options):
-    found = []
-    for donate in (False, True):
-        tx, params = funcga.multi_steps(adamw(**options), 3, donate=donate), tree(0)
-        state = tx.init(params)
-        for k in range(7):
-            updates, state = tx.update(tree(k + 1), state, params, weight=k + 1)
-            if tx.has_updated(state):
-                params = torch_backend.apply_updates(params, updates)
-        updates, state = tx.flush(state, params)
-        found.append((params, updates, state))
-    assert difference(TORCH, *found) == 0
-
-
-def keeps_its_gradient():
-    """A transform that returns its gradient and keeps it, in the memory that it came in."""
-    return Transform(lambda params: {"last": params}, lambda grads, state, params=None: (grads, {"last": grads}))
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.max()], ids=repr)
-def test_what_a_transform_keeps_is_not_emptied(donate, fold):
-    tx, params = funcga.multi_steps(keeps_its_gradient(), 1, fold=fold, donate=donate), tree(0)
-    updates, state = tx.update(tree(1), tx.init(params), params)
-    before = copy.deepcopy((updates, state.inner))
-    _, state = tx.update(tree(2), state, params)
-    assert difference(TORCH, updates, before[0]) == 0
-    if not donate:
-        assert difference(TORCH, before[0], tree(1)) < 1e-6
-    assert difference(TORCH, state.inner["last"], tree(2)) < 1e-6
-
-
 @pytest.mark.parametrize("wrap", [torch.nn.Parameter, lambda t: t.view(-1)], ids=["parameter", "view"])
 def test_what_is_kept_in_disguise_is_not_emptied(wrap):
     def update(grads, state, params=None):
@@ -129,36 +94,9 @@ def test_the_callers_gradients_are_never_written_to():
     assert difference(TORCH, grads, tree(1)) == 0
 
 
-def fails_once():
-    """A transform that raises at its first update."""
-    calls = []
-
-    def update(grads, state, params=None):
-        calls.append(1)
-        if len(calls) == 1:
-            raise ValueError("not yet")
-        return {k: -v for k, v in grads.items()}, state
-
-    return Transform(lambda params: (), update)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_after_an_error_in_the_transform_the_window_is_there(donate):
-    tx, params = funcga.multi_steps(fails_once(), 8, donate=donate), tree(0)
-    state = tx.init(params)
-    for k in range(3):
-        state = tx.accumulate(tree(k + 1), state, weight=k + 1)
-    expected = {n: -sum((k + 1) * tree(k + 1)[n] for k in range(3)) / 6 for n in params}
-    with pytest.raises(ValueError, match="not yet"):
-        tx.flush(state, params)
-    updates, _ = tx.flush(state, params)
-    for name in params:
-        torch.testing.assert_close(updates[name], expected[name], rtol=1e-6, atol=1e-6)
-
-
 def test_a_schedule_that_is_refused_adds_nothing():
     wrong = [2, 0, 2, 2]
-    tx, params = funcga.multi_steps(fails_once(), lambda updates: wrong.pop(0), donate=True), tree(0)
+    tx, params = funcga.multi_steps(adamw(), lambda updates: wrong.pop(0), donate=True), tree(0)
     _, state = tx.update(tree(1), tx.init(params), params)
     with pytest.raises(funcga.FuncgaError, match="the schedule of n returned 0"):
         tx.update(tree(2), state, params)
@@ -202,22 +140,6 @@ def test_a_transform_keeps_no_graph():
     assert not state.inner["w"].requires_grad
 
 
-@pytest.mark.parametrize("drop", ["microbatch", "window"])
-def test_sparse_gradients_are_looked_at(drop):
-    tx, params = funcga.multi_steps(adamw(), 2, drop=drop), {"e": torch.ones(5, 2)}
-    with torch.sparse.check_sparse_tensor_invariants():
-        make = lambda value: torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), value), (5, 2))
-        state = tx.accumulate({"e": make(1.0)}, tx.init(params))
-        state = tx.accumulate({"e": make(float("nan"))}, state)
-    assert int(state.dropped.microbatches) == 1
-
-
-def test_optax_wants_from_optax():
-    tx = funcga.multi_steps(optax.adam(0.1), 2)
-    with pytest.raises(funcga.FuncgaError, match=r"torch_backend.from_optax\(tx\)"):
-        tx.init(tree(0))
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_updates_without_an_update_change_nothing(donate):
     tx, params = funcga.multi_steps(adamw(), 2, donate=donate), tree(0)
@@ -257,23 +179,25 @@ def test_the_parameters_of_a_module():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_none_among_the_leaves():
-    tx = funcga.multi_steps(adamw(), 2)
-    params, grads = {"w": torch.ones(3), "frozen": None}, {"frozen": None, "w": torch.ones(3)}
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = tx.update(grads, state, params)
-    assert updates["frozen"] is None
-    assert (updates["w"] != 0).all()
-
-
-def test_sparse_gradients_are_summed_densely():
-    tx, params = funcga.multi_steps(adamw(), 2), {"e": torch.ones(5, 2)}
+def test_sparse_gradients_are_summed_densely_and_looked_at():
+    params = {"e": torch.ones(5, 2), "frozen": None}
     with torch.sparse.check_sparse_tensor_invariants():
-        sparse = torch.sparse_coo_tensor([[1, 1, 3]], torch.ones(3, 2), (5, 2)).coalesce()
-        state = tx.accumulate({"e": sparse}, tx.init(params))
-        state = tx.accumulate({"e": sparse}, state)
-    torch.testing.assert_close(state.window.accumulated["e"], 2 * sparse.to_dense())
+        make = lambda value: torch.sparse_coo_tensor([[1, 1, 3]], torch.full((3, 2), value), (5, 2)).coalesce()
+        one, bad = ({"frozen": None, "e": make(value)} for value in (1.0, float("nan")))
+        for drop, count in (("microbatch", 1), ("window", 3)):
+            tx = funcga.multi_steps(adamw(), 4, drop=drop)
+            state = tx.accumulate(one, tx.accumulate(one, tx.init(params)))
+            torch.testing.assert_close(state.window.accumulated["e"], 2 * one["e"].to_dense())
+            updates, state = tx.flush(tx.accumulate(bad, state), params)
+            assert int(state.dropped.microbatches) == count
+            assert updates["frozen"] is None
+
+
+def test_arrays_and_transforms_of_the_other_framework_are_named():
+    with pytest.raises(funcga.FuncgaError, match=r"torch_backend.from_optax\(tx\)"):
+        funcga.multi_steps(optax.adam(0.1), 2).init(tree(0))
+    with pytest.raises(funcga.FuncgaError):
+        funcga.multi_steps(adamw(), 2).init({"w": JAX.arrays(np.ones(2, "float32"))})
 
 
 def test_the_halves_compile_to_one_graph_each():
@@ -321,12 +245,6 @@ def test_optax_on_tensors_resumes_in_jax():
             for name in tree(0):
                 a, b = (kit_.leaves(t[name])[0] for kit_, t in ((other, now), (other, whole[other, 8][1])))
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-
-
-def test_arrays_of_the_other_framework_are_named():
-    tx = funcga.multi_steps(adamw(), 2)
-    with pytest.raises(funcga.FuncgaError):
-        tx.init({"w": JAX.arrays(np.ones(2, "float32"))})
 
 
 @needs_cuda
