@@ -101,14 +101,16 @@ def test_other_groups_begin_anew():
         scheduler=partial(schedulers.ExponentialLR, gamma=0.5),
     )
 
-    def rates(names, count):
-        params = {name: torch.zeros(1) for name in names}
-        state = tx.init(params)._replace(count=torch.tensor(count + 1, dtype=torch.int32))
-        return [group["lr"] for group in torch_backend.last_options(tx, state, params)]
+    trees = {names: {name: torch.zeros(1) for name in names} for names in ("ab", "c")}
+    states = {names: tx.init(params) for names, params in trees.items()}
 
-    assert rates("ab", 2) == [0.0125, 0.005]
-    assert rates("c", 1) == [0.5]
+    def rates(names, count):
+        state = states[names]._replace(count=torch.tensor(count + 1, dtype=torch.int32))
+        return [group["lr"] for group in torch_backend.last_options(tx, state, trees[names])]
+
     assert rates("ab", 1) == [0.025, 0.01]
+    assert rates("c", 2) == [0.25]
+    assert rates("ab", 3) == [0.00625, 0.0025]
 
 
 def test_more_updates_than_were_planned():
