@@ -356,17 +356,6 @@ def test_an_output_that_cannot_be_sent():
     assert processes().run(unpicklable, False, size=2) == [[2.0, 2.0]] * 2
 
 
-def later_empty(group):
-    params, *batch = problem()
-    step = made("engine", "per_weight", 2, group)
-    step(params, *batch)
-    return step(params, *(x[:0] for x in batch))
-
-
-def test_nobody_has_data_in_a_later_window():
-    assert all("no replica has a micro-batch to fold" in text for text in refused(later_empty, size=2))
-
-
 # ------------------------------------------------------------------------------------- groups
 
 
