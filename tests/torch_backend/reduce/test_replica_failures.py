@@ -261,27 +261,6 @@ def test_a_replica_that_is_interrupted_when_it_has_sent_everything():
     )
 
 
-def trains(group, params, first, last):
-    """Some updates on the rows of each of the ranks."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    _, *batch = problem(torch.float64)
-    own = [torch.tensor_split(x, size)[rank] for x in batch]
-    step = made("engine", "mean", 2, group)
-    for _ in range(first, last):
-        _, grads = step(params, *own)
-        params = {name: p - 0.1 * grads[name] for name, p in params.items()}
-    return params
-
-
-def test_replicas_come_back_in_another_number():
-    params = problem(torch.float64)[0]
-    expected = processes().run(trains, params, 0, 4, size=1)[0]
-    for first, then in ((2, 3), (4, 1), (3, 4)):
-        saved = processes().run(trains, params, 0, 2, size=first)[0]
-        for found in processes().run(trains, saved, 2, 4, size=then):
-            assert difference(found, expected) <= 1e-13
-
-
 # ------------------------------------------------------------------------------------- other steps, other structures
 
 
@@ -504,27 +483,6 @@ def test_the_unit_of_weights_is_agreed_on_in_each_window():
 
 
 # ------------------------------------------------------------------------------------- leaves of any kind
-
-
-def metrics(group):
-    def loss(p, x):
-        error = x @ p["w"]
-        return (error**2).mean(), {"abs": error.abs().sum(0), "count": (error > 0).sum(), "wide": error.double().sum()}
-
-    params, x = {"w": torch.ones(3, 2), "s": torch.ones((), dtype=torch.float64)}, torch.arange(24.0).view(8, 3) - 9
-    gradient = funcga.value_and_grad(loss, has_aux=True)
-    fold = ((funcga.mean(), funcga.sum()), funcga.mean())
-    own = x[:5] if dist.get_rank(group) == 0 else x[5:]
-    expected = funcga.accumulate(gradient, 1, fold=fold)(params, x)
-    found = []
-    for across in (group, Replicas(group, wire_dtype=torch.float64)):
-        step = funcga.accumulate(gradient, 2, fold=fold, across=across)
-        found += [difference(step(params, own), expected) for _ in range(2)]
-    return max(found)
-
-
-def test_metrics_beside_a_loss():
-    assert max(processes().run(metrics, size=2)) <= 1e-6
 
 
 def odd(group):

@@ -125,39 +125,6 @@ def test_the_same_global_batch_on_any_number_of_ranks(layout):
             assert all(torch.equal(a, b) for r in results for a, b in zip(leaves(r), leaves(results[0]), strict=True))
 
 
-# ------------------------------------------------------------------------------------ the Accelerate guide's example
-
-
-def sentences(indices):
-    ids = [torch.arange(1.0, i + 2) for i in indices]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
-    labels = torch.nn.utils.rnn.pad_sequence([i.remainder(2) for i in ids], batch_first=True, padding_value=-100)
-    return padded[..., None], labels[..., None]
-
-
-def guide(group, n, size):
-    """One update of the guide's model, which gives every rank its micro-batches in turn."""
-    torch.manual_seed(0)
-    module = torch.nn.Linear(1, 2, bias=False)
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
-    loss = torch_backend.pure_loss(
-        module, lambda module, x, y: F.cross_entropy(module(x).view(-1, 2), y.view(-1).long(), reduction="sum")
-    )
-    step = funcga.stream(
-        funcga.grad(loss), fold=funcga.per_weight(), weight=lambda x, y: (y != -100).sum(), across=group
-    )
-    window = (sentences(range(size * i, size * (i + 1))) for i in range(rank, n * count, count))
-    grads = step(dict(module.named_parameters()), window)
-    with torch.no_grad():
-        module.weight -= 0.08 * grads["weight"]
-    return [round(w, 4) for w in module.weight.flatten().tolist()]
-
-
-def test_the_guides_causal_language_model():
-    assert processes().run(guide, 2, 4, size=2) == [[0.2117, 0.3172]] * 2
-    assert processes().run(guide, 1, 8, size=1) == [[0.0953, 0.4337]]
-
-
 # ------------------------------------------------------------------------------------------------------- other folds
 
 
@@ -671,19 +638,6 @@ def test_structures_that_differ_are_named_on_every_rank(what, text):
             f"the replicas fold different structures: {text}. They are merged leaf by leaf: build the model, the batch "
             f"and the fold alike on every rank."
         )
-
-
-def another_later(group):
-    """A new structure on every rank is agreed on anew."""
-    params, *batch = problem(torch.float64)
-    step = made("engine", "mean", 2, group)
-    step({k: v.float() for k, v in params.items()}, *(x.float() if x.is_floating_point() else x for x in batch))
-    return step(params, *batch)
-
-
-def test_another_structure_later():
-    for result in processes().run(another_later, size=2):
-        assert difference(result, whole("engine", "mean", torch.float64)) <= 1e-13
 
 
 def is_killed(group, rank):

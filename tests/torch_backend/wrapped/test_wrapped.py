@@ -886,18 +886,6 @@ def test_wrapped_parts_of_a_module_and_frozen_parameters():
         assert error <= 1e-6
 
 
-def test_a_module_that_nothing_wraps_is_local():
-    module = made(torch.float64)
-    f = module_value_and_grad(module, mean_square)
-    value, expected = whole_rows(1, torch.float64)
-    with torch.no_grad(), torch.inference_mode():
-        results = [funcga.accumulate(f, n)(*rows_of(0, torch.float64)) for n in (1, 2, 3)]
-    for result in [*results, f(*rows_of(0, torch.float64))]:
-        assert max(errors(module, result, value, expected)) <= 1e-13
-    assert all(p.grad is None for p in module.parameters())
-    assert list(f.__signature__.parameters) == ["x", "y"]
-
-
 # What is refused
 
 
@@ -1061,6 +1049,7 @@ def test_arguments_that_are_refused():
         with pytest.raises(funcga.FuncgaError) as error:
             module_value_and_grad(*args, **options)
         assert str(error.value).startswith(text)
+    assert list(module_value_and_grad(made(), mean_square).__signature__.parameters) == ["x", "y"]
     with pytest.raises(funcga.FuncgaError, match="the stream is empty: there is no micro-batch"):
         funcga.stream(module_value_and_grad(made(), mean_square))([])
 
@@ -1461,15 +1450,6 @@ def part_wrapped_late(group):
     step([rows_of(0, torch.float32)])
 
 
-def test_a_part_that_is_wrapped_after_the_step_was_made():
-    refused(
-        "module_value_and_grad was given a Sequential that nothing wrapped, and now the part `2` of it is wrapped by "
-        "fully_shard: the step would miss parameters, and would not reduce their gradients over the replicas. Wrap "
-        "the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n).",
-        part_wrapped_late,
-    )
-
-
 def no_rows_and_state(group):
     """What is threaded, and the module's buffer, where the last rank has no row."""
     counting = ddp(group, Counts())
@@ -1494,32 +1474,13 @@ def synchronised_statistics(group):
     funcga.accumulate(module_value_and_grad(module, mean_square), 2)(torch.zeros(0, 4), torch.zeros(0, 3))
 
 
-def test_rows_that_stand_in_do_not_count_in_synchronised_statistics():
-    refused(
-        "this replica has fewer micro-batches than others, and the module has a SyncBatchNorm layer: rows that stand "
-        "in for the missing ones would count in the statistics of all replicas. Give every replica equally many "
-        "micro-batches.",
-        synchronised_statistics,
-    )
-
-
-def inside_of_join(group, wrapper):
+def inside_of_join(group):
     from torch.distributed.algorithms.join import Join
 
-    module = WRAPPERS[wrapper](group, made())
+    module = WRAPPERS["ddp"](group, made())
     step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
     with Join([module]):
         step(*rows_of(group.rank(), torch.float32))
-
-
-def test_join_is_refused():
-    refused(
-        "the module is wrapped by DistributedDataParallel and was called inside of Join, which answers for replicas "
-        "that have run out of data, and knows nothing of the counts that funcga merges. Leave Join out: replicas may "
-        "have different numbers of micro-batches, one of weight 0 where there is no more data.",
-        inside_of_join,
-        "ddp",
-    )
 
 
 def past_the_wrapper(group):
@@ -1531,13 +1492,37 @@ def past_the_wrapper(group):
     step(*rows_of(group.rank(), torch.float32))
 
 
-def test_a_loss_that_calls_the_module_inside_of_its_wrapper():
-    refused(
-        "DistributedDataParallel has reduced nothing in the last backward pass: loss_fn does not call it, but perhaps "
-        "the module inside of it, that it closes over, whose gradients would differ from replica to replica. Call the "
-        "module that loss_fn is given: lambda module, x, y: F.mse_loss(module(x), y).",
-        past_the_wrapper,
-    )
+@pytest.mark.parametrize(
+    ("scenario", "text"),
+    [
+        (
+            inside_of_join,
+            "the module is wrapped by DistributedDataParallel and was called inside of Join, which answers for replicas "
+            "that have run out of data, and knows nothing of the counts that funcga merges. Leave Join out: replicas may "
+            "have different numbers of micro-batches, one of weight 0 where there is no more data.",
+        ),
+        (
+            past_the_wrapper,
+            "DistributedDataParallel has reduced nothing in the last backward pass: loss_fn does not call it, but perhaps "
+            "the module inside of it, that it closes over, whose gradients would differ from replica to replica. Call the "
+            "module that loss_fn is given: lambda module, x, y: F.mse_loss(module(x), y).",
+        ),
+        (
+            part_wrapped_late,
+            "module_value_and_grad was given a Sequential that nothing wrapped, and now the part `2` of it is wrapped by "
+            "fully_shard: the step would miss parameters, and would not reduce their gradients over the replicas. Wrap "
+            "the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n).",
+        ),
+        (
+            synchronised_statistics,
+            "this replica has fewer micro-batches than others, and the module has a SyncBatchNorm layer: rows that stand "
+            "in for the missing ones would count in the statistics of all replicas. Give every replica equally many "
+            "micro-batches.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_go_wrong_is_refused(scenario, text):
+    refused(text, scenario)
 
 
 def test_a_loss_that_does_not_use_the_module():
