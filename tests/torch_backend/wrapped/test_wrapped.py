@@ -619,43 +619,6 @@ AUX_FOLDS = {
 }
 
 
-def every_fold(group, wrapper):
-    """The errors of folds of the gradients and of everything beside them."""
-    return [of_fold(group, wrapper, name) for name in ("mean", "per_weight", "sum", "by_steps")]
-
-
-def of_fold(group, wrapper, name):
-    module = WRAPPERS[wrapper](group, made(torch.float64))
-    folds = {"per_weight": funcga.per_weight(), "sum": funcga.sum(), "by_steps": by_steps(), "mean": funcga.mean()}
-    f = module_value_and_grad(module, aux_of, has_aux=True)
-    step = funcga.accumulate(f, 2, fold=((folds[name], AUX_FOLDS), folds[name]))
-    (value, found), grads = step(*rows_of(group.rank(), torch.float64))
-    pairs, plain = [rows_of(rank, torch.float64) for rank in range(group.size())], made(torch.float64)
-    parts = [pair for x, y in pairs for pair in zip(x.tensor_split(2), y.tensor_split(2), strict=True)]
-    total = {"per_weight": sum(len(x) for x, _ in parts), "by_steps": len(parts), "sum": 1}.get(name) or sum(
-        len(x) for x, _ in parts
-    )
-    losses = []
-    for x, y in parts:
-        loss = mean_square(plain, x, y) * (len(x) if name in ("by_steps", "mean") else 1) / total
-        loss.backward()
-        losses.append(loss.detach())
-    with torch.no_grad():
-        out = torch.cat([plain(x) for x, _ in parts])
-        worst = max((plain(x) - y).abs().max() for x, y in parts)
-    assert found["none"] is None
-    assert int(found["count"]) == len(out)  # a Python number is summed over the replicas, too
-    return [
-        abs(value - sum(losses)).item() / value.item(), difference(full(module, grads), [p.grad for p in plain.parameters()]),
-        abs(found["worst"] - worst).item(), abs(found["rows"] - len(out)).item(), (found["out"] - out).abs().max().item(),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2"])
-def test_folds(wrapper):
-    assert worst(every_fold, wrapper) <= 1e-13
-
-
 def threaded(group):
     """A number that is threaded from one micro-batch to the next, and a keyword argument."""
 
@@ -1315,7 +1278,8 @@ def few_rows(group, wrapper, sync, fold):
                 for pair in zip(a.tensor_split(count), b.tensor_split(count), strict=True):
                     if len(pair[0]):
                         mean_square(plain, *pair).backward()
-        assert extra["rows"] == len(extra["out"]) == len(x)
+        assert extra["rows"] == extra["count"] == len(extra["out"]) == len(x)  # a Python number is summed, too
+        assert extra["none"] is None
         found.append(difference(full(module, grads), [p.grad for p in plain.parameters()]))
         found.append((extra["worst"] - (plain(x) - y).abs().max()).abs().item())
     with pytest.raises(funcga.FuncgaError, match="no replica has a micro-batch to fold"):
