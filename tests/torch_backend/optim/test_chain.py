@@ -8,9 +8,11 @@ from torch import nn, optim
 
 import funcga
 import torch_backend
-from funcga._transform import DonatingTransform, Transform
+from funcga.transforms import Transform
 from tests.test_errors import check_refused
 from tests.torch_backend.optim.test_from_optimizer import problem, same
+
+DonatingTransform = type(torch_backend.clip_grad_value(1.0))
 
 
 def identity(grads, state, params):
@@ -36,8 +38,7 @@ def test_it_is_the_loop_that_clips_and_steps():
     assert int(state[1].count) == 6
 
 
-@pytest.mark.parametrize("first", ["identity", "clip", "sgd"])
-@pytest.mark.parametrize("second", ["identity", "clip", "sgd"])
+@pytest.mark.parametrize(("first", "second"), [("identity", "clip"), ("clip", "sgd"), ("sgd", "identity")])
 def test_nothing_is_mutated_whatever_is_chained(first, second):
     kinds = {
         "identity": (lambda params: (), identity),

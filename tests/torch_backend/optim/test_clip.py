@@ -4,14 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import utils
 
 import funcga
 import torch_backend
 from tests.kits import needs_cuda, no_synchronisation
-from tests.processes import processes
 from tests.test_errors import check_refused
 from tests.torch_backend.optim.test_from_optimizer import same
 
@@ -19,7 +16,7 @@ CLIPS = {
     "norm": (lambda: torch_backend.clip_grad_norm(0.7), lambda p: utils.clip_grad_norm_(p, 0.7)),
     "large": (lambda: torch_backend.clip_grad_norm(1e6), lambda p: utils.clip_grad_norm_(p, 1e6)),
     "max": (
-        lambda: torch_backend.clip_grad_norm(0.3, float("inf")),
+        lambda: torch_backend.clip_grad_norm(0.3, "inf"),
         lambda p: utils.clip_grad_norm_(p, 0.3, float("inf")),
     ),
     "one": (lambda: torch_backend.clip_grad_norm(0.3, 1, True), lambda p: utils.clip_grad_norm_(p, 0.3, 1, True)),
@@ -37,7 +34,7 @@ def check_norm(state, norm):
     assert state == () if norm is None else torch.equal(state.norm, norm.to(state.norm.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CLIPS)
 def test_the_bits_are_those_of_torch(case, dtype):
     make, clip = CLIPS[case]
@@ -139,12 +136,6 @@ def test_what_is_no_norm(norm_type):
     check_refused(text, torch_backend.clip_grad_norm, 1.0, norm_type)
 
 
-def test_the_name_of_infinity():
-    grads = [torch.tensor([3.0, 4.0])]
-    clip = lambda norm_type: torch_backend.clip_grad_norm(1.0, norm_type).update(grads, ())[0]
-    assert same(clip("inf"), clip(float("inf")))
-
-
 def test_donated_gradients_in_one_memory_are_clipped_once_each():
     grad = torch.tensor([3.0, 4.0])
     wanted, _ = torch_backend.clip_grad_norm(1.0).update([grad, grad], ())
@@ -152,21 +143,6 @@ def test_donated_gradients_in_one_memory_are_clipped_once_each():
     expanded = torch.ones(()).expand(4)
     assert same(torch_backend.clip_grad_norm(1.0).donated([expanded], ())[0],
                 torch_backend.clip_grad_norm(1.0).update([expanded], ())[0])  # fmt: skip
-
-
-def sharded(group):
-    mesh = dist.init_device_mesh("cpu", (2,))
-    grads = [torch.arange(4.0), torch.ones(2, 3)]
-    whole, _ = torch_backend.clip_grad_norm(1.0).update(grads, ())
-    tx, shards = torch_backend.clip_grad_norm(1.0), [distribute_tensor(g, mesh, [Shard(0)]) for g in grads]
-    found, state = tx.update(shards, tx.init(shards))
-    assert type(state.norm) is torch.Tensor
-    assert torch.allclose(state.norm, torch.cat([grad.flatten() for grad in grads]).norm(), rtol=1e-6)
-    return [torch.allclose(f.full_tensor(), w, rtol=1e-6) for f, w in zip(found, whole, strict=True)]
-
-
-def test_the_norm_is_that_of_all_shards():
-    assert processes(2).run(sharded, size=2) == [[True, True]] * 2
 
 
 @needs_cuda

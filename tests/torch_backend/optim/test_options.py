@@ -1,6 +1,6 @@
 """Schedulers of torch as functions of the count: the options that they set, at every update."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ from tests.torch_backend.optim.test_from_optimizer import Allocated
 SCHEDULERS = {
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=True),
-    "CosineAnnealingLR": functools.partial(schedulers.CosineAnnealingLR, T_max=5),
-    "CosineAnnealingWarmRestarts": functools.partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
-    "StepLR": functools.partial(schedulers.StepLR, step_size=3),
-    "MultiStepLR": functools.partial(schedulers.MultiStepLR, milestones=[2, 5]),
-    "ExponentialLR": functools.partial(schedulers.ExponentialLR, gamma=0.9),
+    "CosineAnnealingLR": partial(schedulers.CosineAnnealingLR, T_max=5),
+    "CosineAnnealingWarmRestarts": partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
+    "StepLR": partial(schedulers.StepLR, step_size=3),
+    "MultiStepLR": partial(schedulers.MultiStepLR, milestones=[2, 5]),
+    "ExponentialLR": partial(schedulers.ExponentialLR, gamma=0.9),
     "LinearLR": schedulers.LinearLR,
     "ConstantLR": schedulers.ConstantLR,
     "PolynomialLR": schedulers.PolynomialLR,
-    "LambdaLR": functools.partial(schedulers.LambdaLR, lr_lambda=lambda count: 1 / (1 + count)),
-    "MultiplicativeLR": functools.partial(schedulers.MultiplicativeLR, lr_lambda=lambda count: 0.9),
+    "LambdaLR": partial(schedulers.LambdaLR, lr_lambda=lambda count: 1 / (1 + count)),
+    "MultiplicativeLR": partial(schedulers.MultiplicativeLR, lr_lambda=lambda count: 0.9),
     "SequentialLR": lambda o: schedulers.SequentialLR(
         o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)], [3]
     ),
@@ -32,43 +32,64 @@ SCHEDULERS = {
         [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)]
     ),
 }
-OPTIONS = {
-    "Adam": (optim.Adam, {"lr": 0.05}),
-    "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.8}),
-    "tensor": (optim.Adam, {"lr": torch.tensor(0.05)}),
-}
 
 
-def copied(options):
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+def groups(name):
+    return {"lr": 0.02, "weight_decay": 0.1} if name == "b" else {}
 
 
-def options(optimizer):
-    return [{k: group[k] for k in ("lr", "betas", "momentum") if k in group} for group in optimizer.param_groups]
+SCHEDULES = {
+    "numbers": {"lr": 0.1},
+    "a function": {"lr": lambda count: 0.1 * 0.9**count, "groups": lambda name: {"weight_decay": 0.1} if name == "b" else {}},
+    "of a group": {"lr": 0.1, "groups": lambda name: {"lr": lambda count: 0.2 / (2 + count)} if name == "b" else {}},
+    "for each group": {"scheduler": lambda o: schedulers.LambdaLR(o, [lambda count: 1 + count, lambda count: 9 + count])},
+    **{name: {"scheduler": scheduler} for name, scheduler in SCHEDULERS.items()},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_options_are_those_of_the_scheduler(name, kind):
-    optimizer, given = OPTIONS[kind]
-    rate = torch.tensor(0.02) if kind == "tensor" else 0.02
-    params = {"w": torch.zeros(1), "b": torch.zeros(2)}
+@pytest.mark.parametrize("rate", ["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_updates_and_their_options_are_those_of_a_loop(name, rate):
+    """`w` and `v` are in one group, and `b`, which stands between them, in another; what a loop by hand sets is in it."""
+    lr = lambda value: torch.tensor(value) if rate == "tensor" else value
+    given = {"lr": lr(0.05), "groups": groups, **SCHEDULES[name]}
     before = repr(given)
-    tx = torch_backend.from_optimizer(
-        optimizer, groups=lambda name: {"lr": rate} if name == "b" else {}, scheduler=SCHEDULERS[name], **given
-    )
-    second = {"params": [params["b"]], "lr": copied({"lr": rate})["lr"]}
-    followed = optimizer([{"params": [params["w"]]}, second], **copied(given))
-    scheduler, expected = SCHEDULERS[name](followed), []
-    for _ in range(10):
-        expected.append([copied(group) for group in options(followed)])
-        followed.step()
-        scheduler.step()
-    state = tx.init(params)
-    for count in (*range(10), 7, 7, 0, 9):
-        last = state._replace(count=torch.tensor(count + 1, dtype=torch.int32))
-        found = torch_backend.last_options(tx, last, params)
-        assert [{k: group[k] for k in wanted} for group, wanted in zip(found, expected[count], strict=True)] == expected[count]  # fmt: skip
+    kind, extra = (optim.SGD, {"momentum": 0.8}) if rate == "number" else (optim.Adam, {"foreach": False})
+    tx = torch_backend.from_optimizer(kind, **given, **extra)
+    torch.manual_seed(0)
+    params = {"w": torch.randn(3), "none": None, "b": torch.randn(2), "v": torch.randn(())}
+    own = {k: p.clone().requires_grad_() for k, p in params.items() if p is not None}
+    of_group = {**{k: v for k, v in given.items() if k == "lr"}, **given["groups"]("b")}
+    at = lambda options, count: {k: v(count) if callable(v) else v for k, v in options.items()}
+    clone = lambda v: v.clone() if isinstance(v, torch.Tensor) else v
+    tensors = [
+        {"params": [own["w"], own["v"]]},
+        {"params": [own["b"]], **{k: clone(v) for k, v in at(of_group, 0).items()}},
+    ]
+    made = kind(tensors, lr=clone(at({"lr": given["lr"]}, 0)["lr"]), **extra)
+    scheduler = given["scheduler"](made) if "scheduler" in given else None
+    state, states = tx.init(params), []
+    for count in range(8):
+        if scheduler is None:
+            for group, options in zip(made.param_groups, ({"lr": given["lr"]}, of_group), strict=True):
+                group.update(at(options, count))
+        grads = {k: torch.randn_like(p) for k, p in own.items()}
+        for k, p in own.items():
+            p.data.copy_(params[k])
+            p.grad = grads[k].clone()
+        names = ["lr", "weight_decay", *({"betas", "momentum"} & {*made.defaults})]
+        wanted = [{k: clone(group[k]) for k in names} for group in made.param_groups]
+        made.step()
+        if scheduler is not None:
+            scheduler.step()
+        updates, state = tx.update({"none": None, **grads}, state, params)
+        assert all(torch.equal(updates[k], p.detach() - params[k]) for k, p in own.items())
+        states.append((state, wanted))
+        params = torch_backend.apply_updates(params, updates)
+    for state, wanted in (*states, *states[::-1], states[3], states[3]):
+        found = torch_backend.last_options(tx, state, params)
+        assert [{k: group[k] for k in wanted[0]} for group in found] == wanted
+        assert all({*group} == {*made.defaults} for group in found)
     assert repr(given) == before
 
 
@@ -77,60 +98,23 @@ def test_other_groups_begin_anew():
         optim.Adam,
         lr=0.05,
         groups=lambda name: {"lr": {"b": 0.02, "c": 1.0}[name]} if name in "bc" else {},
-        scheduler=functools.partial(schedulers.ExponentialLR, gamma=0.5),
+        scheduler=partial(schedulers.ExponentialLR, gamma=0.5),
     )
+
+    trees = {names: {name: torch.zeros(1) for name in names} for names in ("ab", "c")}
+    states = {names: tx.init(params) for names, params in trees.items()}
 
     def rates(names, count):
-        params = {name: torch.zeros(1) for name in names}
-        state = tx.init(params)._replace(count=torch.tensor(count + 1, dtype=torch.int32))
-        return [group["lr"] for group in torch_backend.last_options(tx, state, params)]
+        state = states[names]._replace(count=torch.tensor(count + 1, dtype=torch.int32))
+        return [group["lr"] for group in torch_backend.last_options(tx, state, trees[names])]
 
-    assert rates("ab", 2) == [0.0125, 0.005]
-    assert rates("c", 1) == [0.5]
     assert rates("ab", 1) == [0.025, 0.01]
-
-
-@pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR"])
-def test_updates_are_those_of_a_loop_with_a_scheduler(name):
-    torch.manual_seed(0)
-    params = {"w": torch.randn(3), "b": torch.randn(2)}
-    tx = torch_backend.from_optimizer(
-        optim.AdamW,
-        lr=0.05,
-        scheduler=SCHEDULERS[name],
-        groups=lambda name: {"weight_decay": 0.0} if name == "b" else {},
-    )
-    own = {k: p.clone().requires_grad_() for k, p in params.items()}
-    followed = optim.AdamW([{"params": [own["w"]]}, {"params": [own["b"]], "weight_decay": 0.0}], lr=0.05)
-    scheduler, state = SCHEDULERS[name](followed), tx.init(params)
-    for _ in range(8):
-        grads = {k: torch.randn_like(p) for k, p in params.items()}
-        for k, p in own.items():
-            p.data.copy_(params[k])
-            p.grad = grads[k].clone()
-        followed.step()
-        scheduler.step()
-        updates, state = tx.update(grads, state, params)
-        assert all(torch.equal(updates[k], own[k].detach() - params[k]) for k in params)
-        params = torch_backend.apply_updates(params, updates)
-
-
-def test_a_scheduler_may_say_something_for_each_group():
-    params = {"w": torch.zeros(3), "b": torch.zeros(2), "v": torch.zeros(1)}
-    tx = torch_backend.from_optimizer(
-        optim.SGD,
-        lr=1.0,
-        groups=lambda name: {"weight_decay": 0.1} if name == "b" else {},
-        scheduler=lambda o: schedulers.LambdaLR(o, [lambda count: 1 + count, lambda count: 10 + count]),
-    )
-    state = tx.init(params)
-    for count in range(3):
-        updates, state = tx.update({k: torch.ones_like(p) for k, p in params.items()}, state, params)
-        assert {k: -u[0].item() for k, u in updates.items()} == {"w": 1 + count, "b": 10 + count, "v": 1 + count}
+    assert rates("c", 2) == [0.25]
+    assert rates("ab", 3) == [0.00625, 0.0025]
 
 
 def test_more_updates_than_were_planned():
-    params, short = {"w": torch.ones(2)}, functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=2)
+    params, short = {"w": torch.ones(2)}, partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=2)
     tx = torch_backend.from_optimizer(optim.SGD, lr=0.1, scheduler=short)
     state = tx.init(params)
     for _ in range(3):
@@ -173,9 +157,7 @@ def test_errors_of_one_s_own_schedule_pass_through():
             raise ValueError(f"my own table has no row {update}")
         return table[update]
 
-    tx = torch_backend.from_optimizer(
-        torch.optim.SGD, lr=1.0, scheduler=functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=rate)
-    )
+    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0, scheduler=partial(schedulers.LambdaLR, lr_lambda=rate))
     grads = {"w": torch.ones(2)}
     state = tx.init(grads)
     for _ in range(2):
@@ -183,69 +165,6 @@ def test_errors_of_one_s_own_schedule_pass_through():
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^my own table has no row 2$"):
             tx.update(grads, state, grads)
-
-
-def grouped(name):
-    return {"weight_decay": 0.0, "lr": lambda count: 0.2 / (2 + count)} if name == "bias" else {}
-
-
-SCHEDULES = {
-    "numbers": {"lr": 0.1},
-    "a function": {"lr": lambda count: 0.1 * 0.9**count},
-    "groups": {"lr": lambda count: 0.1 * 0.9**count, "groups": grouped},
-    "a scheduler": {"lr": 0.1, "scheduler": functools.partial(schedulers.CosineAnnealingLR, T_max=5)},
-    "a scheduler of groups": {
-        "lr": 0.1,
-        "groups": lambda name: {"lr": 0.02} if name == "bias" else {},
-        "scheduler": functools.partial(schedulers.StepLR, step_size=2),
-    },
-}
-
-
-class Recording(optim.AdamW):
-    """AdamW, which writes down the options of each step."""
-
-    steps = []  # noqa: RUF012
-
-    def step(self, closure=None):
-        self.steps.append([{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("optimizer", [optim.AdamW, Recording])
-def test_the_last_options_are_those_of_the_step(name, optimizer):
-    params = {"weight": torch.ones(2, 3), "none": None, "bias": torch.ones(())}
-    recorded, made = (torch_backend.from_optimizer(kind, **SCHEDULES[name]) for kind in (Recording, optimizer))
-    state, states = recorded.init(params), []
-    for _ in range(6):
-        Recording.steps.clear()
-        _, state = recorded.update(params, state, params)
-        expected = Recording.steps[-1]
-        assert torch_backend.last_options(made, state, params) == expected
-        states.append((state, expected))
-    # They are a function of the state, in whatever order they are asked for.
-    for earlier, expected in reversed(states):
-        assert torch_backend.last_options(made, earlier, params) == expected
-
-
-def test_the_last_rate_is_that_of_a_loop_with_a_scheduler():
-    p = torch.ones(3, requires_grad=True)
-    optimizer = optim.SGD([p], lr=0.1)
-    one_cycle = functools.partial(schedulers.OneCycleLR, max_lr=1.0, total_steps=6)
-    scheduler = one_cycle(optimizer)
-    sgd = torch_backend.from_optimizer(optim.SGD, lr=0.1, scheduler=one_cycle)
-    tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), sgd), 2)
-    params = {"p": torch.ones(3)}
-    state = tx.init(params)
-    for _ in range(5):
-        for _ in range(2):
-            _, state = tx.update(params, state, params)
-        options = torch_backend.last_options(sgd, state.inner[1], params)[0]
-        assert options["lr"] == optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
-        assert options["momentum"] == optimizer.param_groups[0]["momentum"]
-        optimizer.step()
-        scheduler.step()
 
 
 @pytest.mark.parametrize("optimizer", [optim.Adagrad, optim.Adafactor, optim.Muon])
@@ -257,6 +176,16 @@ def test_options_are_read_without_memory_of_the_size_of_the_params(optimizer):
         (options,) = torch_backend.last_options(tx, state, params)
     assert options["lr"] == 0.5
     assert made.bytes < 1000
+
+
+def test_the_last_options_inside_of_a_chain_and_a_window():
+    sgd = torch_backend.from_optimizer(optim.SGD, lr=0.1, scheduler=partial(schedulers.StepLR, step_size=1))
+    tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), sgd), 2)
+    params = {"p": torch.ones(3)}
+    state = tx.init(params)
+    for _ in range(4):
+        _, state = tx.update(params, state, params)
+    assert torch_backend.last_options(sgd, state.inner[1], params)[0]["lr"] == pytest.approx(0.01)
 
 
 def test_where_there_are_no_last_options():

@@ -248,8 +248,10 @@ def test_an_empty_stream_of_one_process_ends_the_window_of_all(failing):
     assert found == [["exact", text, "exact"] for text in texts]
 
 
-@pytest.mark.parametrize("where", ["split", "weight"])
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("ScheduleGPipe", "weight"), ("Schedule1F1B", "split"), ("ScheduleInterleaved1F1B", "weight")],
+)
 def test_an_error_of_one_process_ends_the_window_of_all(name, where):
     for failing in (0, 1):
         found = processes(4).run(fails_alone, name, where, failing, size=2)
@@ -293,8 +295,13 @@ def replicated(group, name, wrap, **options):
     gc.collect()
 
 
-@pytest.mark.parametrize("wrap", [unwrapped, ddp, fsdp2])
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("ScheduleGPipe", unwrapped), ("ScheduleGPipe", ddp), ("Schedule1F1B", fsdp2),
+        ("ScheduleInterleaved1F1B", unwrapped), ("ScheduleInterleaved1F1B", ddp), ("ScheduleInterleaved1F1B", fsdp2),
+    ],
+)  # fmt: skip
 def test_replicas_of_a_pipeline(name, wrap):
     processes(4).run(replicated, name, wrap)
 

@@ -15,7 +15,7 @@ import funcga
 from tests.processes import Failed, processes
 from torch_backend import Replicas
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "60"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "30"))
 SHAPES = [(0,), (), (1,), (3,), (1, 1), (5, 4), (2, 3, 4), (300, 7), (40, 50)]
 FOLDS = {
     "mean": funcga.mean(),

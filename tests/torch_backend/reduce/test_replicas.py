@@ -92,80 +92,37 @@ LAYOUTS = {
 }
 
 
-def accumulated(group, way, kind, dtype, bounds, ns, streams):
+# (what is differentiated, the fold, whether it is a stream)
+SOME = [
+    ("engine", "per_weight", False), ("func", "mean", False), ("aux", "mean", True),
+    ("engine", "mean", True), ("func", "per_weight", True), ("aux", "per_weight", False),
+]  # fmt: skip
+
+
+def accumulated(group, dtype, bounds, ns, chosen):
     """Twice, as the second call need not agree on anything, and sends while it computes."""
-    rank = dist.get_rank(group)
-    params, batch = part(dtype, bounds, rank)
-    step = made(way, kind, ns[rank], group, streams)
-    if streams:
-        cut = max(1, -(-len(batch[0]) // ns[rank]))
-        batch = [list(zip(*(torch.split(x, cut) for x in batch), strict=True)) if len(batch[0]) else []]
-    first = step(params, *batch)
-    second = step(params, *batch)
-    assert all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(second), strict=True))
-    return second
+    rank, found = dist.get_rank(group), []
+    for way, kind, streams in chosen:
+        params, batch = part(dtype, bounds, rank)
+        step = made(way, kind, ns[rank], group, streams)
+        if streams:
+            cut = max(1, -(-len(batch[0]) // ns[rank]))
+            batch = [list(zip(*(torch.split(x, cut) for x in batch), strict=True)) if len(batch[0]) else []]
+        first = step(params, *batch)
+        found.append(step(params, *batch))
+        assert all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(found[-1]), strict=True))
+    return found
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["accumulate", "stream"])
-@pytest.mark.parametrize("kind", FOLDS)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_global_batch_on_any_number_of_ranks(layout, way, kind, streams):
+def test_the_same_global_batch_on_any_number_of_ranks(layout):
     bounds, ns = LAYOUTS[layout]
-    for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
-        found = processes().run(accumulated, way, kind, dtype, bounds, ns, streams, size=len(ns))
-        assert max(difference(result, whole(way, kind, dtype)) for result in found) <= limit
-        assert all(torch.equal(a, b) for r in found for a, b in zip(leaves(r), leaves(found[0]), strict=True))
-
-
-def averages_ranks(group, dtype, bounds, ns):
-    """The mistake of most loops: an average of the ranks' own averages."""
-    rank = dist.get_rank(group)
-    params, batch = part(dtype, bounds, rank)
-    result = made("engine", "mean", ns[rank], None)(params, *batch)
-    for leaf in leaves(result):
-        dist.all_reduce(leaf, group=group)
-        leaf /= dist.get_world_size(group)
-    return result
-
-
-def test_the_equality_would_find_averaged_averages():
-    bounds, ns = LAYOUTS["ragged"]
-    found = processes().run(averages_ranks, torch.float32, bounds, ns, size=2)
-    assert difference(found[0], whole("engine", "mean", torch.float32)) > 1e-3
-
-
-# ------------------------------------------------------------------------------------ the Accelerate guide's example
-
-
-def sentences(indices):
-    ids = [torch.arange(1.0, i + 2) for i in indices]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
-    labels = torch.nn.utils.rnn.pad_sequence([i.remainder(2) for i in ids], batch_first=True, padding_value=-100)
-    return padded[..., None], labels[..., None]
-
-
-def guide(group, n, size):
-    """One update of the guide's model, which gives every rank its micro-batches in turn."""
-    torch.manual_seed(0)
-    module = torch.nn.Linear(1, 2, bias=False)
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
-    loss = torch_backend.pure_loss(
-        module, lambda module, x, y: F.cross_entropy(module(x).view(-1, 2), y.view(-1).long(), reduction="sum")
-    )
-    step = funcga.stream(
-        funcga.grad(loss), fold=funcga.per_weight(), weight=lambda x, y: (y != -100).sum(), across=group
-    )
-    window = (sentences(range(size * i, size * (i + 1))) for i in range(rank, n * count, count))
-    grads = step(dict(module.named_parameters()), window)
-    with torch.no_grad():
-        module.weight -= 0.08 * grads["weight"]
-    return [round(w, 4) for w in module.weight.flatten().tolist()]
-
-
-def test_the_guides_causal_language_model():
-    assert processes().run(guide, 2, 4, size=2) == [[0.2117, 0.3172]] * 2
-    assert processes().run(guide, 1, 8, size=1) == [[0.0953, 0.4337]]
+    odd = [*LAYOUTS].index(layout) % 2
+    for dtype, limit, chosen in ((torch.float64, 1e-13, SOME), (torch.float32, 1e-6, SOME[3 * odd :][:3])):
+        found = processes().run(accumulated, dtype, bounds, ns, chosen, size=len(ns))
+        for (way, kind, _), *results in zip(chosen, *found, strict=True):
+            assert max(difference(result, whole(way, kind, dtype)) for result in results) <= limit
+            assert all(torch.equal(a, b) for r in results for a, b in zip(leaves(r), leaves(results[0]), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------- other folds
@@ -225,7 +182,7 @@ def folded(group, dtype, bounds, n):
     return result, [name for name, _ in calls]
 
 
-@pytest.mark.parametrize("bounds", [[0, 11, 24], [0, 5, 5, 20, 24], [0, 24]], ids=len)
+@pytest.mark.parametrize("bounds", [[0, 5, 5, 20, 24], [0, 24]], ids=len)
 def test_every_fold_merges(bounds):
     """The moments over single rows: then they are those of one replica too, whatever the layout."""
     params, *batch = problem(torch.float64)
@@ -288,7 +245,11 @@ def test_state_is_that_of_the_last_replica_that_folded(bounds, last, seen):
 # ---------------------------------------------------------------------------------------------- weights, and nothing
 
 
-def weighs(group, weights, streams):
+def weighs(group):
+    return [weighed(group, weights, streams) for weights in WEIGHTS for streams in (False, True)]
+
+
+def weighed(group, weights, streams):
     """A value that shows its weight, folded with the weights of this rank."""
     x = torch.tensor([[float(v), float(w)] for v, w in weights[dist.get_rank(group)]], dtype=torch.float64)
     grad_fn = lambda p, x: {"single": x[0, 0].float() * p, "double": x[0, 0] * torch.ones(100, dtype=torch.float64)}
@@ -299,27 +260,31 @@ def weighs(group, weights, streams):
     return funcga.accumulate(grad_fn, len(x), weight=weight, across=group)(torch.ones(()), x)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(
-    "weights",
-    [
-        [[(1, 3), (2, 3)], [(3, 3)]],
-        [[(1, 3), (2, 5)], [(3, 7)]],
-        [[(1, 1e-20)], [(3, 1e20), (4, 2e20)]],
-        [[(1, 0), (2, 0)], [(3, 5)]],
-        [[(1, 0)], [(3, 0), (4, 0)]],
-        [[(1, 0.1), (2, 0.7)], [(3, 0.3)]],
-        [[(1, 1e300)], [(2, 3e300)]],
-        [[(1, 2**62)], [(3, 2**62), (2, 2**70)]],
-    ],
-)
-def test_any_weights_on_any_rank(weights, streams):
+# (value, weight) of the micro-batches of two ranks
+WEIGHTS = [
+    [[(1, 3), (2, 3)], [(3, 3)]],
+    [[(1, 3), (2, 5)], [(3, 7)]],
+    [[(1, 1e-20)], [(3, 1e20), (4, 2e20)]],
+    [[(1, 0), (2, 0)], [(3, 5)]],
+    [[(1, 0)], [(3, 0), (4, 0)]],
+    [[(1, 0.1), (2, 0.7)], [(3, 0.3)]],
+    [[(1, 1e300)], [(2, 3e300)]],
+    [[(1, 2**62)], [(3, 2**62), (2, 2**70)]],
+]
+
+
+def test_any_weights_on_any_rank():
+    for found in processes().run(weighs, size=2):
+        for index, result in enumerate(found):
+            check_weights(result, WEIGHTS[index // 2])
+
+
+def check_weights(result, weights):
     pairs = [pair for rank in weights for pair in rank]
     total = sum(w for _, w in pairs)
     expected = sum(v * (w / total) for v, w in pairs) if total else 0.0
-    for result in processes().run(weighs, weights, streams, size=2):
-        assert result["double"].tolist() == pytest.approx([expected] * 100, rel=1e-15)
-        assert result["single"].item() == pytest.approx(expected, rel=1e-7)
+    assert result["double"].tolist() == pytest.approx([expected] * 100, rel=1e-15)
+    assert result["single"].item() == pytest.approx(expected, rel=1e-7)
 
 
 def counts(group, dtype):
@@ -391,14 +356,17 @@ def test_a_rank_whose_module_has_the_only_arrays(counted):
         assert max(difference(result, expected) for result in results) <= 1e-13
 
 
-def all_idle(group):
+def all_idle(group, first):
     params, *batch = problem()
-    return made("engine", "per_weight", 2, group)(params, *(x[:0] for x in batch))
+    step = made("engine", "per_weight", 2, group)
+    if not first:
+        step(params, *batch)
+    return step(params, *(x[:0] for x in batch))
 
 
-def test_nobody_has_data():
-    errors = refused(all_idle, size=2)
-    assert all("no replica has a micro-batch to fold" in text for text in errors)
+@pytest.mark.parametrize("first", [True, False])
+def test_nobody_has_data(first):
+    assert all("no replica has a micro-batch to fold" in text for text in refused(all_idle, first, size=2))
 
 
 # ----------------------------------------------------------------------------------------- what travels, and when
@@ -423,9 +391,6 @@ def counted():
     """What each window calls: a header, which says what is to be merged, and then what is merged."""
     with Counted() as mode:
         yield mode.calls
-
-
-HEADER = ("allgather_", 8 * (len(torch_backend.reduce.header.Report._fields) - 1 + torch_backend.reduce.header.ROOM))
 
 
 def deep(params, x):
@@ -458,13 +423,12 @@ def sends(group, count, n, options, calls=2):
     return found, early
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
-@pytest.mark.parametrize("count", [2, 12])
+@pytest.mark.parametrize(("n", "count"), [(1, 12), (8, 2)])
 def test_one_reduction_whatever_n_and_however_many_leaves(n, count):
     for calls, _ in processes().run(sends, count, n, {}, size=2):
         gradient = 4 * count * (64 * 64 + 64)
         assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_"]
-        assert calls[1][0] == HEADER
+        assert calls[1][0][1] <= 256  # the header
         assert gradient <= calls[1][1][1] <= gradient + 512
         # in the first call they also tell each other which steps they have, in two collectives
         assert [name for name, _ in calls[0]] == [*["allgather_"] * 3, "allreduce_"]
@@ -473,7 +437,7 @@ def test_one_reduction_whatever_n_and_however_many_leaves(n, count):
 def test_buckets_are_sent_one_after_the_other_when_everything_is_folded():
     leaf = 4 * 64 * 64
     for calls, early in processes().run(sends, 12, 4, {"bucket_bytes": 2 * leaf + 1024}, size=2):
-        assert calls[1][0] == HEADER
+        assert (calls[1][0][0], calls[1][0][1] <= 256) == ("allgather_", True)
         sizes = [size for _, size in calls[1][1:]]
         assert len(sizes) == 6
         assert sum(sizes) <= 12 * (leaf + 256) + 512
@@ -674,19 +638,6 @@ def test_structures_that_differ_are_named_on_every_rank(what, text):
             f"the replicas fold different structures: {text}. They are merged leaf by leaf: build the model, the batch "
             f"and the fold alike on every rank."
         )
-
-
-def another_later(group):
-    """A new structure on every rank is agreed on anew."""
-    params, *batch = problem(torch.float64)
-    step = made("engine", "mean", 2, group)
-    step({k: v.float() for k, v in params.items()}, *(x.float() if x.is_floating_point() else x for x in batch))
-    return step(params, *batch)
-
-
-def test_another_structure_later():
-    for result in processes().run(another_later, size=2):
-        assert difference(result, whole("engine", "mean", torch.float64)) <= 1e-13
 
 
 def is_killed(group, rank):

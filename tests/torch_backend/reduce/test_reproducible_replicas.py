@@ -63,11 +63,10 @@ def shares_of(size, seeds):
     return shares
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_any_number_of_replicas_has_the_same_bits(size):
     expected = window(range(COUNT))
-    pool = processes(4 if size <= 4 else 8)
-    for results in pool.run(windows, shares_of(size, range(6)), size=size):
+    for results in processes().run(windows, shares_of(size, range(6)), size=size):
         for result in results:
             assert all(map(torch.equal, result, expected))
 
@@ -75,7 +74,7 @@ def test_any_number_of_replicas_has_the_same_bits(size):
 def test_any_order_has_the_same_bits_and_plain_sums_have_not():
     expected, plain = window(range(COUNT)), window(range(COUNT), funcga.mean())
     others = 0
-    for seed in range(200):
+    for seed in range(40):
         order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed)).tolist()
         assert all(map(torch.equal, window(order), expected))
         if seed < 3:

@@ -8,7 +8,6 @@ import random
 import warnings
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.distributed.fsdp
 from torch import nn
@@ -18,7 +17,7 @@ from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import WRAPPERS, ddp, fsdp1, fsdp1_flat, full, mesh_of
 from torch_backend import module_value_and_grad
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "80"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "40"))
 # whether replicas of fully_shard may use different parameters
 REDUCES_UNUSED = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 FOLDS = {
@@ -189,26 +188,15 @@ def run(group, seeds):
     return wrong
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_generated_cases_are_those_of_one_device(part):
-    for wrong in processes(2).run(run, range(part, CASES, 4), limit=60 + CASES):
-        assert wrong == []
+def test_generated_cases_are_those_of_one_device():
+    for start in range(0, CASES, 20):
+        for wrong in processes(2).run(run, range(start, min(start + 20, CASES)), limit=120):
+            assert wrong == []
 
 
 def test_the_cases_differ():
-    cases = [drawn(seed) for seed in range(80)]
+    cases = [drawn(seed) for seed in range(40)]
     assert {case.wrapper for case in cases} == {*WRAPPERS}
     assert {case.fold for case in cases} == {*FOLDS}
     for name in ("streams", "has_aux", "tied", "frozen", "unused", "branch"):
         assert {getattr(case, name) for case in cases} == {False, True}
-
-
-def forgets(group, seeds):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_backend.wrapped.ddp.Wrapper.scale", 1.0)
-        return run(group, seeds)
-
-
-def test_a_wrong_driver_is_found_out():
-    for wrong in processes(2).run(forgets, range(10)):
-        assert len(wrong) >= 8

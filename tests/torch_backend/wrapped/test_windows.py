@@ -10,7 +10,7 @@ from torch_backend import module_value_and_grad
 
 FOLDS = {"mean": funcga.mean(), "per_weight": funcga.per_weight(), "sum": funcga.sum(), "by_steps": by_steps()}
 # The rows of every rank in each window: totals that are the last one's, and powers of two, or not
-ROWS = [(8, 8), (8, 8), (6, 6), (6, 6), (8, 8), (4, 12), (3, 5), (8, 8), (12, 4)]
+ROWS = [(8, 8), (8, 8), (6, 6), (6, 6), (4, 12), (3, 5), (8, 8)]
 
 
 class Kernels(torch.utils._python_dispatch.TorchDispatchMode):
@@ -31,6 +31,10 @@ class Kernels(torch.utils._python_dispatch.TorchDispatchMode):
 def batch_of(rank, rows, dtype):
     generator = torch.Generator().manual_seed(100 * rank + rows)
     return [torch.randn(rows, width, generator=generator, dtype=torch.float64).to(dtype) for width in (4, 3)]
+
+
+def every_fold(group, wrapper):
+    return {name: one_after_another(group, wrapper, name, torch.float64) for name in FOLDS}
 
 
 def one_after_another(group, wrapper, name, dtype):
@@ -56,13 +60,13 @@ def one_after_another(group, wrapper, name, dtype):
     return found
 
 
-@pytest.mark.parametrize("name", FOLDS)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "fsdp1", "fsdp2"])
-def test_one_pass_over_memory_divides_what_is_weighed(wrapper, name):
-    for found in processes().run(one_after_another, wrapper, name, torch.float64, size=2):
-        assert max(wrong for wrong, _ in found) <= 1e-13
-        # a wrapper's average of sums is first made a sum
-        assert max(passes for _, passes in found) == (2 if name == "per_weight" else 1)
+@pytest.mark.parametrize("wrapper", ["ddp_views", "fsdp1", "fsdp2"])
+def test_one_pass_over_memory_divides_what_is_weighed(wrapper):
+    for of_folds in processes().run(every_fold, wrapper, size=2):
+        for name, found in of_folds.items():
+            assert max(wrong for wrong, _ in found) <= 1e-13
+            # a wrapper's average of sums is first made a sum
+            assert max(passes for _, passes in found) == (2 if name == "per_weight" else 1)
 
 
 def sent(group, wrapper):
@@ -75,7 +79,7 @@ def sent(group, wrapper):
     return kernels.collectives
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_views", "replicated"])
+@pytest.mark.parametrize("wrapper", ["ddp", "replicated"])
 def test_the_loss_travels_in_the_header(wrapper):
     for collectives in processes().run(sent, wrapper, size=2):
         assert collectives == ["allgather_", "allreduce_"]  # the header with the loss, and the gradient
