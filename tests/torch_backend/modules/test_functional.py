@@ -178,6 +178,10 @@ def add_part(module):
     module.append(nn.Linear(2, 2).double())
 
 
+def add_parameters_between(module):
+    module[1] = nn.PReLU().double()
+
+
 def swap_parts(module):
     module[1], module[2] = module[2], module[1]
     module.append(nn.Linear(2, 2).double())
@@ -199,7 +203,9 @@ def failing(module):
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 
 
-CHANGES = [replace_part, replace_parameter, tie, add_part, swap_parts, parametrize_part, swap_data, failing]
+CHANGES = [
+    add_parameters_between, replace_part, replace_parameter, tie, add_part, swap_parts, parametrize_part, swap_data, failing,
+]  # fmt: skip
 
 
 def test_a_module_that_changes_in_the_middle_of_a_window():
