@@ -1,4 +1,7 @@
-"""Functions that run backward passes of their own: reentrant checkpoints, and whatever recomputes in its backward."""
+"""Functions that run backward passes of their own: reentrant checkpoints, and whatever recomputes in its backward.
+
+`tests/torch_backend/test_fuzz_torch.py` draws losses of them, with every fold, shared layers and modules of others.
+"""
 
 import threading
 import warnings
@@ -39,7 +42,6 @@ RECOMPUTES = {
     "other": lambda function, x: checkpoint(function, x, use_reentrant=False),
     "plain": lambda function, x: function(x),
 }
-FOLDS = ["mean", "sum", "logsumexp", "moments", "max", "min", "concat"]
 
 
 @pytest.fixture(params=["reentrant", "own"])
@@ -149,94 +151,6 @@ def test_it_is_switched_on_in_a_later_call_and_off_again(recompute):
     step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
     for switch[0] in (False, True, False, True):
         assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, 3))
-
-
-def folded(fold, found, rows):
-    """What a fold makes of the gradients of all micro-batches."""
-    stacked = torch.stack(found)
-    weights = torch.tensor(rows, dtype=torch.float64).view(-1, *[1] * (stacked.ndim - 1)) / sum(rows)
-    mean = (weights * stacked).sum(0)
-    return {
-        "mean": lambda: mean,
-        "sum": lambda: stacked.sum(0),
-        "max": lambda: stacked.amax(0),
-        "min": lambda: stacked.amin(0),
-        "logsumexp": lambda: stacked.logsumexp(0),
-        "moments": lambda: (mean, (weights * (stacked - mean) ** 2).sum(0)),
-        "concat": lambda: torch.cat(found),
-    }[fold]()
-
-
-@pytest.mark.parametrize(
-    ("fold", "kind"),
-    [
-        *((fold, "reentrant") for fold in FOLDS),
-        ("mean", "own"),
-        ("max", "own"),
-        ("moments", "other"),
-        ("concat", "plain"),
-    ],
-)
-def test_a_layer_that_is_used_twice_is_folded_once_with_every_fold(fold, kind):
-    module, x = net()
-    loss = lambda module, x: module.loss(x, RECOMPUTES[kind])
-    pieces = x.tensor_split(3)
-    found = by_hand(module, loss, pieces)
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3, fold=getattr(funcga, fold)())
-    grads = step(params_of(module), x)
-    for name in found[0]:
-        expected = folded(fold, [gradient[name] for gradient in found], [len(rows) for rows in pieces])
-        torch.testing.assert_close(
-            tuple(grads[name]) if fold == "moments" else grads[name], expected, rtol=1e-10, atol=1e-13
-        )
-
-
-def test_some_parameters_are_left_out(recompute):
-    """The first layer makes the input require grad, so that the others inside are recorded."""
-    module, x = net()
-    given = {name: p for name, p in params_of(module).items() if not name.startswith("first")}
-    loss = lambda module, x: module.loss(x, recompute)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's own, that none of the inputs requires grad
-        grads = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 2)(given, x)
-    expected = mean_by_hand(module, loss, x, 2)
-    assert_equal(grads, {name: expected[name] for name in given})
-    assert_without_grads(module)
-
-
-class Trainer:
-    """A plain object, which holds another module deep inside."""
-
-    def __init__(self, other):
-        self.parts = {"others": [(other,)]}
-
-    def loss(self, params, x):
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_modules_of_somebody_else_s_keep_their_grads(recompute, before):
-    module, x = net()
-    other = Net().double()
-    loss_by = lambda other: lambda module, x: recompute(other.shared, module.first(x)).square().mean() + module.loss(x)
-    expected = mean_by_hand(module, loss_by(other), x, 2)
-    other.zero_grad()
-    if before:
-        other.loss(x).backward()
-    held = {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in params_of(other).items()}
-
-    class Own(Trainer):
-        def loss(self, module, x):
-            return loss_by(self.parts["others"][0][0])(module, x)
-
-    losses = {"object": Own(other).loss, "closure": loss_by(other), "partial": lambda m, x, o=other: loss_by(o)(m, x)}
-    for kind, loss in losses.items():
-        grads = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 2)(params_of(module), x)
-        assert_equal(grads, expected)
-        for name, p in params_of(other).items():
-            grad, copy = held[name]
-            assert p.grad is grad, kind
-            assert grad is None or torch.equal(grad, copy)
 
 
 def test_a_leaf_of_somebody_else_s_beside_it_keeps_its_grad(recompute):
