@@ -4,7 +4,6 @@
 """
 
 import threading
-import warnings
 
 import pytest
 import torch
