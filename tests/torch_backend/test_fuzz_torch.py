@@ -19,9 +19,9 @@ import funcga
 from tests.torch_backend.engine.test_recomputing import Recompute
 from torch_backend import pure_loss
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "200"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "80"))
 ONLY = os.environ.get("FUNCGA_FUZZ_SEED")
-CHUNKS = 8  # tests that the cases of a kind are spread over
+CHUNKS = 2  # tests that the cases of a kind are spread over
 
 
 # --- losses of one module, layer by layer, each applied in a way of its own

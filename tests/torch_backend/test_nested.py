@@ -96,8 +96,13 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("inner", [*INNER, *TORCH_INNER])
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        *((inner, "accumulate") for inner in [*INNER, *TORCH_INNER]),
+        *(("accumulate", outer) for outer in ("grad", "stream", "value")),
+    ],
+)
 def test_second_order_in_torch(inner, outer):
     step = {**INNER, **TORCH_INNER}[inner]
     w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
@@ -107,7 +112,7 @@ def test_second_order_in_torch(inner, outer):
     assert not got.requires_grad
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", ["accumulate", "stream", "closed over", "multi_steps"])
 def test_second_order_in_jax(inner, x64):
     w, support, query = JAX.arrays((W, SUPPORT, QUERY))
     got = OUTER["accumulate"](lambda w, x, y: loss(w - RATE * INNER[inner](w, *support), x, y))(w, *query)
@@ -179,7 +184,7 @@ def test_at_the_top_a_result_has_no_graph():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch itself calls for a jvp
-@pytest.mark.parametrize("step", [*INNER, "torch.func"])
+@pytest.mark.parametrize("step", ["accumulate", "stream", "closed over", "multi_steps", "torch.func"])
 def test_forward_mode(step):
     step = {**INNER, **TORCH_INNER}[step]
     tangent = torch.tensor(np.random.default_rng(3).normal(size=3))
@@ -217,12 +222,15 @@ def module_by_hand(net, names):
     return dict(zip(params, torch.autograd.grad(apply(fast, query), list(params.values())), strict=True))
 
 
-@pytest.mark.parametrize("names", ["all", "head"])
-@pytest.mark.parametrize("inner_loss", [square, checkpointed])
-@pytest.mark.parametrize("outer", [lambda f: funcga.accumulate(funcga.grad(f), 3), torch.func.grad])
+@pytest.mark.parametrize(
+    ("names", "inner_loss", "outer"),
+    [
+        ("all", square, OUTER["accumulate"]),
+        ("head", checkpointed, OUTER["accumulate"]),
+        ("head", square, torch.func.grad),
+    ],
+)
 def test_a_pure_loss_in_a_pure_loss_of_the_same_module(names, inner_loss, outer):
-    if inner_loss is checkpointed and outer is torch.func.grad:
-        pytest.skip("torch.func takes no checkpoints")
     net = module()
     chosen = [name for name, _ in net.named_parameters() if names == "all" or name.startswith("2.")]
     inner = funcga.accumulate(funcga.grad(torch_backend.pure_loss(net, inner_loss)), 2)
@@ -258,13 +266,12 @@ def test_a_reentrant_checkpoint_in_the_inner_loss_is_refused():
         funcga.accumulate(funcga.grad(outer), 3)(w, *query)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_loss_with_a_step_in_it(fullgraph):
+def test_a_compiled_loss_with_a_step_in_it():
     torch._dynamo.reset()
     w, support, query = TORCH.arrays((W, SUPPORT, QUERY))
     step = funcga.accumulate(funcga.grad(loss), 2)
     outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
-    compiled = torch.compile(outer, backend="aot_eager", fullgraph=fullgraph)
+    compiled = torch.compile(outer, backend="aot_eager", fullgraph=True)
     compiled(w, *query)  # outside of a gradient first, which must not be what is remembered
     for _ in range(2):
         got = funcga.accumulate(funcga.grad(compiled), 3)(w, *query)

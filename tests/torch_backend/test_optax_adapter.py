@@ -15,25 +15,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import funcga
 import torch_backend
 from funcga._transform import Transform
-from tests.processes import processes
 from tests.test_errors import check_refused
 
 CASES = {
-    "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.1),
     "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
-    "nadam": lambda: optax.nadam(0.1),
-    "lion": lambda: optax.lion(0.1),
-    "lamb": lambda: optax.lamb(0.1),
     "adafactor": lambda: optax.adafactor(0.1),
-    "rmsprop": lambda: optax.rmsprop(0.1, momentum=0.9),
-    "adagrad": lambda: optax.adagrad(0.1),
-    "adadelta": lambda: optax.adadelta(0.1),
-    "adabelief": lambda: optax.adabelief(0.1),
-    "radam": lambda: optax.radam(0.1),
-    "novograd": lambda: optax.novograd(0.1),
-    "yogi": lambda: optax.yogi(0.1),
     "schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 10)),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
     "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=lambda count: 0.1 / (1 + count)),
@@ -82,7 +69,7 @@ def test_the_bits_are_those_of_optax(case):
     check_bits(CASES[case](), "float32")
 
 
-@pytest.mark.parametrize("case", ["momentum", "adamw", "adafactor", "hyperparameters"])
+@pytest.mark.parametrize("case", ["adafactor", "hyperparameters"])
 def test_64_bits_stay_64_bits(case):
     assert not jax.config.jax_enable_x64
     check_bits(CASES[case](), "float64")
@@ -109,9 +96,7 @@ def check_bits(optimizer, dtype):
     assert all(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize(
-    "case", ["momentum", "chain", "hyperparameters", "masked", "finite", "noise", "identity", "steps"]
-)
+@pytest.mark.parametrize("case", ["momentum", "hyperparameters", "masked", "noise", "identity"])
 def test_nothing_is_mutated_or_aliased(case):
     params, grads = funcga.to_torch(problem())
     tx = torch_backend.from_optax(CASES[case]())
@@ -272,18 +257,17 @@ def test_a_device_that_jax_does_not_have():
                   torch_backend.from_optax(optax.sgd(0.1)).init, torch.ones(2, device="meta"))  # fmt: skip
 
 
-def sharded(group):
-    params = {"w": distribute_tensor(torch.ones(4), dist.init_device_mesh("cpu", (2,)), [Shard(0)])}
-    try:
-        torch_backend.from_optax(optax.sgd(0.1)).init(params)
-    except funcga.FuncgaError as error:
-        return str(error)
-
-
 def test_dtensors_are_refused():
-    assert (
-        processes(2).run(sharded, size=2)[0].startswith("`params['w']` is a DTensor float32[4], which JAX cannot have")
-    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        params = {"w": distribute_tensor(torch.ones(4), dist.init_device_mesh("cpu", (1,)), [Shard(0)])}
+        check_refused(
+            "`params['w']` is a DTensor float32[4], which JAX cannot have",
+            torch_backend.from_optax(optax.sgd(0.1)).init,
+            params,
+        )
+    finally:
+        dist.destroy_process_group()
 
 
 def test_where_optax_is_not_installed(monkeypatch):

@@ -107,7 +107,7 @@ def without(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch itself calls for a jvp
-@pytest.mark.parametrize("name", [*NAMES, "all"])
+@pytest.mark.parametrize("name", ["all", "_engine_run_backward", "_storage_Use_Count"])
 def test_the_numbers_are_the_same_without(name, without):
     want = [call() for call in CALLS]
     without(*(NAMES if name == "all" else [name]))

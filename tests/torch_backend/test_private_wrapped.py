@@ -43,7 +43,7 @@ def step_without(group, wrapper):
         return [max(errors(module, result, *expected)) for result in (first, step(*own))]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp_unused", "replicated"])
+@pytest.mark.parametrize("wrapper", ["ddp_unused", "replicated"])
 def test_the_reducer_of_ddp(wrapper):
     for found in processes(2).run(step_without, wrapper):
         assert max(found) <= 1e-6

@@ -1,4 +1,4 @@
-"""The autograd engine: the same as the generic path, as lean as the hand-written loop, and pure from outside."""
+"""The autograd engine: the same bits as the generic path, as lean as the hand-written loop, and pure from outside."""
 
 import gc
 import threading
@@ -12,50 +12,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 import funcga
 import torch_backend
 from benchmarks.torch_measure import Watch
-from funcga._grad import GradientFunction
-from tests import problems
+from tests import oracle, problems
 from tests.kits import LIMITS, TORCH, difference, needs_cuda, no_synchronisation
-from torch_backend.engine.window import Engine
 
 
-def generic(loss, argnums=0, has_aux=False, value=True):
+def generic(loss):
     """The same gradient as a callable of which funcga knows nothing."""
-    transform = grad_and_value(loss, argnums=argnums, has_aux=has_aux)
-
-    def gradient(*args, **kwargs):
-        grads, found = transform(*args, **kwargs)
-        if value:
-            return found, grads
-        return (grads, found[1]) if has_aux else grads
-
-    return gradient
+    transform = grad_and_value(loss)
+    return lambda *args: transform(*args)[::-1]
 
 
-def windows_of(monkeypatch):
-    """The list that gets True for every window on the engine, False for every other one."""
-    found = []
-    original = torch_backend.loop.window_of
-
-    def window(program, backend):
-        made = original(program, backend)
-        found.append(isinstance(made, Engine))
-        return made
-
-    monkeypatch.setattr(torch_backend.loop, "window_of", window)
-    return found
-
-
-def both(loss, args, n=4, argnums=0, has_aux=False, value=True, **options):
+def both(loss, args, n=4, **options):
     """The results of the engine and of the generic path."""
-    made = (funcga.value_and_grad if value else funcga.grad)(loss, argnums, has_aux)
-    assert isinstance(made, GradientFunction)
-    engine = funcga.accumulate(made, n, **options)(*args)
-    return engine, funcga.accumulate(generic(loss, argnums, has_aux, value), n, **options)(*args)
+    engine = funcga.accumulate(funcga.value_and_grad(loss), n, **options)(*args)
+    return engine, funcga.accumulate(generic(loss), n, **options)(*args)
 
 
 def assert_same(left, right):
@@ -83,270 +57,90 @@ FOLDS = {
 }
 
 
-# --- the choice, and that both paths agree
+# --- both paths
 
 
-def test_funcga_s_own_gradients_run_on_the_engine_and_no_others(monkeypatch):
-    params, batch, loss = regression()
-    found = windows_of(monkeypatch)
-    funcga.accumulate(funcga.value_and_grad(loss), 3)(params, *batch)
-    funcga.accumulate(funcga.grad(loss), 3)(params, *batch)
-    funcga.stream(funcga.grad(loss))(params, [batch])
-    assert found == [True] * 3
-    funcga.accumulate(generic(loss), 3)(params, *batch)
-    torch.func.vmap(funcga.accumulate(funcga.grad(loss), 3), (None, 0, None))(params, batch[0][None], batch[1])
-    assert found[3:] == [False] * 2
-
-
-@pytest.mark.parametrize("n", range(1, 13))
-def test_both_paths_agree_bit_for_bit(n):
-    params, batch, loss = regression()
-    assert_same(*both(loss, (params, *batch), n))
-    assert_same(*both(loss, (params, *batch), n, value=False))
-
-
-@pytest.mark.parametrize("weight", [None, lambda x, y: 2 ** int((x[0, 0] > 0) + 2 * (x[0, 1] > 0)), lambda x, y: 0.3])
 @pytest.mark.parametrize("fold", FOLDS)
-def test_every_fold_agrees_bit_for_bit(fold, weight):
+def test_both_paths_agree_bit_for_bit(fold):
     params, batch, loss = regression()
-    for n in (4, 5):
+    powers = lambda x, y: 2 ** int((x[0, 0] > 0) + 2 * (x[0, 1] > 0))
+    for n, weight in ((1, None), (4, None), (5, powers), (12, powers), (5, lambda x, y: 0.3)):
         assert_same(*both(loss, (params, *batch), n, fold=(funcga.mean(), FOLDS[fold]), weight=weight))
 
 
-def test_any_weights_agree_to_rounding():
-    params, batch, loss = regression("float64")
-    weight = lambda x, y: int(1000 * x[0, 0].abs()) + 1
-    engine, other = both(loss, (params, *batch), 7, weight=weight)
-    assert difference(TORCH, engine, other) <= LIMITS["float64"]
+class Unseen(torch.Tensor):
+    """A weight that the host does not see, as one on a device."""
 
 
-@pytest.mark.parametrize("seen", [True, False])
-def test_a_masked_micro_batch_does_no_harm(seen, monkeypatch):
-    """Weight 0 is left out of the gradients too, whether the host sees it or not; its mean is NaN."""
-    if not seen:
-        monkeypatch.setattr(torch_backend.arrays, "scalar", lambda weight: weight)
-    params, (batch,), _ = problems.tokens(rows=6)
-    batch["mask"][2:4] = 0
-    params, batch = TORCH.arrays(params), TORCH.arrays(batch)
-    engine, other = both(problems.token_mean, (params, batch), 3, weight=problems.token_count)
-    assert difference(TORCH, engine, other) <= LIMITS["float32"]
-    full = funcga.value_and_grad(problems.token_mean)(params, batch)
-    assert difference(TORCH, engine, full) <= LIMITS["float32"]
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_argnums_and_aux(value):
-    params, (x, y), loss = regression()
-    with_aux = lambda p, x, y: (loss(p, x, y), {"predictions": x @ p["w"], "largest": x.max()})
-    aux = {"predictions": funcga.concat(), "largest": funcga.max()}
-    fold = ((funcga.mean(), aux), funcga.mean()) if value else (funcga.mean(), aux)
-    assert_same(*both(with_aux, (params, x, y), 5, has_aux=True, value=value, fold=fold))
-    of_rows = (funcga.mean(), funcga.concat()) if value else funcga.concat()
-    for argnums in (1, -2):
-        assert_same(*both(loss, (params, x, y), 5, argnums, value=value, fold=of_rows))
-    pair = (funcga.mean(), funcga.concat())
-    assert_same(*both(loss, (params, x, y), 5, (0, 1), value=value, fold=(funcga.mean(), pair) if value else pair))
-    whole = (funcga.mean(), (funcga.sum(), funcga.max())) if value else (funcga.sum(), funcga.max())
-    two = lambda p, q, x: loss({"w": p, "b": q}, x, 0)
-    assert_same(*both(two, (params["w"], params["b"], x), 5, (0, 1), value=value, fold=whole, in_axes=(None, None, 0)))
-
-
-def test_keyword_arguments_and_carried_state():
-    params, (x, _), _ = regression()
-
-    def loss(p, state, x, *, scale):
-        return (x @ p["w"]).square().mean() * scale * state["k"], {"k": state["k"] + 1}
-
-    state = {"k": torch.tensor(1.0)}
-    fold, axes = ((funcga.mean(), funcga.carry()), funcga.mean()), (None, funcga.CARRY, 0)
-    options = {"fold": fold, "in_axes": axes}
-    engine = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), 5, **options)(params, state, x, scale=2.0)
-    other = funcga.accumulate(generic(loss, has_aux=True), 5, **options)(params, state, x, scale=2.0)
-    assert_same(engine, other)
-    assert float(engine[0][1]["k"]) == 6
+@pytest.mark.parametrize("way", [funcga.value_and_grad, generic], ids=["engine", "generic"])
+@pytest.mark.parametrize("fold", ["mean", "per_weight", "sum", "max", "moments"])
+@pytest.mark.parametrize("weights", [(2, 0, 3, 1), (0, 1, 1, 1), (1, 1, 1, 0)], ids=str)
+def test_weights_that_only_the_device_knows(fold, weights, way):
+    """What weighs 0 has a loss of NaN, where its fold leaves it out, and its gradient too."""
+    generator = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in (3, (8, 3)))
+    each = torch.tensor(weights, dtype=torch.float64).repeat_interleave(2)
+    is_left_out = fold in ("mean", "moments")
+    loss = lambda w, x, each: torch.tanh(x @ w).mean() * (each[0] / each[0] if is_left_out else 1)
+    chosen = getattr(funcga, fold)()
+    step = funcga.accumulate(
+        way(loss), 4, fold=chosen, weight=lambda x, each: each[0].as_subclass(Unseen), in_axes=(None, 0, 0)
+    )
+    found = step(w, x, each)
+    pieces = [*zip(x.split(2), each.split(2), strict=True)]
+    outputs = [funcga.value_and_grad(loss)(w, *piece) for piece in pieces]
+    for index in range(2):
+        values = [output[index].numpy() for output in outputs]
+        values = [
+            np.zeros_like(v) if is_left_out and not weight else v for v, weight in zip(values, weights, strict=True)
+        ]
+        expected = oracle.fold(fold, values, weights)
+        for leaf, wanted in zip(tree_leaves(found[index]), expected if fold == "moments" else [expected], strict=True):
+            np.testing.assert_allclose(leaf.numpy(), wanted, rtol=1e-12, atol=1e-15)
 
 
 def test_gradients_that_are_carried():
     """The gradient of one micro-batch as the state of the next."""
     loss = lambda p, m, x: (p * x * (1 + m)).sum()
     options = {"fold": (funcga.mean(), funcga.carry()), "in_axes": (None, funcga.CARRY, 0)}
-    assert_same(*both(loss, (torch.tensor(2.0), torch.tensor(0.5), torch.arange(5.0)), 3, **options))
-
-
-def test_another_structure_of_aux_is_refused():
-    calls = []
-
-    def loss(p, x):
-        calls.append(1)
-        return (p * x).sum(), {"a": x.sum()} if len(calls) < 2 else {"b": x.sum()}
-
-    with pytest.raises(funcga.FuncgaError, match=r"missing `output\[0\]\[1\]\['a'\]`, new `output\[0\]\[1\]\['b'\]`"):
-        funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), 2)(torch.tensor(1.0), torch.ones(4))
-
-
-def test_another_dtype_of_the_loss_is_refused():
-    calls = []
-
-    def loss(p, x):
-        calls.append(1)
-        return (p * x).sum().to(torch.float32 if len(calls) < 2 else torch.float64)
-
-    with pytest.raises(funcga.FuncgaError, match=r"output\[0\] as float64\[\] for micro-batch 2 and as float32\[\]"):
-        funcga.accumulate(funcga.value_and_grad(loss), 2)(torch.tensor(1.0), torch.ones(4))
-
-
-def test_a_second_call_with_other_shapes_and_dtypes():
-    """What is remembered between calls is used only where it fits."""
-    step = funcga.accumulate(funcga.value_and_grad(lambda p, x: ((p["w"] * x[:, None]) ** 2).mean()), 3)
-    x = torch.arange(6.0)
-    for w in (torch.ones(2), torch.ones(3), torch.ones(3, dtype=torch.float64), torch.ones(2)):
-        for params in ({"w": w}, {"w": w, "b": None}, {"w": w, "u": w.to(torch.bfloat16)}):
-            value, grads = step(params, x)
-            expected = funcga.value_and_grad(lambda p, x: ((p["w"] * x[:, None]) ** 2).mean())(params, x)
-            assert difference(TORCH, (value, grads["w"]), (expected[0], expected[1]["w"])) <= LIMITS["float32"]
-            assert {k: getattr(g, "dtype", None) for k, g in grads.items()} == {
-                k: getattr(p, "dtype", None) for k, p in params.items()
-            }
-
-
-# --- every kind of leaf
+    results = both(loss, (torch.tensor(2.0), torch.tensor(0.5), torch.arange(5.0)), 3, **options)
+    assert_same(*results)
+    assert float(results[0][1]) == 54  # 1 * 1.5, then 5 * 2.5, then 4 * 13.5
 
 
 def leaves_of(kind):
-    """params and a loss of rows x [8, 3] that uses them."""
+    """params and a loss of rows x [8, 3] that uses them; other kinds are in tests/core/test_modules.py."""
     torch.manual_seed(0)
     w, linear = torch.randn(3, 2), lambda p, x: ((x @ p["w"]) ** 2).mean()
     image = lambda p, x: (F.conv2d(x[:, :, None, None].expand(-1, -1, 4, 4), p["w"]) ** 2).mean()
-    complexes = lambda p, x: ((x.to(p["w"].dtype) @ p["w"]).abs() ** 2).mean()
     return {
-        "unused": ({"w": w, "unused": torch.ones(5)}, linear),
         "nothing used": ({"w": w}, lambda p, x: x.mean() * 0),
         "a constant": ({"w": w}, lambda p, x: torch.tensor(0.0)),
-        "tied": ({"w": w, "again": w}, lambda p, x: linear(p, x) + p["again"].sum() * x.sum()),
-        "a view": ({"w": torch.randn(10, 4)[:3, :2]}, linear),
-        "transposed": ({"w": torch.randn(2, 3).T}, linear),
-        "expanded": ({"w": torch.randn(3, 1).expand(3, 2)}, linear),
         "channels last": ({"w": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)}, image),
-        "complex": ({"w": torch.randn(3, 2, dtype=torch.complex64)}, complexes),
-        "empty": ({"w": w, "none": torch.ones(0)}, linear),
-        "a scalar": ({"w": torch.tensor(2.0)}, lambda p, x: (p["w"] * x).square().mean()),
-        "requires grad": ({"w": w.clone().requires_grad_()}, linear),
-        "not a leaf": ({"w": w.clone().requires_grad_() * 2}, linear),
-        "float64": ({"w": w.double()}, lambda p, x: linear(p, x.double())),
         "bfloat16": ({"w": w.bfloat16()}, lambda p, x: linear(p, x.bfloat16())),
         "float16": ({"w": w.half()}, lambda p, x: linear(p, x.half())),
-        "mixed": ({"w": w, "h": torch.ones(2).bfloat16()}, lambda p, x: linear(p, x) + (p["h"].float() * x.sum()).sum()),
-    }[kind]  # fmt: skip
+    }[kind]
 
 
-KINDS = [
-    "unused", "nothing used", "a constant", "tied", "a view", "transposed", "expanded", "channels last", "complex", "empty",
-    "a scalar", "requires grad", "not a leaf", "float64", "bfloat16", "float16", "mixed",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fold", ["mean", "sum", "moments"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_leaves(kind, fold):
+@pytest.mark.parametrize("kind", ["nothing used", "a constant", "channels last", "bfloat16", "float16"])
+def test_leaves(kind):
     params, loss = leaves_of(kind)
-    if kind == "complex" and fold == "moments":
-        pytest.skip("moments are of real numbers, and are refused for others")
-    x = torch.randn(8, 3)
-    assert_same(*both(loss, (params, x), 4, fold=(funcga.mean(), getattr(funcga, fold)())))
-
-
-@pytest.mark.parametrize("fold", ["mean", "sum", "moments"])
-def test_sparse_gradients_become_dense(fold):
-    table, rows = torch.randn(7, 2), torch.randint(0, 7, (8, 3))
-    sparse = lambda p, i: (F.embedding(i, p, sparse=True) ** 2).mean()
-    dense = lambda p, i: (F.embedding(i, p) ** 2).mean()
-    chosen = (funcga.mean(), getattr(funcga, fold)())
-    expected = funcga.accumulate(funcga.value_and_grad(dense), 4, fold=chosen)(table, rows)
-    for result in both(sparse, (table, rows), 4, fold=chosen):
-        assert all(leaf.layout is torch.strided for leaf in tree_leaves(result))
-        assert difference(TORCH, result, expected) <= LIMITS["float32"]
+    for fold in ("mean", "sum", "moments"):
+        assert_same(*both(loss, (params, torch.randn(8, 3)), 4, fold=(funcga.mean(), getattr(funcga, fold)())))
 
 
 def test_none_and_numbers_among_the_parameters():
-    loss = lambda p, x: (p["w"] * x * p["scale"]).sum() if p["bias"] is None else None
     params = {"w": torch.tensor(2.0), "scale": 3.0, "bias": None}
-    step = funcga.accumulate(funcga.grad(loss), 2, fold=funcga.sum())
-    for gradient in (step, funcga.grad(loss)):
-        grads = gradient(params, torch.arange(4.0))
-        assert (float(grads["w"]), float(grads["scale"]), grads["bias"]) == (18.0, 12.0, None)
-
-
-def test_sixteen_bit_gradients_are_summed_in_float32():
-    """512 gradients that a sum in bfloat16 would lose after 256."""
-    params = {"w": torch.ones(4).bfloat16()}
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] * x).sum()), 512, fold=funcga.sum(out_dtype="float32"))
-    torch.testing.assert_close(step(params, torch.ones(512).bfloat16())["w"], torch.full((4,), 512.0))
-
-
-def test_the_weight_is_not_rounded_to_the_dtype_of_the_loss():
-    """1001 tokens are 1000 in bfloat16: a weight that the loss cannot hold is applied in the accumulator."""
-    params, x = torch.ones(()).bfloat16(), torch.tensor([1.0, 3.0]).bfloat16()
-    step = funcga.accumulate(
-        funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1001 if x[0] > 2 else 513,
-        fold=funcga.mean(out_dtype="float32"),
-    )  # fmt: skip
-    assert float(step(params, x)) == pytest.approx((513 + 3 * 1001) / 1514, rel=1e-6)
+    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] * x * p["scale"]).sum()), 2, fold=funcga.sum())
+    grads = step(params, torch.arange(4.0))
+    assert (float(grads["w"]), float(grads["scale"]), grads["bias"]) == (18.0, 12.0, None)
 
 
 # --- purity
 
 
-def test_nothing_is_touched_and_nothing_is_shared():
-    params, batch, loss = regression()
-    params = {k: torch.nn.Parameter(v) for k, v in params.items()}
-    params["w"].grad = torch.ones_like(params["w"])
-    before = tree_map(lambda a: a.detach().clone(), (params, batch))
-    step = funcga.accumulate(funcga.value_and_grad(loss), 5)
-    first, second = step(params, *batch), step(params, *batch)
-    assert_same(first, second)
-    places = [{t.untyped_storage().data_ptr() for t in tree_leaves(tree)} for tree in (first, second, (params, batch))]
-    assert not (places[0] & places[1]) | (places[0] & places[2])
-    for a, b in zip(tree_leaves((params, batch)), tree_leaves(before), strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(params["w"].grad, torch.ones_like(params["w"]))
-    assert params["b"].grad is None
-    assert all(p.requires_grad for p in params.values())
-
-
-@pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_exceptions_pass_through_and_leave_nothing_behind(at, where):
-    params, batch, loss = regression()
-    params = {k: torch.nn.Parameter(v) for k, v in params.items()}
-    passes = []
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            passes.append("forward")
-            if where == "forward" and passes.count("forward") == at:
-                raise KeyError("mine")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            passes.append("backward")
-            if where == "backward" and passes.count("backward") == at:
-                raise KeyError("mine")
-            return grad
-
-    step = funcga.accumulate(funcga.value_and_grad(lambda p, x, y: loss({**p, "w": Fails.apply(p["w"])}, x, y)), 4)
-    with pytest.raises(KeyError, match="mine"):
-        step(params, *batch)
-    assert all(p.grad is None for p in params.values())
-    passes[:] = ["forward", "backward"] * 10
-    assert difference(TORCH, step(params, *batch), funcga.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
-
-
-def test_a_function_that_keeps_what_it_returns():
-    """A custom backward that hands out memory of its own: it is not added into."""
-    kept = torch.ones(3)
-
+@pytest.mark.parametrize("kept", [torch.ones(3), np.ones(3, "float32")], ids=["torch", "NumPy"])
+def test_memory_that_a_backward_pass_hands_out_is_not_added_into(kept):
     class Keeps(torch.autograd.Function):
         @staticmethod
         def forward(ctx, p, x):
@@ -354,28 +148,14 @@ def test_a_function_that_keeps_what_it_returns():
 
         @staticmethod
         def backward(ctx, grad):
-            return kept, None
+            return torch.as_tensor(kept), None
 
-    for fold in (funcga.mean(), funcga.max(), funcga.concat(), funcga.moments()):
-        step = funcga.accumulate(funcga.grad(Keeps.apply), 3, fold=fold)
-        out = step(torch.zeros(3), torch.ones(6))
-        assert torch.equal(kept, torch.ones(3))
-        assert kept.data_ptr() not in {leaf.data_ptr() for leaf in tree_leaves(out)}
-
-
-def test_what_a_call_made_is_freed_with_it():
-    """No cycle keeps accumulators alive until the garbage collector runs."""
-    params, batch, loss = regression()
-    gc.collect()
-    gc.disable()
-    try:
-        for fold in (funcga.mean(), funcga.max()):
-            out = funcga.accumulate(funcga.grad(loss), 4, fold=fold)(params, *batch)
-            watch = [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(out)]
-            del out
-            assert all(ref() is None for ref in watch)
-    finally:
-        gc.enable()
+    for fold in (funcga.mean(), funcga.sum(), funcga.max(), funcga.concat(), funcga.moments()):
+        out = funcga.accumulate(funcga.grad(Keeps.apply), 3, fold=fold)(torch.zeros(3), torch.ones(6))
+        assert kept.tolist() == [1, 1, 1]
+        assert torch.as_tensor(kept).data_ptr() not in {leaf.data_ptr() for leaf in tree_leaves(out)}
+        if fold == funcga.sum():
+            assert out.tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("kind", ["pure_loss", "module", "function"])
@@ -388,16 +168,21 @@ def test_nothing_of_a_window_waits_for_the_garbage_collector(kind):
         "module": lambda: torch_backend.module_value_and_grad(module, loss),
         "function": lambda: funcga.value_and_grad(lambda p, x: (x @ p["weight"].T + p["bias"]).square().mean()),
     }[kind]()
-    step, params = funcga.accumulate(gradient, 4), {name: p.detach() for name, p in module.named_parameters()}
-    call = lambda: step(x) if kind == "module" else step(params, x)
-    call()
-    gc.collect()
-    gc.disable()
-    try:
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    for options in ({}, {"fold": funcga.max()}):
+        step = funcga.accumulate(gradient, 4, **options)
+        call = lambda step=step: step(x) if kind == "module" else step(params, x)
         call()
-        assert not gc.collect()
-    finally:
-        gc.enable()
+        gc.collect()
+        gc.disable()
+        try:
+            out = call()
+            watch = [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(out)]
+            del out
+            assert all(ref() is None for ref in watch)
+            assert not gc.collect() or options
+        finally:
+            gc.enable()
 
 
 def test_it_nests_and_runs_in_threads():
@@ -423,55 +208,31 @@ def test_it_nests_and_runs_in_threads():
         assert_same(result, expected)
 
 
-def test_under_no_grad_and_inference_mode():
+def test_in_inference_mode():
     params, batch, loss = regression()
     step = funcga.accumulate(funcga.value_and_grad(loss), 5)
     expected = step(params, *batch)
-    with torch.no_grad():
-        assert_same(step(params, *batch), expected)
     with torch.inference_mode():
         assert_same(step(params, *batch), expected)
         made = tree_map(torch.clone, (params, batch))
         assert_same(step(made[0], *made[1]), expected)
     assert_same(step(made[0], *made[1]), expected)
-    assert_same(
-        funcga.stream(funcga.value_and_grad(loss))(made[0], [made[1]]),
-        funcga.accumulate(funcga.value_and_grad(loss), 1)(params, *batch),
-    )
+    streamed = funcga.stream(funcga.value_and_grad(loss))(made[0], [made[1]])
+    assert_same(streamed, funcga.accumulate(funcga.value_and_grad(loss), 1)(params, *batch))
+
+
+def test_inference_tensors_as_keywords_and_state():
+    with torch.inference_mode():
+        p, scale, state, x = torch.tensor(2.0), torch.tensor(3.0), {"k": torch.tensor(1.0)}, torch.arange(4.0)
+        loss = lambda p, s, x, *, scale: ((p * x * s["k"] * scale).sum(), {"k": s["k"] + 1})
+        step = funcga.accumulate(
+            funcga.grad(loss, has_aux=True), 2, in_axes=(None, funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry())
+        )
+        grads, after = step(p, state, x, scale=scale)
+    assert (float(grads), float(after["k"])) == (3 * (1 + 2 * 5), 3)
 
 
 # --- what autograd can do
-
-
-def blocks():
-    """Parameters of three layers, rows, and the loss by a function that applies each block."""
-    torch.manual_seed(0)
-    params = {name: torch.randn(4, 4) for name in "abc"}
-
-    def loss_by(apply):
-        def loss(params, x):
-            for weight in params.values():
-                x = apply(lambda x, weight: torch.tanh(x @ weight), x, weight)
-            return (x**2).mean()
-
-        return loss
-
-    return params, torch.randn(8, 4), loss_by
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    params, x, loss_by = blocks()
-    expected = funcga.accumulate(funcga.value_and_grad(loss_by(lambda f, *args: f(*args))), 4)(params, x)
-    runs = []
-
-    def counted(f):
-        return lambda *args: (runs.append(1), f(*args))[1]
-
-    loss = loss_by(lambda f, *args: checkpoint(counted(f), *args, use_reentrant=reentrant))
-    result = funcga.accumulate(funcga.value_and_grad(loss), 4)(params, x)
-    assert_same(result, expected)
-    assert len(runs) >= 4 * 3 * 2  # every block forwards and again backwards
 
 
 def test_tensors_of_somebody_else_s_get_no_gradient():
@@ -483,46 +244,53 @@ def test_tensors_of_somebody_else_s_get_no_gradient():
     assert all(p.grad is None for p in teacher.parameters())
 
 
+def layers(params, x):
+    for weight in params.values():
+        x = torch.tanh(x @ weight)
+    return (x**2).mean()
+
+
+def three_layers():
+    torch.manual_seed(0)
+    return {name: torch.randn(4, 4) for name in "abc"}, torch.randn(8, 4)
+
+
 def test_saved_tensors_on_the_host_and_hooks():
-    params, x, loss_by = blocks()
-    plain = loss_by(lambda f, *args: f(*args))
-    expected = funcga.accumulate(funcga.value_and_grad(plain), 4)(params, x)
-    packed = []
+    params, x = three_layers()
+    expected, packed = funcga.accumulate(funcga.value_and_grad(layers), 4)(params, x), []
 
     def hooked(p, x):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(1), t)[1], lambda t: t):
-            return plain(p, x)
+            return layers(p, x)
 
     def offloaded(p, x):
         with torch.autograd.graph.save_on_cpu():
-            return plain(p, x)
+            return layers(p, x)
 
     for loss in (hooked, offloaded):
         assert_same(funcga.accumulate(funcga.value_and_grad(loss), 4)(params, x), expected)
     assert packed
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_autocast(inside):
-    params, x, loss_by = blocks()
-    plain = loss_by(lambda f, *args: f(*args))
+def test_autocast_is_bitwise_that_of_the_loop():
+    """Inside of the loss and around the step, whose casts of parameters are not kept for others."""
+    params, x = three_layers()
 
     def cast(p, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return plain(p, x)
+            return layers(p, x)
 
     leaves = tree_map(lambda p: p.clone().requires_grad_(), params)
     for rows in x.chunk(4):
         (cast(leaves, rows) / 4).backward()
-    if inside:
-        out = funcga.accumulate(funcga.grad(cast), 4)(params, x)
-    else:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = funcga.accumulate(funcga.grad(plain), 4)(params, x)
-            again = funcga.accumulate(funcga.grad(plain), 4)(tree_map(lambda p: p + 1, params), x)
-        assert not torch.equal(out["a"], again["a"])
+    inside = funcga.accumulate(funcga.grad(cast), 4)(params, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = funcga.accumulate(funcga.grad(layers), 4)(params, x)
+        others = funcga.accumulate(funcga.grad(layers), 4)(tree_map(lambda p: p + 1, params), x)
+    assert not torch.equal(around["a"], others["a"])
     for name, leaf in leaves.items():
-        assert torch.equal(out[name], leaf.grad)
+        assert torch.equal(inside[name], leaf.grad)
+        assert torch.equal(around[name], leaf.grad)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp
@@ -545,72 +313,7 @@ def test_transforms_inside_of_the_loss():
     assert difference(TORCH, result, funcga.accumulate(generic(by_hand), 4)(params, x, y)) <= LIMITS["float32"]
 
 
-def test_a_compiled_loss_is_compiled_once():
-    params, batch, loss = regression()
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(1)
-        return graph.forward
-
-    compiled = torch.compile(loss, backend=backend)
-    step = funcga.accumulate(funcga.value_and_grad(compiled), 4)
-    for _ in range(3):
-        result = step(params, *batch)
-    assert_same(result, funcga.accumulate(funcga.value_and_grad(loss), 4)(params, *batch))
-    assert len(graphs) == 1
-
-
 # --- refusals
-
-
-def refused(loss, match, params=None):
-    given, batch, _ = regression()
-    given = {k: torch.nn.Parameter(v) for k, v in given.items()} if params is None else params
-    with pytest.raises(funcga.FuncgaError, match=match):
-        funcga.accumulate(funcga.value_and_grad(loss), 4)(given, *batch)
-    assert all(p.grad is None for p in given.values() if isinstance(p, torch.nn.Parameter))
-
-
-def test_a_parameter_that_the_loss_writes_to_is_refused():
-    _, _, loss = regression()
-
-    def writes(p, x, y):
-        value = loss(p, x, y)
-        with torch.no_grad():
-            p["b"].add_(0)
-        return value
-
-    refused(writes, "a parameter was changed in place during the window")
-
-
-@pytest.mark.parametrize("fold", ["mean", "max"])
-def test_a_backward_pass_inside_of_the_loss_is_refused(fold):
-    params, batch, loss = regression()
-
-    def runs(p, x, y):
-        value = loss(p, x, y)
-        value.backward(retain_graph=True)
-        return value
-
-    step = funcga.accumulate(funcga.value_and_grad(runs), 4, fold=(funcga.mean(), getattr(funcga, fold)()))
-    with pytest.raises(funcga.FuncgaError, match=r"loss_fn called \.backward\(\)"):
-        step(params, *batch)
-
-
-def test_a_backward_pass_on_the_parameters_themselves_is_refused():
-    params, batch, loss = regression()
-    params = {k: torch.nn.Parameter(v) for k, v in params.items()}
-
-    def runs(p, x, y):
-        loss(params, x, y).backward()
-        return loss(p, x, y)
-
-    step = funcga.accumulate(funcga.value_and_grad(runs), 4)
-    with pytest.raises(funcga.FuncgaError, match=r"a parameter's \.grad changed during the call"):
-        step(params, *batch)
-    assert all(p.grad is None for p in params.values())  # put right again
 
 
 def test_losses_and_parameters_without_a_gradient_are_refused(kit):
@@ -644,32 +347,68 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
                 call(given, x)
 
 
-# --- what a second reader found
+def changing(first, later):
+    """A loss whose output has another structure or dtype from the second micro-batch on."""
+    calls = []
+    return lambda p, x: (calls.append(1), (first if len(calls) < 2 else later)(p, x))[1]
 
 
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
+def clears(p, x):
+    p.grad = None
+    return (p * x).sum()
 
 
-@pytest.mark.parametrize("fold", ["sum", "per_weight", "mean", "moments", "max"])
-@pytest.mark.parametrize("weights", ["unseen", "zero first", "zero last", "uneven"])
-def test_folds_and_weights_of_every_kind(fold, weights):
-    params, (x, y), loss = regression("float64")
+def runs_backward(p, x):
+    value = (p * x).sum()
+    value.backward(retain_graph=True)
+    return value
 
-    def weight(x, y):
-        number = {
-            "unseen": 2,
-            "zero first": x[0, 0] != first,
-            "zero last": x[0, 0] == first,
-            "uneven": 3 + x[0, 1] ** 2,
-        }
-        found = torch.as_tensor(number[weights], dtype=torch.float64)
-        return found.as_subclass(Unseen) if weights == "unseen" else found
 
-    first = x[0, 0].clone()
-    engine, other = both(loss, (params, x, y), 4, fold=(funcga.mean(), getattr(funcga, fold)()), weight=weight)
-    assert difference(TORCH, engine, other) <= LIMITS["float64"]
-    assert any(leaf.abs().sum() > 0 for leaf in tree_leaves(engine[1]))
+TOTAL = lambda p, x: (p * x).sum()
+REFUSED = {
+    "another structure of aux": (
+        changing(lambda p, x: (TOTAL(p, x), {"a": x.sum()}), lambda p, x: (TOTAL(p, x), {"b": x.sum()})),
+        {"has_aux": True}, 2, r"missing `output\[0\]\[1\]\['a'\]`, new `output\[0\]\[1\]\['b'\]`",
+    ),
+    "another dtype": (
+        changing(TOTAL, lambda p, x: TOTAL(p, x).double()),
+        {}, 2, r"output\[0\] as float64\[\] for micro-batch 2 and as float32\[\]",
+    ),
+    "a number": (lambda p, x: TOTAL(p, x).item(), {}, 2, "not a number that was taken out of one"),
+    "a gradient that is cleared": (clears, {}, 2, r"loss_fn cleared or replaced the \.grad of a parameter"),
+    "backward in the only micro-batch": (runs_backward, {}, 1, r"loss_fn called \.backward\(\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals(kind):
+    loss, options, n, match = REFUSED[kind]
+    parameter = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(funcga.FuncgaError, match=match):
+        funcga.accumulate(funcga.value_and_grad(loss, **options), n)(parameter, torch.ones(4))
+    assert parameter.grad is None
+
+
+def test_a_module_instead_of_its_parameters_is_refused():
+    module = nn.Linear(3, 2)
+    for given in (module, module.parameters()):
+        with pytest.raises(funcga.FuncgaError, match=r"by name: torch_backend.trainable\(module\)"):
+            funcga.accumulate(funcga.grad(lambda params, x: x.sum()), 2)(given, torch.ones(4, 3))
+
+
+def test_negative_argnums_are_watched_too():
+    w = nn.Parameter(torch.ones(3))
+
+    def runs(x, p):
+        (w * x).sum().backward()
+        return (p * x).sum()
+
+    with pytest.raises(funcga.FuncgaError, match=r"a parameter's \.grad changed"):
+        funcga.accumulate(funcga.grad(runs, argnums=-1), 2, in_axes=(0, None))(torch.ones(4, 3), w)
+    assert w.grad is None
+
+
+# --- the cotangent, which is the weight
 
 
 class Clamps(torch.autograd.Function):
@@ -684,17 +423,17 @@ class Clamps(torch.autograd.Function):
         return grad.clamp(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 6, 12])
-def test_the_cotangent_is_one_for_micro_batches_that_weigh_the_same(n):
+def test_the_cotangent_is_one_for_micro_batches_that_weigh_the_same():
     torch.manual_seed(0)
     w, x = torch.randn(3), torch.randn(12, 3)
     loss = lambda w, x: (Clamps.apply(x @ w) ** 2).sum()
-    total = torch.zeros(3)
-    for rows in x.chunk(n):
-        leaf = w.clone().requires_grad_()
-        loss(leaf, rows).backward()
-        total += leaf.grad
-    torch.testing.assert_close(funcga.accumulate(funcga.grad(loss), n)(w, x), total / n)
+    for n in (3, 4, 12):
+        total = torch.zeros(3)
+        for rows in x.chunk(n):
+            leaf = w.clone().requires_grad_()
+            loss(leaf, rows).backward()
+            total += leaf.grad
+        torch.testing.assert_close(funcga.accumulate(funcga.grad(loss), n)(w, x), total / n)
 
 
 @pytest.mark.parametrize(("value", "weights"), [(2000.0, (1, 100)), (1e-5, (4096, 1))])
@@ -708,8 +447,7 @@ def test_float16_neither_overflows_nor_underflows_by_its_weight(value, weights):
     torch.testing.assert_close(step(w, torch.arange(2)), expected)
 
 
-@pytest.mark.parametrize("ratio", [10, 3000, 100_000])
-@pytest.mark.parametrize("light", [0, 1, 2])
+@pytest.mark.parametrize(("ratio", "light"), [(10, 1), (3000, 0), (100_000, 0), (100_000, 2)])
 def test_a_light_micro_batch_makes_no_float16_inside_of_the_loss_overflow(ratio, light):
     """The cotangent is at most 1, as that of a loop is its share of the whole: w / W."""
     torch.manual_seed(0)
@@ -731,125 +469,11 @@ def test_a_light_micro_batch_makes_no_float16_inside_of_the_loss_overflow(ratio,
 
 @pytest.mark.parametrize("weights", [(1e-44, 1.0), (1e-300, 1.0), (1.0, 1e300), (1e300, 1e-300)])
 def test_weights_that_are_far_apart(weights):
-    step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), 2, weight=lambda x: weights[int(x[0])])
-    for gradient in (
-        step,
-        funcga.accumulate(torch.func.grad(lambda w, x: (w * x).sum()), 2, weight=lambda x: weights[int(x[0])]),
-    ):
-        mean = (weights[1] * 1.0) / (weights[0] + weights[1])
-        assert float(gradient(torch.tensor(1.0), torch.arange(2.0))) == pytest.approx(mean)
-
-
-@pytest.mark.parametrize("fold", ["mean", "concat", "moments", "max"])
-def test_checkpoints_that_reenter_with_every_fold_and_state(fold):
-    params, x, loss_by = blocks()
-    reenters = loss_by(lambda f, *args: checkpoint(f, *args, use_reentrant=True))
-    plain = loss_by(lambda f, *args: f(*args))
-
-    def counted(loss):
-        def with_state(p, state, x):
-            state["seen"] += len(x)  # in place, as BatchNorm
-            return loss(p, x) + p["a"].square().sum(), state
-
-        return with_state
-
-    options = {"fold": ((funcga.mean(), funcga.carry()), getattr(funcga, fold)()), "in_axes": (None, funcga.CARRY, 0)}
-    results = []
-    for loss in (reenters, plain):
-        step = funcga.accumulate(funcga.value_and_grad(counted(loss), has_aux=True), 4, **options)
-        results += [step(params, {"seen": torch.tensor(0)}, x) for _ in range(2)]
-    for result in results:
-        assert int(result[0][1]["seen"]) == 8
-        assert_same(result, results[-1])
-
-
-def test_clearing_the_gradients_inside_of_the_loss_is_refused():
-    _, _, loss = regression()
-
-    def clears(p, x, y):
-        for leaf in p.values():
-            leaf.grad = None
-        return loss(p, x, y)
-
-    refused(clears, r"loss_fn cleared or replaced the \.grad of a parameter")
-
-
-def test_a_backward_pass_in_the_only_micro_batch_is_refused():
-    params, batch, loss = regression()
-
-    def runs(p, x, y):
-        value = loss(p, x, y)
-        value.backward(retain_graph=True)
-        return value
-
-    for gradient in (runs, lambda p, x, y: (value := loss(p, x, y), value.backward())[0]):
-        with pytest.raises(funcga.FuncgaError, match=r"loss_fn called \.backward\(\)"):
-            funcga.accumulate(funcga.grad(gradient), 1)(params, *batch)
-
-
-def test_negative_argnums_are_watched_too():
-    w = torch.nn.Parameter(torch.ones(3))
-
-    def runs(x, p):
-        (w * x).sum().backward()
-        return (p * x).sum()
-
-    with pytest.raises(funcga.FuncgaError, match=r"a parameter's \.grad changed"):
-        funcga.accumulate(funcga.grad(runs, argnums=-1), 2, in_axes=(0, None))(torch.ones(4, 3), w)
-    assert w.grad is None
-
-
-def test_memory_that_is_not_torch_s_is_not_added_into():
-    cached = np.ones(3, dtype="float32")
-
-    class Hands(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, p, x):
-            return (p * x.sum()).sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return torch.from_numpy(cached), None
-
-    out = funcga.accumulate(funcga.grad(Hands.apply), 4, fold=funcga.sum())(torch.zeros(3), torch.ones(8))
-    torch.testing.assert_close(out, torch.full((3,), 4.0))
-    assert cached.tolist() == [1, 1, 1]
-
-
-def test_inference_tensors_as_keywords_and_state():
-    with torch.inference_mode():
-        p, scale, state, x = torch.tensor(2.0), torch.tensor(3.0), {"k": torch.tensor(1.0)}, torch.arange(4.0)
-        loss = lambda p, s, x, *, scale: ((p * x * s["k"] * scale).sum(), {"k": s["k"] + 1})
-        step = funcga.accumulate(
-            funcga.grad(loss, has_aux=True), 2, in_axes=(None, funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry())
-        )
-        grads, after = step(p, state, x, scale=scale)
-    assert (float(grads), float(after["k"])) == (3 * (1 + 2 * 5), 3)
-
-
-def test_aux_that_is_no_tensor(kit):
-    loss = lambda p, x: ((p * x).sum(), {"none": None, "rows": len(x), "mean": x.mean(), "share": 0.5})
-    one, x = kit.arrays(np.float32(2)), kit.arrays(np.arange(4, dtype="float32"))
-    (value, aux), grads = funcga.value_and_grad(loss, has_aux=True)(one, x)
-    assert (float(value), aux["none"], int(aux["rows"]), float(aux["mean"]), float(grads)) == (12, None, 4, 1.5, 6)
-    fold = (
-        (funcga.sum(), {"none": funcga.sum(), "rows": funcga.sum(), "mean": funcga.mean(), "share": funcga.sum()}),
-        funcga.sum(),
-    )
-    (value, aux), grads = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), 2, fold=fold)(one, x)
-    assert (float(value), aux["none"], int(aux["rows"]), float(aux["mean"]), float(grads)) == (12, None, 4, 1.5, 6)
-
-
-def test_a_module_instead_of_its_parameters_is_refused():
-    module = torch.nn.Linear(3, 2)
-    for given in (module, module.parameters()):
-        with pytest.raises(funcga.FuncgaError, match=r"by name: torch_backend.trainable\(module\)"):
-            funcga.accumulate(funcga.grad(lambda params, x: x.sum()), 2)(given, torch.ones(4, 3))
-
-
-def test_a_loss_that_was_taken_out_of_its_array_is_refused():
-    with pytest.raises(funcga.FuncgaError, match="not a number that was taken out of one"):
-        funcga.accumulate(funcga.grad(lambda p, x: (p * x).sum().item()), 2)(torch.tensor(1.0), torch.ones(4))
+    loss = lambda w, x: (w * x).sum()
+    for gradient in (funcga.grad(loss), torch.func.grad(loss)):
+        step = funcga.accumulate(gradient, 2, weight=lambda x: weights[int(x[0])])
+        mean = weights[1] / (weights[0] + weights[1])
+        assert float(step(torch.tensor(1.0), torch.arange(2.0))) == pytest.approx(mean)
 
 
 # --- memory
@@ -887,7 +511,7 @@ def hand_written(loss, n):
     return step
 
 
-@pytest.mark.parametrize("fold", ["mean", "per_weight", "sum", "max"])
+@pytest.mark.parametrize("fold", ["mean", "sum", "max"])
 def test_peak_memory_is_one_gradient_and_a_layer(fold):
     params, x, loss = deep()
     size = sum(p.nbytes for p in params.values())
@@ -908,17 +532,16 @@ def test_peak_memory_of_16_bit_parameters():
 
 
 def test_memory_is_flat_in_n():
-    params, x, loss = deep(rows=1024, width=64)
+    params, x, loss = deep(rows=128, width=64)
     step = funcga.accumulate(funcga.value_and_grad(loss), microbatch_size=1)
     assert peak(step, params, x) <= 1.01 * peak(step, params, x[:2])
 
 
-def test_weights_of_a_device_cost_one_leaf_more(monkeypatch):
+def test_weights_of_a_device_cost_one_leaf_more():
     params, x, loss = deep()
     size = sum(p.nbytes for p in params.values())
-    monkeypatch.setattr(torch_backend.arrays, "scalar", lambda weight: weight)
-    step = funcga.accumulate(funcga.value_and_grad(loss), 8, weight=lambda x: (x > 0).sum())
-    assert peak(step, params, x) <= (1 + 3 / 8) * size
+    weight = lambda x: (x > 0).sum().as_subclass(Unseen)
+    assert peak(funcga.accumulate(funcga.value_and_grad(loss), 8, weight=weight), params, x) <= (1 + 3 / 8) * size
 
 
 # --- CUDA
@@ -986,8 +609,7 @@ def test_the_last_division_is_that_of_a_number_to_the_bit(rows):
     assert (mean["a"].abs() < torch.finfo(torch.float32).tiny).any()
 
 
-@pytest.mark.parametrize("rows", [8, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "dtype"), [(8, torch.float32), (6, torch.float16)], ids=str)
 def test_where_new_tensors_lie_by_default_makes_no_difference(rows, dtype):
     """As under set_default_device, here the device without data, from which a wrong number would come silently."""
     torch.manual_seed(0)

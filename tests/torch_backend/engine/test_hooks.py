@@ -71,8 +71,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize(("hook", "n"), [("linear", 1), ("not linear", 3), ("two", 7), ("none", 2)])
 def test_every_way_calls_them_for_every_micro_batch(hook, n):
     """Ragged ones too: a hook that is not linear sees the gradient of the micro-batch, not a share of it."""
     module, x = net()
@@ -90,15 +89,6 @@ def test_every_way_calls_them_for_every_micro_batch(hook, n):
         assert all(p.grad is None for p in module.parameters())
 
 
-@pytest.mark.parametrize("n", [1, 3, 7])
-def test_a_driven_module_agrees(n):
-    module, x = net()
-    module[0].weight.register_hook(HOOKS["linear"])
-    _, grads = funcga.accumulate(module_value_and_grad(module, mse), n)(x)
-    for name, gradient in by_hand(module, x, n).items():
-        torch.testing.assert_close(grads[name], gradient, rtol=1e-12, atol=1e-15)
-
-
 def test_the_loss_scale_is_in_what_a_hook_sees():
     module, x = net()
     seen = []
@@ -110,15 +100,6 @@ def test_the_loss_scale_is_in_what_a_hook_sees():
         expected.append(torch.autograd.grad(8 * mse(module, rows), module[0].weight)[0])
     for own, other in zip(seen[:2], expected, strict=True):
         torch.testing.assert_close(own, other)
-
-
-def test_a_hook_is_gone_when_its_handle_is_removed():
-    module, x = net()
-    handle = module[0].weight.register_hook(lambda g: g * 0)
-    step = funcga.accumulate(funcga.grad(pure_loss(module, mse)), 2)
-    assert not step(params_of(module), x)["0.weight"].any()
-    handle.remove()
-    assert step(params_of(module), x)["0.weight"].any()
 
 
 @pytest.mark.parametrize("observe", [None, funcga.gradient_noise()], ids=["", "observed"])

@@ -48,8 +48,13 @@ def test_pure_loss_refuses_a_wrapped_module(named):
         pure_loss(WRAPPED[named](), lambda module, x, y: F.mse_loss(module(x), y))
 
 
-@pytest.mark.parametrize("named", WRAPPED)
-@pytest.mark.parametrize("way", ["closure", "default", "partial", "global", "nested", "list"])
+CLOSED_OVER = [
+    *(("DistributedDataParallel", way) for way in ("closure", "default", "partial", "global", "nested", "list")),
+    ("fully_shard", "closure"), ("`1` of it", "list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "way"), CLOSED_OVER)
 def test_a_loss_that_closes_over_a_wrapped_module_is_refused(named, way, monkeypatch):
     module = WRAPPED[named]()
     call = lambda module, params, x, y: F.mse_loss(functional_call(module, params, (x,)), y)

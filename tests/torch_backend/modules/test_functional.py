@@ -1,7 +1,7 @@
 """torch.func.functional_call in a loss: the same as torch's own, whatever the module and the tensors are."""
 
-import contextlib
-import threading
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -9,23 +9,20 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 import funcga
 from torch_backend import pure_loss
-from torch_backend.arrays import recording_loss
-from torch_backend.modules import functional
-from torch_backend.replacements import replacements
 
 plain = nn.utils.stateless._functional_call
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@contextlib.contextmanager
-def in_a_window():
-    """Where functional_call is served as in the loss of a window."""
-    with replacements, recording_loss():
-        yield
+def in_a_window(call):
+    """What it returns when it is called four times in the losses of one window: a plan is made, and then used."""
+    results = []
+    loss = lambda p, x: (results.extend(call() for _ in range(2)), (p * x).sum())[1]
+    funcga.accumulate(funcga.grad(loss), 2)(torch.ones((), dtype=torch.float64), X)
+    return results
 
 
 def tied():
@@ -104,68 +101,35 @@ def outcome(call, module, tensors, **options):
     return result, {name: tensor.clone() for name, tensor in tensors.items()}, is_kept
 
 
+NAMES = ("all", "some", "duplicates", "buffers", "none", "unknown", "attribute")
+
+
 @pytest.mark.parametrize("ties", [True, False])
-@pytest.mark.parametrize("names", ["all", "some", "duplicates", "buffers", "none", "unknown", "attribute"])
 @pytest.mark.parametrize("kind", MODULES)
-def test_it_is_that_of_torch(kind, names, ties):
-    module, rival = made(kind), made(kind)
-    rival.load_state_dict(module.state_dict())
-    all_names = [name for name, _ in module.named_parameters(remove_duplicate=names != "duplicates")]
-    names_of = {
-        "some": all_names[:1],
-        "buffers": all_names + [name for name, _ in module.named_buffers()],
-        "none": [],
-        "unknown": [*all_names, "nowhere.weight"],
-        "attribute": [*all_names, "scale"],
-    }
-    state = {**module.state_dict(), "nowhere.weight": X, "scale": torch.full((4,), 2.0, dtype=torch.float64)}
-    tensors = {name: torch.randn_like(state[name].double()) for name in names_of.get(names, all_names)}
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    for _ in range(2):  # a plan is made, and then used
-        with in_a_window():
-            got = outcome(functional_call, module, tensors, tie_weights=ties)
-        expected = outcome(plain, rival, copies, tie_weights=ties)
-        if isinstance(expected[0], torch.Tensor):
-            torch.testing.assert_close(got[:2], expected[:2], rtol=0, atol=0)
-        assert isinstance(expected[0], torch.Tensor) or got[0] == expected[0]
-        # What torch itself leaves in a part that is used twice is a tensor of the call.
-        assert got[2] or not expected[2]
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_what_is_left_to_torch(kind):
-    module = made(kind)
-    tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
-    plain = mock.Mock()
-    call = lambda strict=False: functional.call(plain, module, tensors, X, None, True, strict)
-    with in_a_window():
-        call()
-        assert plain.call_count == (kind == "of its own")
-        call(strict=True)
-        assert plain.call_count == 1 + (kind == "of its own")
-    call()  # outside of a loss
-    assert plain.call_count == 2 + (kind == "of its own")
-
-
-def test_a_module_that_changes_gets_another_plan():
-    module = made("plain")
-    call = lambda tensors: functional_call(module, tensors, (X,))
-    tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
-    with in_a_window():
-        call(tensors)
-        for change in ("part", "parameter", "tie", "new part"):
-            if change == "part":
-                module[0] = nn.Linear(4, 3).double()
-            elif change == "parameter":
-                module[2].weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
-            elif change == "tie":
-                module[2].bias, module[2].extra = nn.Parameter(X[0, :2].clone()), None
-                module[2].register_parameter("twin", module[2].bias)
+def test_it_is_that_of_torch(kind, ties):
+    for names in NAMES if ties else ("all", "duplicates"):
+        module, rival = made(kind), made(kind)
+        rival.load_state_dict(module.state_dict())
+        all_names = [name for name, _ in module.named_parameters(remove_duplicate=names != "duplicates")]
+        names_of = {
+            "some": all_names[:1],
+            "buffers": all_names + [name for name, _ in module.named_buffers()],
+            "none": [],
+            "unknown": [*all_names, "nowhere.weight"],
+            "attribute": [*all_names, "scale"],
+        }
+        state = {**module.state_dict(), "nowhere.weight": X, "scale": torch.full((4,), 2.0, dtype=torch.float64)}
+        tensors = {name: torch.randn_like(state[name].double()) for name in names_of.get(names, all_names)}
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        call = lambda module=module, tensors=tensors: outcome(functional_call, module, tensors, tie_weights=ties)
+        for got in in_a_window(call):
+            expected = outcome(plain, rival, copies, tie_weights=ties)
+            if isinstance(expected[0], torch.Tensor):
+                torch.testing.assert_close(got[:2], expected[:2], rtol=0, atol=0)
             else:
-                module.append(nn.Linear(2, 2).double())
-            expected = plain(module, tensors, (X,))
-            torch.testing.assert_close(call(tensors), expected, rtol=0, atol=0)
-            torch.testing.assert_close(module(X), plain(module, {}, (X,)), rtol=0, atol=0)
+                assert got[0] == expected[0]
+            # What torch itself leaves in a part that is used twice is a tensor of the call.
+            assert got[2] or not expected[2]
 
 
 def student_and_teacher(module):
@@ -184,8 +148,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("way", STEPS)
-@pytest.mark.parametrize("kind", ["plain", "tied", "one"])
+@pytest.mark.parametrize(("kind", "way"), [("plain", "accumulate"), ("tied", "alone"), ("one", "stream")])
 def test_a_loss_with_the_module_itself_and_with_others(kind, way):
     module = made(kind).requires_grad_(False)  # the teacher is a constant
     params = {name: torch.randn_like(p) for name, p in module.named_parameters()}
@@ -215,6 +178,10 @@ def add_part(module):
     module.append(nn.Linear(2, 2).double())
 
 
+def add_parameters_between(module):
+    module[1] = nn.PReLU().double()
+
+
 def swap_parts(module):
     module[1], module[2] = module[2], module[1]
     module.append(nn.Linear(2, 2).double())
@@ -229,16 +196,37 @@ def swap_data(module):
 
 
 def failing(module):
+    before = [*module.parameters()]
     step = funcga.accumulate(funcga.grad(lambda p, x: functional_call(module, p, (x[:, :1],)).mean()), 3)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         step(dict(module.named_parameters()), X)
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 
 
-CHANGES = [replace_part, replace_parameter, tie, add_part, swap_parts, parametrize_part, swap_data, failing]
+CHANGES = [
+    add_parameters_between, replace_part, replace_parameter, tie, add_part, swap_parts, parametrize_part, swap_data, failing,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", STEPS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_module_that_changes_in_the_middle_of_a_window():
+    """Where code may run between its losses, here that of a weight."""
+    module, same = made("plain"), []
+    tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+
+    def loss(p, x):
+        functional_call(module, tensors, (X,))
+        CHANGES[len(same)](module)
+        same.append(torch.equal(functional_call(module, tensors, (X,)), plain(module, tensors, (X,))))
+        return (p * x).sum()
+
+    funcga.accumulate(funcga.grad(loss), 4, weight=len)(torch.ones((), dtype=torch.float64), X)
+    assert same == [True] * 4
+
+
+BETWEEN = [*((change, "accumulate") for change in CHANGES), (replace_parameter, "alone"), (replace_part, "stream")]
+
+
+@pytest.mark.parametrize(("change", "way"), BETWEEN)
 def test_a_module_that_changes_between_two_windows(change, way):
     module = made("plain")
     loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
@@ -283,108 +271,14 @@ def test_two_modules_and_other_names_in_turn():
     torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
 
 
-def test_what_holds_for_a_window_ends_with_it():
-    module = made("plain")
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    seen = []
-
-    def loss(params, x):
-        seen.append(None if functional.call_log.last is None else len(functional.call_log.last))
-        return functional_call(module, params, (x,)).mean()
-
-    gradient = funcga.grad(loss)
-    gradient(params, X)
-    # the steps keep nothing for the window, for other code runs between two of its losses
-    funcga.stream(gradient)(params, [X, X])
-    funcga.accumulate(gradient, 2, weight=len)(params, X)
-    assert seen == [None] * 5
-    funcga.accumulate(gradient, 3)(params, X)
-    assert seen[5:] == [0, 3, 3]
-    outer = funcga.accumulate(
-        funcga.grad(lambda p, x: loss(p, x) + funcga.accumulate(gradient, 2)(p, x)["2.bias"].sum()), 2
-    )
-    outer(params, X)
-    assert functional.call_log.last is None
-    failing(module)
-    assert functional.call_log.last is None
-
-
-@pytest.mark.parametrize("way", STEPS)
-def test_an_error_in_the_loss(way):
-    module = made("plain")
-    before = dict(module.named_parameters())
-    params = {name: torch.randn_like(p) for name, p in before.items()}
-    step = STEPS[way](funcga.grad(lambda params, x: functional_call(module, params, (x[:, :2],)).mean()))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        step(params, X)
-    assert all(p is before[name] for name, p in module.named_parameters())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant=False):
-        super().__init__()
-        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
-
-    def forward(self, x):
-        return checkpoint(lambda h: self.second(torch.tanh(h)), self.first(x), use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("way", STEPS)
-def test_a_checkpoint_finds_the_parameters(way):
-    """It runs the module again in the backward pass, and with the values that it had, which are not the module's."""
-    module = Checkpointed().double()
-    before = dict(module.named_parameters())
-    params = {name: torch.randn_like(p) for name, p in before.items()}
-    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
-    got = STEPS[way](funcga.value_and_grad(loss))(params, X)
-    assert all(p is before[name] for name, p in module.named_parameters())
-    module.load_state_dict(params)
-    value = (module(X) ** 2).mean()
-    grads = torch.autograd.grad(value, list(before.values()))
-    torch.testing.assert_close(got, (value.detach(), dict(zip(before, grads, strict=True))))
-
-
-def test_a_reentrant_checkpoint_is_refused():
-    module = Checkpointed(reentrant=True).double()
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
-    for step in (STEPS["accumulate"], STEPS["alone"]):
-        with pytest.raises(funcga.FuncgaError, match="loss_fn runs a module again in the backward pass"):
-            step(funcga.value_and_grad(loss))(params, X)
-
-
-def test_other_threads_call_torchs_own():
-    module, served = made("plain"), []
-    params = {name: p.detach() for name, p in module.named_parameters()}
-
-    def loss(params, x):
-        def other():
-            functional_call(module, {}, (x,))
-            served.append(functional.call_log.calls)
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return functional_call(module, params, (x,)).mean()
-
-    funcga.grad(loss)(params, X)
-    assert served == [None]
-    assert functional.call_log.calls is None
-
-
 def test_a_plan_keeps_no_module_alive():
-    import gc
-    import weakref
-
     class Hooked(nn.Sequential):
         def note(self, *_):
             pass
 
     module = Hooked(made("plain"))
     module.register_forward_hook(module.note)  # now the module leads to itself
-    with in_a_window():
-        functional_call(module, dict(module.named_parameters()), (X,))
-    assert module in functional._PLANS
+    in_a_window(lambda module=module: functional_call(module, dict(module.named_parameters()), (X,)))
     alive = weakref.ref(module)
     del module
     gc.collect()
@@ -398,9 +292,8 @@ def test_without_the_function_that_is_replaced(monkeypatch):
             monkeypatch.delattr(nn.utils.stateless, "_functional_call")
         else:
             monkeypatch.setattr(nn.utils.stateless, "_functional_call", other, raising=False)
-        with in_a_window():
-            assert getattr(nn.utils.stateless, "_functional_call", None) is other
-        assert getattr(nn.utils.stateless, "_functional_call", None) is other
+        look = lambda: getattr(nn.utils.stateless, "_functional_call", None)
+        assert [*in_a_window(look), look()] == [other] * 5
 
 
 def test_a_compiled_loss():

