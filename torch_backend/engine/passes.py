@@ -57,8 +57,7 @@ class Pass:
     has_begun = on_host = False
 
     def __enter__(self) -> Self:
-        self.log_around = call_log.calls, call_log.last  # those of a loss around this window
-        call_log.last = () if self.is_uninterrupted else None
+        self.calls_around = call_log.calls  # those of a loss around this window
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can never have a gradient, so the whole window runs
             # outside of it.
@@ -68,7 +67,7 @@ class Pass:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        call_log.calls, call_log.last = self.log_around
+        call_log.calls = self.calls_around
         self.stack.__exit__(*error)
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would
         # outlive them.

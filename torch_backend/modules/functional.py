@@ -38,13 +38,10 @@ class _CallLog(threading.local):
     """What a window of the engine notes of calls.
 
     `calls` are those of the present loss: the `__dict__` of the module, the places in it, and what
-    they have put there; None outside of windows. `last` is the last call of a window in which no
-    code runs between two losses: its module, what it asked for, and its slots, which hold for the
-    window; empty before the first, and None in other windows.
+    they have put there; None outside of windows.
     """
 
     calls: list[tuple[Space, list[Place], list[torch.Tensor]]] | None = None
-    last: tuple[()] | tuple[nn.Module, tuple[object, ...], Planned] | None = None
 
 
 call_log = _CallLog()
@@ -192,23 +189,12 @@ def _planned(module: nn.Module, tensors: dict[str, torch.Tensor], ties: bool) ->
         module, torch.jit.ScriptModule | nn.DataParallel
     ):
         return None
-    asked, last = (ties, *tensors), call_log.last
-    if last and last[0] is module and last[1] == asked:
-        return last[2]
-    planned = _looked_up(module, tensors, asked)
-    if last is not None and planned is not None:
-        call_log.last = module, asked, planned
-    return planned
-
-
-def _looked_up(
-    module: nn.Module, tensors: dict[str, torch.Tensor], asked: tuple[object, ...]
-) -> Planned | None:
-    """The same by a plan that fits the module as it is now, made if there is none."""
+    # A plan that fits the module as it is now, made if there is none.
+    asked = ties, *tensors
     plans = _PLANS.setdefault(module, {})
     plan = plans.get(asked)
     planned = None if plan is None else plan.on(module)
-    if planned is None and (plan := _made(module, tensors, bool(asked[0]))) is not None:
+    if planned is None and (plan := _made(module, tensors, ties)) is not None:
         if len(plans) >= _ENOUGH:
             plans.clear()
         plans[asked] = plan

@@ -208,8 +208,9 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def test_a_module_that_changes_in_the_middle_of_a_window():
-    """Where code may run between its losses, here that of a weight."""
+@pytest.mark.parametrize("weight", [None, len])
+def test_a_module_that_changes_in_the_middle_of_a_window(weight):
+    """Inside of a loss; with a weight, also code between losses could change it."""
     module, same = made("plain"), []
     tensors = {name: torch.randn_like(p) for name, p in module.named_parameters()}
 
@@ -219,7 +220,7 @@ def test_a_module_that_changes_in_the_middle_of_a_window():
         same.append(torch.equal(functional_call(module, tensors, (X,)), plain(module, tensors, (X,))))
         return (p * x).sum()
 
-    funcga.accumulate(funcga.grad(loss), 4, weight=len)(torch.ones((), dtype=torch.float64), X)
+    funcga.accumulate(funcga.grad(loss), 4, weight=weight)(torch.ones((), dtype=torch.float64), X)
     assert same == [True] * 4
 
 
