@@ -138,7 +138,34 @@ def sizes() -> dict[str, float]:
         "fmt: skip": skips,
         "Any": anys,
         "getattr": attributes,
+        "lines of tests": sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")),
+        "files of tests that import what is private": len(private_tests()),
     }
+
+
+def private_tests() -> list[Path]:
+    """The files of tests that import a module of the library that no user imports."""
+    return [
+        path for path in (ROOT / "tests").rglob("*.py") if any(map(_is_private, _imported(ast.parse(path.read_text()))))
+    ]
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _is_private(name: str) -> bool:
+    package, *parts = name.split(".")
+    if package not in PACKAGES or not parts:
+        return False
+    if any(part.startswith("_") for part in parts):
+        return True
+    module = ROOT / package / parts[0]  # those of funcga whose names do not begin so are public, and one of JAX's
+    return package != "funcga" and parts[0] != "hlo" and (module.is_dir() or module.with_suffix(".py").exists())
 
 
 def complexities() -> dict[str, int]:

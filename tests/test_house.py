@@ -10,19 +10,21 @@ import sys
 from tests import house
 
 MOST = {
-    "files": 147,
-    "tokens": 222_166,
+    "files": 146,
+    "tokens": 220_457,
     # What is left when all tools are taken away: with parameters, containers and statistics, once counted as tools.
-    "tokens of the core": 149_790,
-    "tokens of the core, torch": 61_626,
-    "tokens of tools": 72_376,
-    "attributes of a class": 20,
+    "tokens of the core": 148_436,
+    "tokens of the core, torch": 61_239,
+    "tokens of tools": 72_021,
+    "attributes of a class": 18,
     "fmt: skip": 0,
-    "Any": 597,
-    "getattr": 98,
+    "Any": 592,
+    "getattr": 97,
+    "lines of tests": 43_023,
+    "files of tests that import what is private": 38,
 }
 # Functions entered, calls of them, and files that they are in.
-CALLS = {"torch, warm": (54, 116, 15), "JAX, first": (116, 217, 21), "torch multi_steps, warm": (49, 93, 11)}
+CALLS = {"torch, warm": (54, 116, 15), "JAX, first": (116, 217, 21), "torch multi_steps, warm": (48, 93, 10)}
 
 
 def test_the_library_stays_small():

@@ -164,10 +164,11 @@ class Buffers:
         )
 
     def add_value(self, value: torch.Tensor, weight: Scalar, share: float) -> None:
-        """`add` where one weighted sum is all that is added: usually the loss, beside gradients
-        that autograd adds.
+        """`add` where one sum is all that is added: usually the loss, beside gradients that
+        autograd adds.
         """
         index = self.outputs.before
+        share = 1.0 if self.layout.kinds[index] == "plain" else share
         # A weight of 0 adds nothing, not even a NaN.
         if self.sums.accumulators[index] is not None:
             if share:

@@ -115,9 +115,10 @@ class Rest:
         self.collected = [
             leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward
         ]
-        # Usually a weighted sum is all the rest, beside what observers are told: that of the loss.
+        # Usually one sum is all the rest, beside what observers are told: that of the loss.
         is_last = self.leaf_indices[outputs.before :] == [outputs.before]
-        self.is_loss_alone = is_last and outputs.before in self.weighted and not outputs.threads
+        is_sum = outputs.before in (*self.weighted, *self.plain)
+        self.is_loss_alone = is_last and is_sum and not outputs.threads
 
 
 class Layout:
