@@ -35,9 +35,8 @@ def network(params, x, given=None):
 def mean_loss(params, x, y):
     """(the mean over the rows, what BatchNorm sees)."""
     logits, stats = network(params, x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), funcga.statistics.batch_moments(
-        stats, len(x)
-    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return losses.mean(), funcga.statistics.batch_moments(stats, len(x))
 
 
 def main(arguments=None):
@@ -56,8 +55,7 @@ def main(arguments=None):
     @jax.jit(donate_argnums=0)
     def flush(run):
         params, stats, state, seen, curve = run
-        updates, state = tx.flush(state, params)
-        loss, pooled = both.finalize(seen)
+        (updates, state), (loss, pooled) = tx.flush(state, params), both.finalize(seen)
         stats = funcga.statistics.running_statistics(stats, pooled, share=0.1, unbiased=False)
         return optax.apply_updates(params, updates), stats, state, nothing(stats), curve.at[state.updates - 1].set(loss)
 
