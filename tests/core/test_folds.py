@@ -226,8 +226,11 @@ def test_a_common_weight_of_any_size_and_kind_changes_nothing(kit, weight):
 def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
     """The sum of 64 rows of 1e37, each weighed by its rows, would be infinite."""
     x = kit.arrays(np.full((64, 1), 1e37, "float32"))
+    weights = [lambda x: 1000 * len(x), lambda x: 1000 * (x > 0).sum()]
+    if kit is TORCH and not x.is_cpu:
+        weights.pop()  # torch has no unit for weights that only a device knows
     for n in (4, 5):
-        for weight in (lambda x: 1000 * len(x), lambda x: 1000 * (x > 0).sum()):
+        for weight in weights:
             found = WAYS[way](lambda x: x.mean(0), n, in_axes=0, fold=funcga.mean(), weight=weight)(x)
             np.testing.assert_allclose(kit.numpy(found), 1e37, rtol=1e-6)
 
