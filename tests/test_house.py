@@ -11,10 +11,10 @@ from tests import house
 
 MOST = {
     "files": 146,
-    "tokens": 220_457,
+    "tokens": 220_462,
     # What is left when all tools are taken away: with parameters, containers and statistics, once counted as tools.
-    "tokens of the core": 148_436,
-    "tokens of the core, torch": 61_239,
+    "tokens of the core": 148_441,
+    "tokens of the core, torch": 61_244,
     "tokens of tools": 72_021,
     "attributes of a class": 18,
     "fmt: skip": 0,

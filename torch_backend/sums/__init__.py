@@ -147,8 +147,10 @@ def added_as(fold: LeafFold, dtype: torch.dtype) -> Literal["weighted", "plain"]
     """How values of this dtype are added to the sum of a fold by torch; None if they are combined
     by the fold.
     """
+    if dtype == fold.accumulator_dtype:
+        return fold.adds
     is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
-    return fold.adds if is_half or dtype == fold.accumulator_dtype else None
+    return fold.adds if is_half else None
 
 
 # --- what a state between calls is changed by: the verbs of funcga's `Sums` protocol
