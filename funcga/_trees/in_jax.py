@@ -243,14 +243,7 @@ def extents(leaf: jax.Array) -> list[Extent]:
     return [(_private.address(piece), _private.address(piece) + piece.nbytes) for piece in pieces]
 
 
-def stored(array: Array) -> Array:
-    """The array as one of numbers, which any file format takes: of random keys, their data."""
-    return arrays.stored(array)
-
-
-def restored(numbers: Array, like: Array) -> Array:
-    """What was stored of an array like this one."""
-    return arrays.restored(numbers, like)
+stored, restored = arrays.stored, arrays.restored  # as replicas send them
 
 
 def moved_like(array: jax.Array, like: Array) -> jax.Array:

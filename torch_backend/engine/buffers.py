@@ -191,11 +191,8 @@ class Buffers:
         elif leaf_index in self.collected:
             self.collected[leaf_index].append(value)
         else:
-            kind, share, values = (
-                self.layout.kinds[leaf_index],
-                self.share(weight),
-                {leaf_index: value},
-            )
+            kind, share = self.layout.kinds[leaf_index], self.share(weight)
+            values = {leaf_index: value}
             if kind is None:
                 self.sums.combine(leaf_index, value, weight)
             elif kind == "plain":

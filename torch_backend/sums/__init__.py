@@ -19,7 +19,7 @@ from torch_backend.dtensor import as_dtensor, local, local_tensors, redistribute
 from torch_backend.sums import elementwise, ordered
 
 # The values that are added, by the indices of their leaves in the output.
-Values = Mapping[int, torch.Tensor]
+Values = Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -172,20 +172,19 @@ def add(
     groups: dict[float, list[int]] = {}  # sums by the factor that they are added with
     is_combined = False
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        values = {index: leaves[index] if pure else leaves[index].detach() for index in bound}
-        for leaf_index, value in values.items():
-            fold, weight = bound[leaf_index], weights[leaf_index]
+        for leaf_index, fold in bound.items():
+            value, weight = leaves[leaf_index], weights[leaf_index]
             how = None if pure else _added_as(fold, accumulators[leaf_index], value)
             factor = 1 if how == "plain" else weight
             if how is None:
                 is_combined = True
-                sums.combine(leaf_index, value, weight)
+                sums.combine(leaf_index, value if pure else value.detach(), weight)
             elif isinstance(factor, torch.Tensor):
-                sums.add_masked([leaf_index], values, factor)
+                sums.add_masked([leaf_index], leaves, factor)
             else:
                 groups.setdefault(factor, []).append(leaf_index)
         for factor, group in groups.items():
-            sums.add(group, values, factor)
+            sums.add(group, leaves, factor)
     # Without donation two things may still be the caller's memory: what a monoid has returned of
     # its arguments, and a sum that nothing was added to.
     return sums.accumulators, donate or not (is_combined or 0 in groups)
