@@ -302,9 +302,7 @@ class _FirstPass(Calls):
             self._pad(*self.last)
         outputs = buffers.outputs
         pairs = zip(outputs.collected, outputs.collected_folds, strict=True)
-        leaves = [
-            (leaf_index, fold, fold.fold.reducer.monoid.axis or 0) for leaf_index, fold in pairs
-        ]
+        leaves = [(leaf_index, fold, fold.axis or 0) for leaf_index, fold in pairs]
         starts: Callable[[], list[list[int]]] = lambda: [
             [
                 *accumulate_numbers(

@@ -251,9 +251,7 @@ class Buffers:
             self.outputs.collected, self.outputs.collected_folds, strict=True
         ):
             chunks = self.collected.pop(leaf_index)
-            results[leaf_index] = torch.cat(chunks, dim=fold.fold.reducer.monoid.axis or 0).to(
-                fold.result_dtype
-            )
+            results[leaf_index] = torch.cat(chunks, dim=fold.axis or 0).to(fold.result_dtype)
         for leaf_index, value in zip(self.outputs.threads, state, strict=True):
             results[leaf_index] = value
         return self.outputs.backend.trees.unflatten(self.outputs.structure, results)

@@ -126,7 +126,7 @@ def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
     fold, shape = outputs.folds[leaf_index], outputs.shapes[leaf_index]
     if fold is None or shape is None:
         return None
-    axis = fold.fold.reducer.monoid.axis
+    axis = fold.axis
     if axis is None:
         return tuple(shape)
     return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]

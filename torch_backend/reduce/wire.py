@@ -298,7 +298,7 @@ def _rows(buffers: Buffers, leaf_index: int, device: torch.device) -> torch.Tens
     """What this replica has collected of a leaf: no rows, if it has folded nothing."""
     fold, shape = buffers.outputs.folds[leaf_index], [*(buffers.outputs.shapes[leaf_index] or ())]
     assert fold is not None
-    axis = fold.fold.reducer.monoid.axis or 0
+    axis = fold.axis or 0
     shape[axis] = 0
     empty = torch.zeros(shape, dtype=buffers.outputs.dtypes[leaf_index], device=device)
     return torch.cat([empty, *buffers.collected[leaf_index]], dim=axis)
