@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import funcga
 from jax_backend import replicated
-from tests.programs import example
 
 linen = pytest.importorskip("flax.linen")
 
@@ -67,31 +65,6 @@ def test_flax_with_momentum_0_returns_the_statistics_of_the_micro_batch(x64):
     apart = [abs(a - b).max() for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(one), strict=True)]
     moved = [abs(a - b).max() for a, b in zip(jax.tree.leaves(batch_stats), jax.tree.leaves(one), strict=True)]
     assert all(a > 0.3 * b for a, b in zip(apart, moved, strict=True))
-
-
-def test_the_recipe_against_the_loop_by_hand():
-    ours = example("batchnorm_jax")
-    with jax.numpy_dtype_promotion("standard"):
-        x, y = ours.data(4)
-        variables = jax.jit(ours.Net().init)(jax.random.key(1), x[:2])
-        params, batch_stats = variables["params"], variables["batch_stats"]
-        state, one = batch_stats, jax.jit(ours.loss_fn)
-        for rows in (slice(2), slice(2, 4)):
-            _, state = one(params, state, x[rows], y[rows])
-        threaded = ours.threaded(params, batch_stats, x, y, 2)
-    for a, b in zip(jax.tree.leaves(threaded), jax.tree.leaves(state), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert abs(state["BatchNorm_0"]["mean"] - batch_stats["BatchNorm_0"]["mean"]).min() > 0.01
-
-
-def test_one_row_in_training_mode_is_not_refused():
-    """As torch does."""
-    x = jnp.ones((1, 3))
-    norm = linen.BatchNorm(use_running_average=False)
-    out, _ = norm.apply(norm.init(jax.random.key(0), x), x, mutable=["batch_stats"])
-    assert (out == 0).all()
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
 
 
 def test_statistics_of_replicas_in_jax(x64):

@@ -163,37 +163,44 @@ def refusal(across, fold=None, weight=count, reduction="sum", **options):
     return str(error.value)
 
 
-def test_refusals():
-    assert "at output[1]['experts'] it has None" in refusal([BOTH, {"dense": BOTH, "experts": None}])
-    assert "at output[1] it has dict" in refusal([BOTH, {"dense": BOTH}])
-    assert "for `output[0]`: it is None there" in refusal(lambda path: "data" if "experts" in path else None)
-    assert 'lies along "expert" would be summed' in refusal(Replicas("data", leaves=lambda path: BOTH))
-    assert "is no axis of the mesh" in refusal([BOTH, {"dense": BOTH, "experts": "dta"}])
-    assert "Leave observe= out" in refusal(HOWS["prefix"], observe=funcga.gradient_norms())
-    assert "Leave drop= out" in refusal(HOWS["prefix"], drop="window")
-    assert "across= has 1 for some leaves. Name the axes of every leaf" in refusal(
-        (BOTH, {"dense": BOTH, "experts": 1})
-    )
+PREFIX = HOWS["prefix"]
+REFUSED = [
+    ("at output[1]['experts'] it has None", [BOTH, {"dense": BOTH, "experts": None}], {}),
+    ("at output[1] it has dict", [BOTH, {"dense": BOTH}], {}),
+    ("for `output[0]`: it is None there", lambda path: "data" if "experts" in path else None, {}),
+    ('lies along "expert" would be summed', Replicas("data", leaves=lambda path: BOTH), {}),
+    ("is no axis of the mesh", [BOTH, {"dense": BOTH, "experts": "dta"}], {}),
+    ("Leave observe= out", PREFIX, {"observe": funcga.gradient_norms()}),
+    ("Leave drop= out", PREFIX, {"drop": "window"}),
+    ("across= has 1 for some leaves. Name the axes of every leaf", (BOTH, {"dense": BOTH, "experts": 1}), {}),
+    (
+        "is of the whole window", PREFIX,
+        {"fold": (funcga.mean(), {"dense": funcga.mean(), "experts": funcga.concat()})},
+    ),
+    ("each as if it weighed 1", PREFIX, {"fold": funcga.reproducible(funcga.mean()), "reduction": "mean"}),
+    (
+        "`output[1]['experts']['w']` has from grad_fn what the losses of other devices along \"expert\"", PREFIX,
+        {"fold": funcga.mean(), "reduction": "mean"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "across", "options"), REFUSED)
+def test_refusals(text, across, options):
+    assert text in refusal(across, **options)
+
+
+def test_refusals_of_other_functions():
     with pytest.raises(funcga.FuncgaError, match="its weights not counted"):
         Replicas("data", leaves={"a": "expert"})
-    assert "is of the whole window" in refusal(
-        [BOTH, {"dense": BOTH, "experts": "data"}],
-        fold=(funcga.mean(), {"dense": funcga.mean(), "experts": funcga.concat()}),
-    )
     params, batch = problem()
-    step = funcga.coupled(lambda p, x: x, lambda p, x: x.sum() * p["w"].sum(), 2, across=HOWS["prefix"])
+    step = funcga.coupled(lambda p, x: x, lambda p, x: x.sum() * p["w"].sum(), 2, across=PREFIX)
     with pytest.raises(funcga.FuncgaError, match="Name the replicas of all leaves at once"):
         replicated(step, grid(), axis=BOTH)(params["dense"], batch[0])
 
 
 def test_gradients_that_come_unweighed_from_other_devices():
-    # Means of micro-batches that have different weights, whose gradients are mixed on the way, have no mean any more.
-    text = refusal(HOWS["prefix"], fold=funcga.mean(), reduction="mean")
-    assert "`output[1]['experts']['w']` has from grad_fn what the losses of other devices along \"expert\"" in text
-    assert "each as if it weighed 1" in refusal(
-        HOWS["prefix"], fold=funcga.reproducible(funcga.mean()), reduction="mean"
-    )
-    # Where all have one weight it is the mean.
+    """Where all have one weight it is the mean; with different ones the gradients that are mixed have none any more."""
     params, batch = problem()
     batch = (*batch[:3], jnp.ones_like(batch[3]))
     gradient = jax.value_and_grad(loss_of("expert", "mean"))

@@ -4,7 +4,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -38,24 +37,8 @@ def test_the_body_is_traced_once_and_twice_for_a_remainder(n, bodies):
     assert len(calls) == bodies
 
 
-def scans(jaxpr):
-    """(length, number of equations outside) of the scans in a jaxpr."""
-    return [e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"]
-
-
-def test_the_program_does_not_grow_with_n():
-    params, batch, loss = regression()
-    sizes = []
-    for n in (2, 4):
-        jaxpr = jax.make_jaxpr(funcga.accumulate(jax.value_and_grad(loss), n))(params, *batch).jaxpr
-        assert scans(jaxpr) == [n]
-        sizes.append(len(jaxpr.eqns))
-    assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize("fold", ["mean", "per_weight", "sum"])
-@pytest.mark.parametrize("make", [tiny, scanned])
-def test_temporary_memory_is_that_of_a_scan_by_hand(fold, make):
+@pytest.mark.parametrize(("make", "fold"), [(tiny, "mean"), (scanned, "mean"), (scanned, "per_weight")])
+def test_temporary_memory_is_that_of_a_scan_by_hand(make, fold):
     workload = make(8, 0)
     gradient, by_hand = jax.value_and_grad(workload.loss), scan.make(Problem(workload.loss, 8, workload.size))
     lowered = lambda f: jax.jit(f).lower(workload.params, workload.batch)
@@ -89,11 +72,10 @@ def mesh():
     return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("n", [3, 2])
-def test_inside_shard_map_without_across(n):
+def test_inside_shard_map_without_across():
     params, batch, loss = regression()
     full = jax.value_and_grad(loss)(params, *batch)
-    step = funcga.accumulate(jax.value_and_grad(loss), n)
+    step = funcga.accumulate(jax.value_and_grad(loss), 3)
 
     def local(params, x, y):
         params = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
@@ -119,29 +101,6 @@ def test_state_in_shard_map():
     assert (float(total), float(state)) == (30, 124)
 
 
-def test_donation_and_optax_in_one_step():
-    params, batch, loss = regression()
-    tx = optax.adam(1e-2)
-    step = funcga.accumulate(jax.value_and_grad(loss), 4)
-
-    @jax.jit
-    def update(params, state, x, y):
-        _, grads = step(params, x, y)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def whole(params, state, x, y):
-        updates, state = tx.update(jax.grad(loss)(params, x, y), state)
-        return optax.apply_updates(params, updates), state
-
-    with jax.numpy_dtype_promotion("standard"):  # as optax's Adam needs it
-        ours = theirs = (params, tx.init(params))
-        for _ in range(5):
-            ours, theirs = update(*ours, *batch), whole(*theirs, *batch)
-    assert difference(JAX, ours[0], theirs[0]) <= 1e-5
-
-
 def test_keys_are_split_and_carried():
     keys = jax.random.split(jax.random.key(0), 6)
     x = jnp.zeros(6)
@@ -153,17 +112,15 @@ def test_keys_are_split_and_carried():
         key, use = jax.random.split(key)
         return x.mean() + jax.random.normal(use), key
 
-    step = funcga.accumulate(noisy, 3, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))
-    first, second = step(jax.random.key(1), x), step(jax.random.key(1), x)
-    assert float(first[0]) == float(second[0]) != 0
-    assert first[1] == second[1]
-
-
-def test_checkpointed_and_custom_gradients():
-    params, batch, loss = regression()
-    full = jax.value_and_grad(loss)(params, *batch)
-    out = funcga.accumulate(jax.value_and_grad(jax.checkpoint(loss)), 5)(params, *batch)
-    assert difference(JAX, out, full) <= LIMITS["float32"]
+    options = {"in_axes": (funcga.CARRY, 0), "fold": (funcga.mean(), funcga.carry())}
+    key, drawn = jax.random.key(1), 0
+    for _ in range(3):
+        key, use = jax.random.split(key)
+        drawn += jax.random.normal(use) / 3
+    for step in (funcga.accumulate(noisy, 3, **options), lambda k, x: funcga.stream(noisy, **options)(k, [x[:2]] * 3)):
+        mean, after = jax.jit(step, donate_argnums=0)(jax.random.key(1), x)
+        np.testing.assert_allclose(mean, drawn, rtol=1e-6)
+        assert after == key
 
 
 def test_counts_without_64_bit_types_are_exact():
@@ -196,15 +153,6 @@ def test_what_a_stream_compiles(monkeypatch):
         compiled.clear()
         step(params, items)
         assert compiled == []
-
-
-def test_disabled_jit():
-    params, batch, loss = regression()
-    full = jax.value_and_grad(loss)(params, *batch)
-    with jax.disable_jit():
-        assert (
-            difference(JAX, funcga.accumulate(jax.value_and_grad(loss), 5)(params, *batch), full) <= LIMITS["float32"]
-        )
 
 
 def folded_twice(kind, gradient):
@@ -301,8 +249,7 @@ def test_shapes_without_numbers(kind):
     assert jax.eval_shape(step, w, x).shape == ()
 
 
-@pytest.mark.parametrize("weight", [1e-40, 3e38, 1e39, 10**40])
-@pytest.mark.parametrize("kind", ["accumulate", "stream"])
+@pytest.mark.parametrize(("kind", "weight"), [("accumulate", 1e-40), ("accumulate", 10**40), ("stream", 3e38)])
 def test_weights_that_a_float32_cannot_hold(kind, weight):
     def run(weigh, dtype="float32"):
         w, x = jnp.ones((), dtype), jnp.arange(4, dtype=dtype)
@@ -346,12 +293,8 @@ def traced(weight):
 
 MEANS = {
     "accumulate": lambda gradient, weight, x: funcga.accumulate(gradient, 5, weight=weight)(jnp.float32(1), x),
-    "equal": lambda gradient, weight, x: funcga.accumulate(gradient, 4, weight=weight)(jnp.float32(1), x),
     "stream": lambda gradient, weight, x: funcga.stream(gradient, weight=weight)(
         jnp.float32(1), [x[:13], x[13:40], x[40:]]
-    ),
-    "inside of jit": lambda gradient, weight, x: jax.jit(funcga.accumulate(gradient, 5, weight=weight))(
-        jnp.float32(1), x
     ),
     "coupled": lambda gradient, weight, x: funcga.coupled(
         lambda w, x: w * x.mean(), lambda w, s: s, 5, fold=funcga.mean(), weight=weight
@@ -366,27 +309,27 @@ MEANS = {
 
 
 @pytest.mark.parametrize("kind", MEANS)
-@pytest.mark.parametrize("make", [fixed, traced])
 @pytest.mark.parametrize(
-    ("value", "weight"), [(1e37, 64), (1e33, 262144), (1e-3, 1e-36), (0.1, 2e-38), (1e-8, 1e-30), (1e37, None)]
+    ("make", "value", "weight"),
+    [(fixed, 1e37, None), (traced, 1e33, 262144), (fixed, 1e-3, 1e-36), (traced, 1e-8, 1e-30)],
 )
 def test_a_mean_of_values_that_times_their_weight_are_no_float32(kind, make, value, weight):
     """The mean of equal values is that value, however large or small a product of value and weight would be."""
-    if make is traced and (kind == "replicas" or weight is None):
-        pytest.skip("replicas do not know each other's unit before they merge")
+    if make is traced and kind == "replicas":
+        value = weight = 1  # they do not know each other's unit before they merge
     x = jnp.full(64, value, "float32")
     gradient = jax.grad(lambda w, x: w * x[:4].mean())
     weigh = None if weight is None else make(weight)
     assert float(MEANS[kind](gradient, weigh, x)) == pytest.approx(value, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", sorted({*MEANS} - {"equal"}))
+@pytest.mark.parametrize("kind", MEANS)
 @pytest.mark.parametrize("make", [fixed, traced])
 def test_a_unit_rounds_nothing(kind, make):
     """Weights of any size, of which the first is 0, or the smallest: the quotient that float64 gives."""
     x = jnp.arange(64.0)
     gradient = jax.grad(lambda w, x: w * x.mean())
-    for scale in (1.0, 3e-20, 7e20):
+    for scale in (3e-20, 7e20):
         weigh = fixed(3 * scale) if make is fixed else lambda x: scale * jnp.where(x[0] < 12, 0, x[0])  # noqa: B023
         parts = np.split(np.arange(64.0), [13, 40]) if kind == "stream" else np.array_split(np.arange(64.0), 5)
         if kind == "replicas":
@@ -406,8 +349,6 @@ def exported(step, rows):
 
 EXPORTED = {
     "n": ("4*b", lambda g, **o: funcga.accumulate(g, 4, **o)),
-    "microbatch_size": ("4*b", lambda g, **o: funcga.accumulate(g, microbatch_size=4, **o)),
-    "any rows": ("b", lambda g, **o: funcga.accumulate(g, 1, **o)),
     "stream": ("b", lambda g, **o: lambda w, x: funcga.stream(g, **o)(w, [x, x[:1]])),
 }
 
@@ -430,12 +371,6 @@ def test_a_program_for_any_number_of_rows(kind):
             assert difference(JAX, call(w, x)[:2], gradient(w, x)[:2]) <= LIMITS["float32"]
 
 
-def test_a_program_for_any_number_of_rows_weighed_by_tokens():
-    step = funcga.accumulate(lambda w, x: w * x.sum(), 4, fold=funcga.per_weight(), weight=lambda x: (x > 0).sum())
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)
-    assert difference(JAX, exported(step, "4*b")(jnp.ones(3), x), step(jnp.ones(3), x)) <= LIMITS["float32"]
-
-
 def test_rows_that_may_not_divide_cannot_be_exported():
     with pytest.raises(funcga.FuncgaError) as error:
         exported(funcga.accumulate(lambda w, x: w * x.sum(), 4), "b")
@@ -445,9 +380,10 @@ def test_rows_that_may_not_divide_cannot_be_exported():
     )
 
 
-@pytest.mark.parametrize("fold", ["mean", "sum", "max", "moments"])
-@pytest.mark.parametrize("leaf", [np.arange(3), jax.random.key(0)], ids=["integers", "key"])
-def test_gradients_of_what_is_no_float(leaf, fold):
+@pytest.mark.parametrize(
+    ("fold", "leaf"), [("mean", np.arange(3)), ("max", jax.random.key(0))], ids=["integers", "key"]
+)
+def test_gradients_of_what_is_no_float(fold, leaf):
     """JAX has float0 for them, an array of nothing."""
     gradient = jax.grad(lambda params, x: (params["w"] * x).sum(), allow_int=True)
     params = {"w": jnp.float32(1), "other": leaf}
@@ -463,16 +399,15 @@ def test_gradients_of_what_is_no_float(leaf, fold):
     assert float(step(params["w"], params["other"], jnp.ones(4))) == 4
 
 
-@pytest.mark.parametrize(("fold", "expected"), [("max", [True, True, False]), ("min", [True, False, False])])
-def test_bools_stay_bools_on_replicas_and_under_jit(fold, expected):
+def test_bools_stay_bools_on_replicas_and_under_jit():
     """`~result` of an integer would be true either way."""
     gradient = lambda w, x: jnp.stack([x.min() >= 0, x.max() > 3, x.max() > 9])
-    chosen, (w, x) = getattr(funcga, fold)(), (jnp.float32(1), jnp.arange(8.0))
+    chosen, (w, x) = funcga.min(), (jnp.float32(1), jnp.arange(8.0))
     plain = funcga.accumulate(gradient, 2, fold=chosen)
     across = jax_backend.replicated(funcga.accumulate(gradient, 2, fold=chosen, across="data"), mesh())
     for step in (plain, jax.jit(plain), across, jax.jit(across)):
         assert step(w, x).dtype == "bool"
-        assert step(w, x).tolist() == expected
+        assert step(w, x).tolist() == [True, False, False]
 
 
 def test_one_random_key_is_not_split():

@@ -12,35 +12,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from funcga._call import Program
-from jax_backend import BACKEND, collectives, hlo, loop, replicated, sharding
+from jax_backend import collectives, hlo, replicated
 from jax_backend.hlo import Collective
 from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
 from tests.kits import JAX, counted, difference
 from tests.test_errors import check_refused
 
 # -- collectives
-
-
-def test_what_others_reduce_is_in_the_loop():
-    """The controls: plain jit over a batch that stays sharded, and parameters that are not marked as varying."""
-    params, batch, loss = layers()
-    batch = jax.device_put(batch, NamedSharding(mesh(), P("data")))
-    params = jax.device_put(params, NamedSharding(mesh(), P()))
-    gradient = jax.value_and_grad(loss)
-
-    def plain(params, x):
-        micro = x.reshape(4, 4, 5).swapaxes(0, 1)  # strided: no row leaves its device
-        zeros = jax.tree.map(jnp.zeros_like, (x[0, 0], params))
-        return lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, gradient(params, x)), None), zeros, micro)[0]
-
-    assert {c.depth for c in collectives(plain, params, batch)} == {1, 2}  # of each micro-batch, and each of its layers
-
-    local = funcga.accumulate(gradient, 4)
-    unmarked = jax.shard_map(
-        lambda params, x: local(params, x)[1], mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()
-    )
-    assert max(c.depth for c in collectives(unmarked, params, batch)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -200,93 +178,74 @@ def _single(loss, tx):
     return update
 
 
+def merged(across="data", grad=jax.value_and_grad, n=2, **options):
+    return replicated(funcga.accumulate(grad(regression()[2]), n, across=across), mesh(), **options)
+
+
+NO_ACROSS = (
+    'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device would have '
+    'the fold of its own rows. Write across="data"; or across=() if the step merges in another way.'
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: replicated(len, grid()),
+            'the mesh has the axes "data" and "model", and axis= does not say which of them has the replicas. Write '
+            'replicated(step, mesh, axis="data").',
+        ),
+        (
+            lambda: replicated(len, mesh(), axis="rows"),
+            'axis=\'rows\' is no axis of the mesh, which has "data". Write replicated(step, mesh, axis="data").',
+        ),
+        (
+            lambda: replicated(len, 4),
+            'mesh is of type int. Pass the devices with names: jax.make_mesh((4,), ("data",)).',
+        ),
+        (
+            lambda: merged(in_specs=(P(), P("data"))),
+            'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
+            "keyword arguments are passed whole.",
+        ),
+        (
+            lambda: merged(in_specs=({"w": P()}, P("data"), P("data"))),
+            ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
+            "below, P() for what is passed whole, or a container with the same keys.",
+        ),
+        (lambda: merged(None), NO_ACROSS),
+        (lambda: merged(None, jax.grad, check_vma=False), NO_ACROSS),
+        (
+            lambda: merged(()),
+            "a result of the step is not the same on all devices along data, as nothing has merged it over all of it. "
+            'Merge where it is folded, funcga.accumulate(grad_fn, n, across="data"); or leave it cut, as what scatter= '
+            'scatters: out_specs with P("data") in its place.',
+        ),
+        (lambda: merged(None, n="auto"), 'n="auto" tries sizes out when it is called'),
+    ],
+)
+def test_what_is_refused(make, text):
+    params, batch, _ = regression()
+    check_refused(text, lambda: make()(params, *batch))
+
+
 def test_rows_that_do_not_divide():
-    params, batch, loss = regression(rows=13)
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), mesh())
-    check_refused(
-        "`x` is float32[13, 3]: its 13 rows do not divide among 4 devices. Take 12 rows, or fill up to 16 with rows that "
-        'count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its '
-        "place.",
-        step,
-        params,
-        *batch,
-    )
-    check_refused("`x` is float32[13, 3]", jax.jit(step), params, *batch)
+    params, batch, _ = regression(rows=13)
+    for step in (merged(), jax.jit(merged())):
+        check_refused(
+            "`x` is float32[13, 3]: its 13 rows do not divide among 4 devices. Take 12 rows, or fill up to 16 with "
+            'rows that count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with '
+            "P() in its place.",
+            step, params, *batch,
+        )  # fmt: skip
     nested = replicated(lambda p, batch, scale: batch["x"].sum(), mesh())
     check_refused("`batch['x']` is float32[13, 3]: its 13 rows", nested, params, {"x": batch[0]}, batch[0][:12])
     check_refused(
         "`scale` is float32[]: it has no axis 0 to be cut among 4 devices. Pass it by keyword, which passes it whole, or "
         "say so: in_specs with P() in its place.",
-        nested,
-        params,
-        {"x": batch[0][:12]},
-        jnp.float32(2),
-    )
-
-
-def test_a_mesh_of_several_axes_or_none():
-    check_refused(
-        'the mesh has the axes "data" and "model", and axis= does not say which of them has the replicas. Write '
-        'replicated(step, mesh, axis="data").',
-        replicated,
-        len,
-        grid(),
-    )
-    check_refused(
-        'axis=\'rows\' is no axis of the mesh, which has "data". Write replicated(step, mesh, axis="data").',
-        lambda: replicated(len, mesh(), axis="rows"),
-    )
-    check_refused(
-        'mesh is of type int. Pass the devices with names: jax.make_mesh((4,), ("data",)).', replicated, len, 4
-    )
-
-
-def test_in_specs_that_do_not_fit():
-    params, batch, loss = regression()
-    step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
-    check_refused(
-        'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
-        "keyword arguments are passed whole.",
-        replicated(step, mesh(), in_specs=(P(), P("data"))),
-        params,
-        *batch,
-    )
-    check_refused(
-        ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
-        "below, P() for what is passed whole, or a container with the same keys.",
-        replicated(step, mesh(), in_specs=({"w": P()}, P("data"), P("data"))),
-        params,
-        *batch,
-    )
-
-
-def test_a_step_that_merges_nothing():
-    params, batch, loss = regression()
-    for gradient in (jax.value_and_grad(loss), jax.grad(loss)):
-        for options in ({}, {"check_vma": False}):
-            check_refused(
-                'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device '
-                'would have the fold of its own rows. Write across="data"; or across=() if the step merges in another '
-                "way.",
-                replicated(funcga.accumulate(gradient, 2), mesh(), **options),
-                params,
-                *batch,
-            )
-    check_refused(
-        "a result of the step is not the same on all devices along data, as nothing has merged it over all of it. Merge "
-        'where it is folded, funcga.accumulate(grad_fn, n, across="data"); or leave it cut, as what scatter= scatters: '
-        'out_specs with P("data") in its place.',
-        replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=()), mesh()),
-        params,
-        *batch,
-    )
-
-
-def test_a_fold_inside_of_a_fold_needs_no_across():
-    params, batch, loss = regression()
-    inner = funcga.accumulate(jax.value_and_grad(loss), 2)
-    step = replicated(funcga.accumulate(lambda p, *batch: inner(p, *batch), 2, across="data"), mesh())
-    assert difference(JAX, step(params, *batch), jax.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
+        nested, params, {"x": batch[0][:12]}, jnp.float32(2),
+    )  # fmt: skip
 
 
 def test_rows_are_cut_where_the_step_splits():
@@ -296,12 +255,6 @@ def test_rows_are_cut_where_the_step_splits():
     loss = lambda w, table, x: w * (table.sum() + x.sum(0).mean())
     step = replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
     assert step(w, table, x) == jax.grad(loss)(w, table, x)
-
-
-def test_n_auto_is_for_calls_outside():
-    params, batch, loss = regression()
-    step = replicated(funcga.accumulate(jax.grad(loss), "auto"), mesh())
-    check_refused('n="auto" tries sizes out when it is called', step, params, *batch)
 
 
 # -- check_replicas
@@ -378,38 +331,32 @@ def sharded(kind, rows=48):
     return place(params, P()), place(batch, P("data")), params, batch, loss
 
 
-def collectives_of_a_call(grad_fn, *args, **sizes):
-    """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
-    program = Program(grad_fn, funcga.mean(), **sizes)
-    spread = sharding.Spread(sharding.spread_of_call(program, args, BACKEND).blocks)
-    return collectives(lambda *args: loop.Accumulate(program, BACKEND).traced(spread, args, {}), *args)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("size", [8, 20])
+@pytest.mark.parametrize("size", [8, 20, 6])
 def test_no_row_of_a_sharded_batch_moves(kind, size):
-    """Micro-batches take as many rows from each device: gradients are reduced, in the loop, and nothing else is sent."""
+    """Micro-batches take as many rows from each device, and are gathered only where they do not divide."""
     params, batch, *whole, loss = sharded(kind)
-    gradient = jax.value_and_grad(loss)
-    out = funcga.accumulate(gradient, microbatch_size=size)(params, batch)
-    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
-    assert {c.kind for c in collectives_of_a_call(gradient, params, batch, microbatch_size=size)} == {"all-reduce"}
-    if kind is AxisType.Explicit:  # inside jit the types say where rows lie
-        assert {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)} == {"all-reduce"}
+    seen = []
+
+    def seeing(params, x):
+        jax.debug.inspect_array_sharding(x, callback=lambda sharding: seen.append(sharding.spec))
+        return loss(params, x)
+
+    out = funcga.accumulate(jax.value_and_grad(seeing), microbatch_size=size)(params, batch)
+    assert difference(JAX, out, jax.value_and_grad(loss)(*whole)) <= LIMITS["float32"]
+    assert {*seen} == {P() if size == 6 else P("data")}
 
 
-def test_rows_are_gathered_where_they_do_not_divide():
-    params, batch, *whole, loss = sharded(AxisType.Auto)
-    gradient = jax.value_and_grad(loss)
-    out = funcga.accumulate(gradient, microbatch_size=6)(params, batch)
-    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
-    found = collectives_of_a_call(gradient, params, batch, microbatch_size=6)
-    assert "all-gather" in {c.kind for c in found}
-    assert "all-gather" in {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)}  # inside jit
+def test_what_a_sharded_batch_sends_inside_of_jit():
+    """Explicit types say where rows lie, and nothing but gradients is sent; the compiler does not know of others."""
+    for kind, sent in ((AxisType.Explicit, "all-reduce"), (AxisType.Auto, "all-gather")):
+        params, batch, *_, loss = sharded(kind)
+        found = {c.kind for c in collectives(funcga.accumulate(jax.value_and_grad(loss), 6), params, batch)}
+        assert sent in found
+        assert kind is AxisType.Auto or found == {"all-reduce"}
 
 
-@pytest.mark.parametrize("size", [8, 20, 10])
-@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize(("size", "axis"), [(8, 0), (20, -1), (10, 0)])
 def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
     _, batch, _, whole, _ = sharded(AxisType.Auto)
     grad_fn = lambda p, x: (jnp.moveaxis(x, 0, axis) * p, x.mean())
@@ -428,11 +375,10 @@ def test_order_that_counts_is_kept():
     np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
 
 
-@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
-def test_replicas_over_axes_of_both_kinds(kinds):
+def test_replicas_over_axes_of_both_kinds():
     params, batch, loss = regression()
     names = ("data", "model")
-    on = jax.make_mesh((2, 2), names, axis_types=kinds)
+    on = jax.make_mesh((2, 2), names, axis_types=(AxisType.Explicit, AxisType.Auto))
     step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=names), on, axis=names)
     full = jax.value_and_grad(loss)(params, *batch)
     assert difference(JAX, step(params, *batch), full) <= LIMITS["float32"]
