@@ -48,12 +48,8 @@ def equal(kit, left, right):
     return all(np.array_equal(kit.numpy(a), kit.numpy(b), equal_nan=True) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kit", [TORCH, JAX], ids=lambda kit: kit.name)
-@pytest.mark.parametrize("drop", [None, "microbatch", "window"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("drop", "scaled"), [("microbatch", False), ("window", False), (None, True)])
 def test_it_is_update_and_a_sum(kit, drop, scaled):
-    if drop and scaled:
-        pytest.skip("a loss scale drops windows itself")
     inner = funcga.transforms.loss_scaled(descent(kit), init_scale=4.0) if scaled else descent(kit)
     tx = funcga.multi_steps(inner, 3, drop=drop)
     params = other = kit.arrays(tree(0))
@@ -70,10 +66,9 @@ def test_it_is_update_and_a_sum(kit, drop, scaled):
 
 
 @standard
-@pytest.mark.parametrize("n", [1, 3])
-def test_with_optax_it_compiles_and_has_the_same_bits(n):
+def test_with_optax_it_compiles_and_has_the_same_bits():
     chained = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    tx = chained if n == 1 else funcga.multi_steps(chained, n)
+    tx = funcga.multi_steps(chained, 3)
 
     @jax.jit
     def applied(params, state, grads):

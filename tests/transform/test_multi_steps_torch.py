@@ -1,11 +1,9 @@
 """`multi_steps` in torch: memory, what is given away, modules, sparse gradients, compiled halves, optax on tensors."""
 
-import jax
 import numpy as np
 import optax
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
@@ -153,32 +151,6 @@ def test_updates_without_an_update_change_nothing(donate):
     assert applied["w"].data_ptr() != params["w"].data_ptr()
 
 
-def test_the_parameters_of_a_module():
-    """That require gradients, as those that come from .backward(), and no graph is kept."""
-    torch.manual_seed(0)
-    module, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
-    other.load_state_dict(module.state_dict())
-    batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(6)]
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
-    tx, params = funcga.multi_steps(adamw(), 3), dict(module.named_parameters())
-    state = tx.init(params)
-    for k, (x, y) in enumerate(batches):
-        module.zero_grad()
-        F.mse_loss(module(x), y).backward()
-        updates, state = tx.update({n: p.grad for n, p in params.items()}, state, params)
-        (F.mse_loss(other(x), y) / 3).backward()
-        if k % 3 == 2:
-            assert tx.has_updated(state)
-            assert not any(u.requires_grad for u in updates.values())
-            module.load_state_dict(torch_backend.apply_updates(params, updates))
-            optimizer.step()
-            optimizer.zero_grad()
-    leaves = torch.utils._pytree.tree_leaves(state)
-    assert not any(leaf.requires_grad for leaf in leaves)
-    for a, b in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_sparse_gradients_are_summed_densely_and_looked_at():
     params = {"e": torch.ones(5, 2), "frozen": None}
     with torch.sparse.check_sparse_tensor_invariants():
@@ -208,43 +180,6 @@ def test_the_halves_compile_to_one_graph_each():
     for k in range(3):
         eager, state = tx.accumulate(tree(k + 1), eager), accumulate(tree(k + 1), state)
     assert difference(TORCH, tx.flush(state, params)[0], tx.flush(eager, params)[0]) == 0
-
-
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_optax_on_tensors_resumes_in_jax():
-    """In the middle of a window, by to_jax and by path; and the other way round."""
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    txs = {TORCH: funcga.multi_steps(torch_backend.from_optax(inner), 3), JAX: funcga.multi_steps(inner, 3)}
-    to = {TORCH: funcga.to_torch, JAX: funcga.to_jax}
-    whole = {}
-    for kit, tx in txs.items():
-        params = to[kit](tree(0))
-        state = tx.init(params)
-        for k in range(8):
-            if k == 4:
-                whole[kit, 4] = state, params
-            updates, state = tx.update(to[kit](tree(k + 1)), state, params, weight=k + 1)
-            if tx.has_updated(state):
-                params = {name: params[name] + updates[name] for name in params}
-        whole[kit, 8] = state, params
-    for kit, other in ((TORCH, JAX), (JAX, TORCH)):
-        state, params = whole[kit, 4]
-        by_path = funcga.trees.from_state_dict(txs[other].init(to[other](tree(0))), funcga.trees.to_state_dict(state))
-        for resumed in (by_path, to[other](state)):
-            now = to[other](params)
-            for k in range(4, 8):
-                updates, resumed = txs[other].update(to[other](tree(k + 1)), resumed, now, weight=k + 1)
-                if txs[other].has_updated(resumed):
-                    now = {n: now[n] + updates[n] for n in now}
-            for name in tree(0):
-                a, b = (kit_.leaves(t[name])[0] for kit_, t in ((other, now), (other, whole[other, 8][1])))
-                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
 @needs_cuda

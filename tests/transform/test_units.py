@@ -3,16 +3,12 @@
 `Accumulator` and `multi_steps` hold w / unit * v of a weight w and a value v, where `unit` follows the total weight.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import funcga
 from tests.kits import JAX, TORCH
-from tests.processes import processes
 
 KITS = pytest.mark.parametrize("kit", [TORCH, JAX], ids=["torch", "jax"])
 IDENTITY = funcga.transforms.Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
@@ -21,7 +17,7 @@ IDENTITY = funcga.transforms.Transform(lambda params: (), lambda grads, state, p
 def cases():
     """(values, weights) of windows: one size of values, and weights of one size or of any."""
     r = np.random.default_rng(0)
-    for size, low, high, n in ((1e-36, 28, 30, 3), (1e-3, -100, -98, 2), (1e37, -100, 30, 7), (1e37, 4, 18, 5)):
+    for size, low, high, n in ((1e-36, 28, 30, 3), (1e37, -100, 30, 7)):
         values = size * r.uniform(0.5, 1, size=(n, 3)).astype("float32")
         weights = [float(np.float32(2.0 ** r.uniform(low, high))) for _ in range(n)]
         if n > 2:
@@ -67,7 +63,7 @@ def test_an_accumulator(kit, values, weights):
 @CASES
 @pytest.mark.parametrize(
     ("kit", "options"),
-    [(TORCH, {}), (TORCH, {"donate": True}), (TORCH, {"drop": "microbatch"}), (JAX, {})],
+    [(TORCH, {}), (TORCH, {"donate": True}), (JAX, {})],
     ids=lambda part: getattr(part, "name", str(part)),
 )
 def test_windows_of_multi_steps(kit, options, values, weights):
@@ -85,56 +81,6 @@ def test_windows_of_multi_steps(kit, options, values, weights):
     assert float(state.window.tally.weight[0]) == 0
 
 
-@CASES
-@pytest.mark.parametrize("weigh", [float, jnp.float32], ids=["number", "array"])
-def test_windows_in_jit(weigh, values, weights):
-    tx = funcga.multi_steps(IDENTITY, len(weights))
-
-    @jax.jit
-    def window(values):
-        state = tx.init({"w": values[0]})
-        for value, weight in zip(values, weights, strict=True):
-            updates, state = tx.update({"w": value}, state, weight=weigh(weight))
-        return updates["w"]
-
-    check(window(values), values, weights)
-
-
-def on_replicas(group):
-    found, rank = [], dist.get_rank(group)
-    for values, weights in cases():
-        tx = funcga.multi_steps(IDENTITY, len(weights), across=group)
-        state = tx.init({"w": torch.zeros(3)})
-        for index, value in enumerate(values):
-            weight = weights[index] if index % 2 == rank else 0
-            updates, state = tx.update({"w": torch.from_numpy(value)}, state, weight=weight)
-        found.append(updates["w"].numpy())
-    return found
-
-
-def test_windows_of_two_processes():
-    for results in processes().run(on_replicas, size=2):
-        for found, (values, weights) in zip(results, cases(), strict=True):
-            check(found, values, weights)
-
-
-def by_steps_beside(group):
-    by_steps = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
-    tx = funcga.multi_steps(IDENTITY, 2, across=group, fold={"s": by_steps, "w": funcga.mean()})
-    state, rank = tx.init({"s": torch.zeros(2), "w": torch.zeros(2)}), dist.get_rank(group)
-    for weight in ((100, 1), (3, 5000))[rank]:
-        value = torch.full((2,), float(weight))
-        updates, state = tx.update({"s": value, "w": value}, state, weight=weight)
-    return updates["s"].tolist(), updates["w"].tolist()
-
-
-def test_a_weighted_sum_that_is_no_mean_has_no_unit():
-    weights = np.array([100, 1, 3, 5000])
-    for s, w in processes().run(by_steps_beside, size=2):
-        np.testing.assert_allclose(s, (weights**2).sum() / 4, rtol=1e-6)
-        np.testing.assert_allclose(w, (weights**2).sum() / weights.sum(), rtol=1e-6)
-
-
 def test_under_vmap_and_grad_of_torch():
     accumulator = funcga.Accumulator()
 
@@ -150,20 +96,6 @@ def test_under_vmap_and_grad_of_torch():
     torch.testing.assert_close(torch.func.vmap(folded)(values, weights), expected)
     slope = torch.func.grad(lambda w: folded(values[0], w).sum())(weights[0])
     torch.testing.assert_close(slope, (values[0] - expected[0]).sum(1) / weights[0].sum())
-
-
-def test_a_state_goes_on_in_the_other_framework():
-    """Both ways, in the middle of a window."""
-    values, weights = np.full((4, 3), 1e37, "float32"), [3.0, 400.0, 5.0, 70000.0]
-    for kit, other in ((TORCH, JAX), (JAX, TORCH)):
-        tx = funcga.multi_steps(IDENTITY, 4)
-        state, convert = tx.init(trees(kit, values)[0]), {"torch": funcga.to_torch, "jax": funcga.to_jax}[other.name]
-        for value, weight in zip(trees(kit, values[:2]), weights[:2], strict=True):
-            state = tx.accumulate(value, state, weight=weight)
-        state = convert(funcga.to_numpy(state))
-        for value, weight in zip(trees(other, values[2:]), weights[2:], strict=True):
-            updates, state = tx.update(value, state, weight=weight)
-        check(other.numpy(updates)["w"], values, weights)
 
 
 @KITS

@@ -46,8 +46,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-@pytest.mark.parametrize("rule", [funcga.transforms.linear_scaling, funcga.transforms.sqrt_scaling])
-def test_numbers_that_are_none(rule, text):
-    with pytest.raises(funcga.FuncgaError) as error:
-        rule(*BAD[text])
-    assert str(error.value) == text
+def test_numbers_that_are_none(text):
+    for rule in (funcga.transforms.linear_scaling, funcga.transforms.sqrt_scaling):
+        with pytest.raises(funcga.FuncgaError) as error:
+            rule(*BAD[text])
+        assert str(error.value) == text

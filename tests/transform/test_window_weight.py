@@ -124,13 +124,11 @@ def jitted(kit, tx):
 
 
 CASES = {
-    "torch": (TORCH, lambda: funcga.multi_steps(adamw(), 3), in_two_calls),
     "torch, apply": (TORCH, lambda: funcga.multi_steps(adamw(), 3), in_one),
     "torch, donated": (TORCH, lambda: funcga.multi_steps(adamw(), 3, donate=True), lambda *a: in_one(*a, donate=True)),
     "torch, scaled": (TORCH, lambda: funcga.multi_steps(funcga.transforms.loss_scaled(adamw(), init_scale=1.0), 3), in_one),
     "torch, of groups": (TORCH, lambda: funcga.multi_steps(adamw(betas=(0.1, 0.1), groups=lambda _: {"betas": betas}), 3), in_one),
     "torch, a pair": (TORCH, lambda: funcga.multi_steps(paired(adamw()), 3), in_two_calls),
-    "jax": (JAX, lambda: funcga.multi_steps(of_optax(), 3), in_two_calls),
     "jax, jitted": (JAX, lambda: funcga.multi_steps(of_optax(), 3), jitted),
     "jax, scaled": (JAX, lambda: funcga.multi_steps(funcga.transforms.loss_scaled(of_optax(), init_scale=1.0), 3), jitted),
 }  # fmt: skip
@@ -226,20 +224,11 @@ def total_over(group):
     return [float(weight) for weight in told]
 
 
-@pytest.mark.parametrize(
-    "rate", [lambda weight: 1.0, lambda weight, count: 1.0, lambda count, tokens: 1.0, lambda: 1.0]
-)
+@pytest.mark.parametrize("rate", [lambda weight: 1.0, lambda weight, count: 1.0, lambda count, tokens: 1.0])
 def test_functions_that_take_something_else(rate):
     params = {"w": torch.ones(2)}
     tx = torch_backend.from_optimizer(torch.optim.SGD, lr=rate)
     with pytest.raises(funcga.FuncgaError, match=r"the option lr is a function that takes other .* lr=lambda count, w"):
-        tx.update(params, tx.init(params), params, weight=2.0)
-
-
-def test_errors_of_an_option_function_pass():
-    params = {"w": torch.ones(2)}
-    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=lambda count, weight: "1" + weight)
-    with pytest.raises(TypeError, match="can only concatenate str"):
         tx.update(params, tx.init(params), params, weight=2.0)
 
 
