@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import funcga
-from tests.kits import JAX, TORCH, difference
+from tests.kits import JAX, TORCH
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_counts_are_exact(kit, seed):
     """Of numbers and of arrays, compiled or not, and in any grouping; and so are halves beside great numbers."""
     r = np.random.default_rng(seed)
@@ -26,18 +26,7 @@ def test_counts_are_exact(kit, seed):
         assert sum(float(limb) for limb in state.tally.weight) == sum(weights) + rest
 
 
-def test_it_is_differentiated_through_inside_of_a_transform():
-    accumulator = funcga.Accumulator()
-
-    def squares(x):
-        state = accumulator.update(accumulator.update(accumulator.init(x), x * x, weight=1), 4 * x, weight=3)
-        return accumulator.finalize(state).sum()
-
-    x = torch.arange(3.0)
-    assert difference(TORCH, torch.func.grad(squares)(x), (2 * x + 12) / 4) == 0
-
-
-@pytest.mark.parametrize("name", ["mean", "max", "moments", "concat", "carry"])
+@pytest.mark.parametrize("name", ["mean", "max", "carry"])
 def test_a_state_may_be_donated_in_jax(name):
     """A result that was taken from it stays."""
     accumulator = funcga.Accumulator(getattr(funcga, name)())
@@ -55,18 +44,6 @@ def test_a_weight_that_only_a_float64_can_hold(kit, weight, x64):
     accumulator, value = funcga.Accumulator(), kit.arrays(np.ones(2))
     state = accumulator.update(accumulator.init(value), value, weight=weight)
     np.testing.assert_allclose(kit.numpy(accumulator.finalize(state)), [1, 1])
-
-
-@pytest.mark.parametrize("first", [TORCH, JAX], ids=lambda kit: kit.name)
-@pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_counts_go_on_in_the_other_framework(first, dtype):
-    """Without JAX's 64-bit types, where the weights are arrays."""
-    accumulator, weights, state = funcga.Accumulator(), (2**24, 1, 3), None
-    for kit, weight in zip((first, JAX if first is TORCH else TORCH, first), weights, strict=True):
-        value = kit.arrays(np.full(2, weight, "float32"))
-        state = accumulator.init(value) if state is None else kit.arrays(state)
-        state = accumulator.update(state, value, weight=kit.arrays(np.asarray(weight, dtype)))
-    assert sum(float(limb) for limb in state.tally.weight) == 2**24 + 4
 
 
 def test_a_normalizer_may_return_a_view():

@@ -5,7 +5,7 @@ import pytest
 
 import funcga
 from funcga import FuncgaError
-from tests.kits import LIMITS, difference
+from tests.kits import difference
 
 RAGGED = (1, 5, 2, 9, 3)
 
@@ -56,20 +56,6 @@ def test_a_count_of_zero_adds_nothing(kit):
     assert all((part == 0).all() for part in kit.leaves(empty))
 
 
-def test_in_accumulate_and_beside_other_folds(kit):
-    x = kit.arrays(rows(dtype="float32"))
-
-    def observed(w, x):
-        mean, var = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
-        return (w * x).mean(), funcga.statistics.batch_moments({"norm": {"mean": mean, "var": var}}, len(x))
-
-    fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
-    step = funcga.accumulate(funcga.value_and_grad(observed, has_aux=True), microbatch_size=6, fold=fold)
-    (_, found), _ = step(kit.arrays(np.float32(2)), x)
-    expected = {"norm": funcga.normalizers.Pooled(x[0] * 0 + 20, x.mean(0), kit.arrays(np.var(kit.numpy(x), axis=0)))}
-    assert difference(kit, found, expected) <= LIMITS["float32"]
-
-
 def test_dtypes(kit, x64):
     values = kit.cast(kit.arrays({"mean": np.ones(2), "var": np.ones(2)})["mean"], "bfloat16")
     half = funcga.statistics.batch_moments({"mean": values, "var": values}, 300)
@@ -111,20 +97,6 @@ def test_running_statistics_of_nothing_stay_and_keep_their_dtype(kit):
         old, funcga.normalizers.Pooled(ones, ones, zeros), share=0.5, unbiased=True
     )
     assert [float(v) for v in new["var"]] == [0.75, 1.0]  # of one item the variance is 0, not NaN
-
-
-def test_verify_finds_it_exact(kit):
-    observed = lambda w, x: (
-        (w * x).mean(),
-        funcga.statistics.batch_moments({"mean": x.mean(0), "var": x.var(0)}, len(x)),
-    )
-    args = kit.arrays((np.float32(2), rows(count=12, dtype="float32")))
-    if kit.name == "torch":
-        observed = lambda w, x: (
-            (w * x).mean(),
-            funcga.statistics.batch_moments({"mean": x.mean(0), "var": x.var(0, correction=0)}, len(x)),
-        )
-    funcga.verify(observed, *args, n=3, fold=(funcga.mean(), funcga.pooled())).assert_exact()
 
 
 def test_refusals(kit):
