@@ -1,6 +1,5 @@
 """Tree prefixes, matched by key, in both frameworks' trees."""
 
-import re
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -30,21 +29,6 @@ def test_a_fold_stands_for_all_below_and_keys_decide(kit, prefix, summed):
     found = funcga.accumulate(output, 2, fold=prefix)(one, x)
     values = found["a"].left, found["a"].right, found["b"]["c"], found["b"]["d"]
     assert [float(value) == 2 for value in values] == summed
-
-
-@pytest.mark.parametrize(
-    ("prefix", "output", "path"),
-    [
-        ((SUM,), lambda p: (p, p), "output"),
-        ({"a": SUM}, lambda p: {"b": p}, "output"),
-        ({"a": (SUM,)}, lambda p: {"a": p}, "output['a']"),
-        ([{"b": SUM}], lambda p: [{"b": p, "c": [p] * 6}], "output[0]"),
-    ],
-)
-def test_where_they_part(kit, prefix, output, path):
-    one, x = kit.arrays((np.ones((), "float32"), np.ones(6, "float32")))
-    with pytest.raises(funcga.FuncgaError, match=re.escape(f"at {path} it has")):
-        funcga.accumulate(lambda p, x: output(p), 2, fold=prefix)(one, x)
 
 
 @dataclass

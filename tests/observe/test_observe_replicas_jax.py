@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import funcga
 from jax_backend import Replicas, collectives, replicated
@@ -57,21 +55,6 @@ def test_replicas_are_observed():
     grads, observed = step(params, x)
     assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
     check(observed, params, x)
-
-
-@pytest.mark.usefixtures("x64")
-def test_a_batch_that_lies_on_several_devices():
-    params, x = problem()
-    spread = jax.device_put(x, NamedSharding(mesh(DEVICES), P("data")))
-    observe = {**OBSERVE, "noise": funcga.gradient_noise()}
-    for step in (funcga.accumulate(funcga.grad(loss_fn), N * DEVICES, observe=observe),):
-        norms = step(params, spread)[1]["norms"]
-        assert np.allclose(norms.microbatches, expected(params, x)[1][0], rtol=LIMIT, atol=0)
-    # Where all is summed, micro-batches have rows of every device, and nothing is gathered.
-    step = funcga.accumulate(funcga.grad(loss_fn), N, observe=funcga.gradient_noise())
-    grads, noise = step(params, spread)
-    assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
-    assert noise.trace > 0
 
 
 def test_no_collective_more():
