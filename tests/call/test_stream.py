@@ -32,11 +32,6 @@ def test_windows_take_nothing_ahead(kit):
     assert [*funcga.windows([], 3)] == []
 
 
-def test_a_target_may_grow():
-    growing = funcga.transforms.TargetWeight(lambda updates: 2 + 2 * updates)
-    assert [*map(len, funcga.windows([1] * 10, growing, weight=lambda rows: rows))] == [2, 4, 4]
-
-
 def test_one_microbatch_is_held_at_a_time(kit):
     """When the next one is asked for, the one before is gone."""
     seen, alive = [], []
@@ -78,16 +73,6 @@ def test_donates_the_accumulator_and_nothing_else(monkeypatch):
     assert difference(JAX, first, second) == 0
     assert len(carries) == 4
     assert all(leaf.is_deleted() for carry in carries for leaf in carry if leaf.ndim > 0)
-
-
-def test_arguments_that_are_no_arrays(kit):
-    def gradient(p, item, *, train=False, name=""):
-        return p * item["x"].mean() * (2 if train else 1) * len(name) * item["x"].shape[0]
-
-    step = funcga.stream(gradient, in_axes=(None, {"x": 0, "id": None}))
-    x = kit.arrays(np.ones(4, "float32"))
-    out = step(kit.arrays(np.float32(3)), [{"x": x, "id": "a"}, {"x": x, "id": "b"}], train=True, name="ab")
-    assert float(out) == 48
 
 
 def test_micro_batches_are_moved_to_a_device(kit):

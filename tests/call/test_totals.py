@@ -141,14 +141,6 @@ def test_grad_fn_must_take_them():
         check_refused(text, funcga.stream, grad_fn, totals=len)
 
 
-def test_a_loss_behind_another_signature_must_take_them_too(kit):
-    inner = lambda w, x: (w * x).sum()
-    text = "has no parameter `totals` for what is counted. Add it: def loss_fn(params, batch, *, totals)."
-    step = funcga.accumulate(funcga.grad(lambda *args, **kwargs: inner(*args, **kwargs)), 2, totals=len)
-    error = check_refused(text, step, *kit.arrays((np.ones(()), np.ones(4))))
-    assert "a call raised `" in error
-
-
 def test_totals_are_scalars(kit):
     refused("`totals['rows']` of a micro-batch is float", kit, lambda x: {"rows": x[0]})
     refused("A total is one number of the micro-batch: write .sum(): totals=lambda batch: {", kit, lambda x: [x])

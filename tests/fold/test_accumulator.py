@@ -54,45 +54,6 @@ def test_a_normalizer_may_return_a_view():
     assert accumulator.finalize(state).tolist() == [1]
 
 
-CONVERT = {TORCH: funcga.to_torch, JAX: funcga.to_jax}
-FOLDS_THAT_TRAVEL = {
-    "mean": funcga.mean(), "max": funcga.max(), "moments": funcga.moments(), "logsumexp": funcga.logsumexp(),
-    "concat": funcga.concat(), "exact": funcga.reproducible(funcga.mean()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("first", [TORCH, JAX])
-@pytest.mark.parametrize("name", FOLDS_THAT_TRAVEL)
-def test_a_window_may_change_the_framework_after_any_value(name, first):
-    """The state has the structure, shapes and dtypes of the other framework's own, and so goes through jit there."""
-    accumulator, second = funcga.Accumulator(FOLDS_THAT_TRAVEL[name]), JAX if first is TORCH else TORCH
-    update = {TORCH: accumulator.update, JAX: jax.jit(accumulator.update)}
-    # Multiples of a power of two, so that no order of additions rounds.
-    values = np.random.default_rng(0).integers(-8, 8, (5, 3)).astype("float32") / 4
-    weights = [2, 1, 0, 5, 3]
-
-    def folded(changes: int):
-        state = accumulator.init(first.arrays(values[0]))
-        own = accumulator.init(second.arrays(values[0]))
-        for index, (value, weight) in enumerate(zip(values, weights, strict=True)):
-            if index == changes:
-                state = CONVERT[second](state)
-                like = lambda leaf: (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-                kinds = [[like(leaf) for leaf in second.leaves(each)] for each in (state, own)]
-                assert kinds[0] == kinds[1]
-            kit = first if index < changes else second
-            state = update[kit](state, kit.arrays(value), weight=weight)
-            own = update[second](own, second.arrays(value), weight=weight)
-        return kit.leaves(accumulator.finalize(state))
-
-    expected = folded(len(values))
-    for changes in (0, 3):
-        for left, right in zip(folded(changes), expected, strict=True):
-            np.testing.assert_allclose(left, right, rtol=1e-6)
-            if name in ("max", "concat", "exact"):
-                np.testing.assert_array_equal(left, right)
-
-
 def test_a_state_of_64_bits_goes_on_in_torch():
     accumulator, ones = funcga.Accumulator(), np.ones(2, "float32")
     with jax.enable_x64(True):

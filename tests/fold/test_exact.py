@@ -86,25 +86,6 @@ def test_a_weighted_term_is_rounded_once(dtype, weight):
     np.testing.assert_array_equal(jitted, in_torch)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "number", "weight", "limit"),
-    [
-        (torch.float16, 2.0**-13, 2**24, LIMIT),
-        (torch.uint8, 16, 1, LIMIT),
-        (torch.float32, 2.0**-75, 2**20, 2.0**-40),
-    ],
-)
-def test_numbers_whose_squares_or_weights_leave_their_dtype(dtype, number, weight, limit):
-    """The square is 0 there, or the weight in the unit of the sum is infinite."""
-    fold = funcga.mean() if dtype.is_floating_point else funcga.sum(dtype="float32")
-    rows = torch.zeros(64, 3, dtype=dtype)
-    rows[:, 1] = number
-    step = funcga.accumulate(
-        lambda v: v[0], 64, in_axes=0, fold=funcga.reproducible(fold, limit=limit), weight=lambda v: weight
-    )
-    assert step(rows).tolist() == [0, number * (1 if dtype.is_floating_point else 64), 0]
-
-
 # -- the fold
 
 
@@ -213,14 +194,6 @@ def test_special_numbers_in_a_window(kit):
     result = kit.numpy(step(kit.arrays(rows)))
     np.testing.assert_array_equal(result[5:8], [np.nan, np.inf, np.nan])
     assert (np.delete(result, [5, 6, 7]) == 1).all()
-
-
-def test_halves_are_accumulated_in_float32():
-    rows = torch.randn(16, 140_000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    fold = funcga.reproducible(funcga.mean(out_dtype="float32"))
-    step = funcga.accumulate(lambda v: v[0], 16, in_axes=0, fold=fold)
-    assert torch.equal(step(rows), step(rows.flip(0)))
-    torch.testing.assert_close(step(rows).double(), rows.double().mean(0), rtol=0, atol=2.0**-24)
 
 
 def test_folds_that_are_exact_are_left_alone():

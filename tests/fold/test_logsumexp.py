@@ -46,14 +46,6 @@ def test_its_derivative_where_values_are_equal(kit, x64):
         np.testing.assert_allclose(kit.numpy(found), np.full((6, 2), 1 / 6), rtol=1e-15)
 
 
-def test_its_second_derivative(kit, x64):
-    x = kit.arrays(values(shape=()))
-    step, softmax = folded(kit, n=7), np.exp(kit.numpy(x) - np.logaddexp.reduce(kit.numpy(x)))
-    jacobian = torch.func.jacrev if kit.name == "torch" else jax.jacrev
-    expected = np.diag(softmax) - np.outer(softmax, softmax)
-    np.testing.assert_allclose(kit.numpy(jacobian(jacobian(step))(x)), expected, rtol=0, atol=1e-15)
-
-
 SPECIAL = {
     "some are -inf": [-INF, 1.0, -INF, 2.0],
     "all are -inf": [-INF] * 4,
@@ -83,15 +75,6 @@ def test_its_derivative_by_minus_infinity_is_0(kit, x64):
         for transform in (funcga.grad, torch.func.grad if kit.name == "torch" else jax.grad):
             found = transform(lambda x: step(x))(kit.arrays(x))
             np.testing.assert_allclose(kit.numpy(found), expected, rtol=1e-15)
-
-
-def test_of_nothing_and_through_a_state(kit, x64):
-    """The log of an empty sum; and a state is differentiated."""
-    accumulator, x = funcga.Accumulator(funcga.logsumexp()), kit.arrays(values())
-    assert (kit.numpy(accumulator.finalize(accumulator.init(x[0]))) == -INF).all()
-    through = lambda x: accumulator.finalize(accumulator.update(accumulator.init(x[0]), x[0])).sum()
-    transform = torch.func.grad if kit.name == "torch" else jax.grad
-    assert kit.numpy(transform(through)(x)).sum() == x.shape[1]
 
 
 def test_a_coupled_loss_of_it(kit, x64):

@@ -85,23 +85,6 @@ def test_exact_against_one_device(how):
     assert [each.kind for each in collectives(step, params, *batch) if not each.depth] == ["all-reduce"] * 2
 
 
-def test_in_float32_with_an_exact_fold_and_scattered():
-    params, batch = problem()
-    loss, grads = truth(params, batch)
-    gradient = jax.value_and_grad(loss_of("expert"))
-    across = Replicas(BOTH, leaves=HOWS["prefix"], scatter=(None, {"dense": None, "experts": 0}))
-    step = funcga.accumulate(gradient, 4, fold=funcga.per_weight(), weight=count, across=across)
-    specs = {"dense": PartitionSpec(), "experts": PartitionSpec(("expert", "data"))}
-    step = replicated(step, grid(), axis=BOTH, in_specs=(SPECS, *[ROWS] * 4), out_specs=(PartitionSpec(), specs))
-    assert difference(JAX, step(params, *batch), (loss, grads)) <= 1e-12
-    exact = funcga.reproducible(funcga.per_weight())
-    step = over(funcga.accumulate(gradient, 4, fold=exact, weight=count, across=HOWS["prefix"]))
-    params, batch = jax.tree.map(
-        lambda leaf: leaf.astype(leaf.dtype if leaf.dtype.kind == "i" else "float32"), (params, batch)
-    )
-    assert difference(JAX, step(params, *batch), (loss, grads)) <= 1e-6
-
-
 def test_a_leaf_that_is_not_merged_and_the_weights_of_the_window():
     value = lambda x: {"all": x.mean(), "some": x.mean(), "own": x.mean()}
     across = {"all": BOTH, "some": "data", "own": ()}

@@ -4,7 +4,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -65,49 +64,6 @@ def test_accumulate():
     options = {"fold": folds, "in_axes": (None, funcga.CARRY, 0)}
     step = funcga.accumulate(grad_fn, 3, weight=lambda x: (x > 0).sum(), **options)
     check_exported(step, params, jnp.float32(0), x)
-
-
-def test_stream_and_accumulator():
-    params, x = arrays()
-    accumulator = funcga.Accumulator(funcga.moments())
-
-    def by_hand(params, x):
-        state = accumulator.init(params)
-        for rows in (x[:3], x[3:]):
-            state = accumulator.update(state, jax.grad(loss)(params, rows), len(rows))
-        return accumulator.finalize(state)
-
-    check_exported(lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x[:3], x[3:]]), params, x)
-    check_exported(by_hand, params, x)
-
-
-def test_multi_steps():
-    params, x = arrays("bfloat16")
-    tx = funcga.multi_steps(optax.adamw(1e-2), 2, drop="microbatch")
-
-    def train(params, x):
-        def step(carry, rows):
-            grads = jax.grad(loss)(carry[0], rows)
-            updates, state = tx.update(grads, carry[1], carry[0], weight=len(rows))
-            return (jax_backend.apply_updates(carry[0], updates), state), tx.has_updated(state)
-
-        (params, state), updated = lax.scan(step, (params, tx.init(params)), x.reshape(4, 2, 4))
-        return tx.flush(tx.accumulate(jax.grad(loss)(params, x), state), params)[0], updated
-
-    check_exported(train, params, x)
-
-
-def test_random_rows():
-    params, x = arrays()
-
-    def dropped(params, keys, x):
-        return loss(params, x * jax_backend.sampled(jax.random.uniform, keys, (4,)))
-
-    def step(params, x):
-        keys = jax_backend.example_keys(jax.random.key(0), jnp.arange(8))
-        return funcga.accumulate(jax.grad(dropped), 3)(params, keys, x)
-
-    check_exported(step, params, x)
 
 
 def test_on_a_mesh():

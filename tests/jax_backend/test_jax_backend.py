@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import funcga
-import jax_backend
 from benchmarks.contenders.jax import scan
 from benchmarks.jax_problem import Problem
 from benchmarks.jax_workloads import scanned, tiny
@@ -60,14 +59,6 @@ def test_static_and_traced_arguments():
     assert len(calls) == 3
 
 
-def test_zero_and_minus_zero_are_two_programs():
-    f = lambda p, x, t: p / jnp.float32(t) + 0 * x.mean()
-    step = funcga.accumulate(f, 2, in_axes=(None, 0, None))
-    p, x = jnp.float32(1), jnp.ones((4, 1))
-    numbers = [0.0, -0.0, complex(0.0, -0.0).imag, 0.0]
-    assert [float(step(p, x, t)) for t in numbers] == [float(f(p, x, t)) for t in numbers]
-
-
 def mesh():
     return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -91,16 +82,6 @@ def test_inside_shard_map_without_across():
     assert difference(JAX, jax.jit(jax.shard_map(unmarked, **specs))(params, *batch), full) <= LIMITS["float32"]
 
 
-def test_state_in_shard_map():
-    x = jnp.arange(16, dtype=jnp.float32)
-    step = funcga.accumulate(
-        lambda s, x: (x.mean(), s + x.sum()), 2, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
-    )
-    local = lambda s, x: tuple(lax.psum(leaf, "data") for leaf in step(s, x))
-    total, state = jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(jnp.float32(1), x)
-    assert (float(total), float(state)) == (30, 124)
-
-
 def test_keys_are_split_and_carried():
     keys = jax.random.split(jax.random.key(0), 6)
     x = jnp.zeros(6)
@@ -121,19 +102,6 @@ def test_keys_are_split_and_carried():
         mean, after = jax.jit(step, donate_argnums=0)(jax.random.key(1), x)
         np.testing.assert_allclose(mean, drawn, rtol=1e-6)
         assert after == key
-
-
-def test_counts_without_64_bit_types_are_exact():
-    accumulator = funcga.Accumulator()
-    update = jax.jit(lambda state, w: accumulator.update(state, jnp.float32(1), weight=w))
-    state = accumulator.init(jnp.float32(1))
-    total = 0
-    for weight in (2**30, 1, 2**30 + 1, 3, 2**31 - 1, 2**24 + 1, 7):
-        state = update(state, jnp.int32(weight))
-        total += weight
-        assert sum(int(float(limb)) for limb in state.tally.weight) == total
-    state = update(state, jnp.float32(0.25))
-    assert sum(float(limb) for limb in state.tally.weight) == total + 0.25
 
 
 def test_what_a_stream_compiles(monkeypatch):
@@ -177,45 +145,6 @@ def test_a_trace_sees_what_is_closed_over_now(kind):
     scale[0] = 3.0
     with jax.disable_jit():
         assert float(step(w, x)) == 12
-
-
-@pytest.mark.parametrize("concrete", [True, False])
-@pytest.mark.parametrize("kind", ["accumulate", "stream"])
-def test_tracers_that_are_closed_over(kind, concrete):
-    scale = []
-    step = folded_twice(kind, lambda w, x: w * scale[0] * x.sum())
-    w, x = jnp.float32(1), jnp.ones(4)
-
-    def user(s, w):
-        scale[:] = [s]
-        return step(jnp.float32(1) if concrete else w, x)
-
-    for number in (1.0, 2.0):
-        assert float(jax.jit(user)(number, w)) == 4 * number
-    assert float(jax.grad(user)(3.0, w)) == 4
-    assert float(jax.jit(jax.grad(user))(3.0, w)) == 4
-    assert jax.vmap(user, (0, None))(jnp.arange(3.0), w).tolist() == [0, 4, 8]
-    assert float(jax.jvp(user, (2.0, w), (1.0, w))[1]) == (4 if concrete else 12)
-    scale[:] = [5.0]
-    assert float(step(w, x)) == 20
-
-
-def test_replicated_closes_over_tracers():
-    scale = []
-    step = jax_backend.replicated(funcga.accumulate(lambda w, x: w * scale[0] * x.sum(), 2, across="data"), mesh())
-    w, x = jnp.float32(1), jnp.ones(8)
-
-    def user(s):
-        scale[:] = [s]
-        return step(w, x)
-
-    assert [float(jax.jit(user)(s)) for s in (1.0, 2.0)] == [1, 2]
-
-
-def test_a_search_for_n_is_refused_where_only_what_is_closed_over_is_traced():
-    step = funcga.accumulate(lambda w, x: w * x.sum(), "auto")
-    with pytest.raises(funcga.FuncgaError, match="auto"):
-        jax.jit(lambda s: s * step(jnp.float32(1), jnp.ones(4)))(1.0)
 
 
 def test_one_stream_in_two_widths_and_of_weak_types():
@@ -272,15 +201,6 @@ def test_weights_that_a_float32_cannot_hold(kind, weight):
         assert run(lambda x: float(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
 
 
-def test_a_total_that_a_float32_cannot_hold():
-    """Each traced weight is one, and the sum of them is a small one in the unit of a mean; or it is infinite."""
-    x = jnp.arange(8.0)
-    for factor, expected in ((2e37, "3.5"), (4e37, "3.5"), (3e38, "nan")):
-        weigh = lambda x: factor + 0 * x[0]  # noqa: B023
-        step = funcga.accumulate(lambda w, x: w * x.mean(), 4, weight=weigh)
-        assert str(step(jnp.float32(1), x)) == expected
-
-
 def fixed(weight):
     """A weight function that returns a Python number, which is known when the step is traced."""
     return lambda *args: weight
@@ -321,22 +241,6 @@ def test_a_mean_of_values_that_times_their_weight_are_no_float32(kind, make, val
     gradient = jax.grad(lambda w, x: w * x[:4].mean())
     weigh = None if weight is None else make(weight)
     assert float(MEANS[kind](gradient, weigh, x)) == pytest.approx(value, rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", MEANS)
-@pytest.mark.parametrize("make", [fixed, traced])
-def test_a_unit_rounds_nothing(kind, make):
-    """Weights of any size, of which the first is 0, or the smallest: the quotient that float64 gives."""
-    x = jnp.arange(64.0)
-    gradient = jax.grad(lambda w, x: w * x.mean())
-    for scale in (3e-20, 7e20):
-        weigh = fixed(3 * scale) if make is fixed else lambda x: scale * jnp.where(x[0] < 12, 0, x[0])  # noqa: B023
-        parts = np.split(np.arange(64.0), [13, 40]) if kind == "stream" else np.array_split(np.arange(64.0), 5)
-        if kind == "replicas":
-            parts = [part for half in np.split(np.arange(64.0), 2) for part in np.array_split(half, 5)]
-        weights = [3.0 if make is fixed else part[0] * (part[0] >= 12) for part in parts]
-        expected = np.average([part.mean() for part in parts], weights=weights)
-        assert float(MEANS[kind](gradient, weigh, x)) == pytest.approx(expected, rel=1e-6)
 
 
 def exported(step, rows):
@@ -397,17 +301,6 @@ def test_gradients_of_what_is_no_float(fold, leaf):
     apart = jax.grad(lambda w, other, x: (w * x).sum())
     step = funcga.accumulate(apart, 2, in_axes=(None, None, 0), fold=funcga.sum())
     assert float(step(params["w"], params["other"], jnp.ones(4))) == 4
-
-
-def test_bools_stay_bools_on_replicas_and_under_jit():
-    """`~result` of an integer would be true either way."""
-    gradient = lambda w, x: jnp.stack([x.min() >= 0, x.max() > 3, x.max() > 9])
-    chosen, (w, x) = funcga.min(), (jnp.float32(1), jnp.arange(8.0))
-    plain = funcga.accumulate(gradient, 2, fold=chosen)
-    across = jax_backend.replicated(funcga.accumulate(gradient, 2, fold=chosen, across="data"), mesh())
-    for step in (plain, jax.jit(plain), across, jax.jit(across)):
-        assert step(w, x).dtype == "bool"
-        assert step(w, x).tolist() == [True, False, False]
 
 
 def test_one_random_key_is_not_split():

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -19,26 +18,6 @@ from tests.kits import JAX, counted, difference
 from tests.test_errors import check_refused
 
 # -- collectives
-
-
-@pytest.mark.parametrize(
-    ("local", "out", "found"),
-    [
-        (lambda x: lax.psum(x, "data"), P(), [Collective("all-reduce", 0, 16)]),
-        (lambda x: lax.all_gather(x, "data"), P("data"), [Collective("all-gather", 0, 16)]),
-        (lambda x: lax.psum_scatter(x, "data", tiled=True), P("data"), [Collective("reduce-scatter", 0, 16)]),
-        (lambda x: lax.all_to_all(x, "data", 0, 0), P("data"), [Collective("all-to-all", 0, 16)]),
-        (
-            lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]),
-            P("data"),
-            [Collective("collective-permute", 0, 16)],
-        ),
-    ],
-)
-def test_kinds_and_bytes(local, out, found):
-    mapped = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=out)
-    assert collectives(mapped, jnp.zeros(16)) == found
-    assert collectives(jax.jit(mapped), jnp.zeros(16)) == found
 
 
 def test_depth():
@@ -140,42 +119,6 @@ def test_wherever_the_arrays_lie(kind):
     assert {
         c.kind for c in collectives(step, jax.device_put(params, whole), *(jax.device_put(a, cut) for a in batch))
     } == {"all-reduce"}
-
-
-def test_training_with_donation():
-    """The whole update on every device: what is donated is used, and replicas stay the same."""
-    params, batch, loss = layers()
-    tx = optax.sgd(0.1, momentum=0.9)
-    fold = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
-
-    def update(params, state, x):
-        value, grads = fold(params, x)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
-
-    on = NamedSharding(mesh(), P())
-    everywhere = jax.jit(replicated(update, mesh(), in_specs=(P(), P(), P("data"))), donate_argnums=(0, 1))
-    single = jax.jit(_single(loss, tx))
-    theirs = (params, tx.init(params))
-    ours = jax.device_put(jax.tree.map(jnp.copy, theirs), on)
-    for _ in range(4):
-        before = jax.tree.leaves(ours)[0]
-        *ours, value = everywhere(*ours, batch)
-        *theirs, expected = single(*theirs, batch)
-        assert before.is_deleted()
-    assert difference(JAX, ours, theirs) <= 1e-5
-    assert difference(JAX, value, expected) <= LIMITS["float32"]
-    funcga.check_replicas(ours, "data")
-    assert [(c.kind, c.depth) for c in collectives(everywhere, *ours, batch)] == [("all-reduce", 0)]
-
-
-def _single(loss, tx):
-    def update(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
-
-    return update
 
 
 def merged(across="data", grad=jax.value_and_grad, n=2, **options):
@@ -347,49 +290,9 @@ def test_no_row_of_a_sharded_batch_moves(kind, size):
     assert {*seen} == {P() if size == 6 else P("data")}
 
 
-def test_what_a_sharded_batch_sends_inside_of_jit():
-    """Explicit types say where rows lie, and nothing but gradients is sent; the compiler does not know of others."""
-    for kind, sent in ((AxisType.Explicit, "all-reduce"), (AxisType.Auto, "all-gather")):
-        params, batch, *_, loss = sharded(kind)
-        found = {c.kind for c in collectives(funcga.accumulate(jax.value_and_grad(loss), 6), params, batch)}
-        assert sent in found
-        assert kind is AxisType.Auto or found == {"all-reduce"}
-
-
 @pytest.mark.parametrize(("size", "axis"), [(8, 0), (20, -1), (10, 0)])
 def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
     _, batch, _, whole, _ = sharded(AxisType.Auto)
     grad_fn = lambda p, x: (jnp.moveaxis(x, 0, axis) * p, x.mean())
     step = funcga.accumulate(grad_fn, microbatch_size=size, fold=(funcga.concat(axis), funcga.mean()))
     np.testing.assert_array_equal(step(jnp.float32(2), batch)[0], jnp.moveaxis(whole, 0, axis) * 2)
-
-
-def test_order_that_counts_is_kept():
-    """Threaded state, and what has no row for each row: micro-batches are those of a batch on one device."""
-    _, batch, _, whole, _ = sharded(AxisType.Auto)
-    each = funcga.accumulate(lambda p, x: x[:1] * p, 6, fold=funcga.concat())
-    np.testing.assert_array_equal(each(jnp.float32(1), batch), whole[::8])
-    step = funcga.accumulate(
-        lambda s, x: (x.mean(), x[0]), 6, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
-    )
-    np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
-
-
-def test_replicas_over_axes_of_both_kinds():
-    params, batch, loss = regression()
-    names = ("data", "model")
-    on = jax.make_mesh((2, 2), names, axis_types=(AxisType.Explicit, AxisType.Auto))
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=names), on, axis=names)
-    full = jax.value_and_grad(loss)(params, *batch)
-    assert difference(JAX, step(params, *batch), full) <= LIMITS["float32"]
-    assert difference(JAX, jax.jit(step)(params, *batch), full) <= LIMITS["float32"]
-
-
-def test_a_gradient_outside_of_jit():
-    """jax.grad begins on one device, whatever the mesh, whose axes are Explicit by default."""
-    two = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    loss = lambda w, x: ((x @ w) ** 2).mean()
-    r = np.random.default_rng(0)
-    w, x = jnp.asarray(r.normal(size=3), "float32"), jnp.asarray(r.normal(size=(8, 3)), "float32")
-    step = replicated(funcga.accumulate(loss, 2, across="data"), two)
-    np.testing.assert_allclose(jax.grad(step)(w, x), jax.grad(loss)(w, x), rtol=1e-5)

@@ -74,28 +74,3 @@ def test_a_scattered_sum():
     expected = step_of(FOLDS["mean"])(jnp.asarray(batch))
     for ours, theirs in zip(jax.jit(scattered)(jnp.asarray(batch)), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def loss_fn(params, x):
-    h, _ = jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"]) * layer["s"], None), x, params)
-    return (h**2).mean()
-
-
-def test_a_scan_over_layers():
-    """Its gradients have the same bits in another order; a leaf of one number a layer is a row of numbers."""
-    r = np.random.default_rng(2)
-    params = {
-        "w": jnp.asarray(r.normal(size=(3, 8, 8)).astype("float32")),
-        "b": jnp.asarray(r.normal(size=(3, 8)).astype("float32")),
-        "s": jnp.ones(3),
-    }
-    x = r.normal(size=(24, 8)).astype("float32")
-    step = funcga.accumulate(funcga.value_and_grad(loss_fn), microbatch_size=4, fold=FOLDS["mean"])
-    exact = jax.tree.leaves(step(params, jnp.asarray(x)))
-    other = jax.tree.leaves(step(params, jnp.asarray(x.reshape(6, 4, 8)[::-1].reshape(24, 8))))
-    plain = jax.tree.leaves(
-        funcga.accumulate(funcga.value_and_grad(loss_fn), microbatch_size=4)(params, jnp.asarray(x))
-    )
-    for ours, theirs, close in zip(exact, other, plain, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        np.testing.assert_allclose(ours, close, rtol=1e-5, atol=1e-7)

@@ -8,7 +8,6 @@ from jax.sharding import AxisType
 
 import funcga
 import jax_backend
-from tests.kits import counted
 
 
 def layers(length=3, width=4, dtype="float32"):
@@ -103,37 +102,11 @@ def test_elementwise_folds_of_weighed_microbatches(fold):
     check_same(make, layers(), rows(), FOLDS[fold])
 
 
-def test_bfloat16_gradients_are_added_in_float32():
-    make = lambda of: funcga.accumulate(of(jax.grad(loss)), 7)
-    check_same(make, layers(dtype="bfloat16"), rows().astype("bfloat16"), 2)
-
-
-def test_float64_gradients_and_a_masked_microbatch():
-    with jax.enable_x64(True):
-        params, x = layers(dtype="float64"), jax.random.normal(jax.random.key(1), (6, 4), "float64").at[:2].set(jnp.nan)
-        weight = lambda x: jnp.isfinite(x).all(axis=1).sum()
-        make = lambda of: funcga.accumulate(of(jax.grad(loss)), 3, weight=weight)
-        check_same(make, params, x, 2)
-        found, expected = make(as_it_is)(params, x), jax.grad(loss)(params, x[2:])
-        assert all(jnp.allclose(found[name], expected[name], rtol=1e-13, atol=1e-15) for name in params)
-
-
 def test_a_microbatch_that_is_dropped():
     params, x = layers(), rows(6).at[2].set(jnp.nan)
     found = funcga.accumulate(jax.grad(loss), 3, drop="microbatch")(params, x)
     expected = jax.grad(loss)(params, jnp.delete(x, jnp.array([2, 3]), axis=0))
     assert all(jnp.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6) for name in params)
-
-
-def test_streams():
-    make = lambda of: lambda params, x: funcga.stream(of(jax.value_and_grad(loss)))(params, [x[:3], x[3:]])
-    check_same(make, layers(), rows(), 2)
-
-
-def test_the_loss_is_traced_once():
-    traced, calls = counted(loss)
-    jax.jit(funcga.accumulate(jax.value_and_grad(traced), 7))(layers(), rows())
-    assert len(calls) == 1
 
 
 def squares(step, params, x):
@@ -180,28 +153,6 @@ def test_what_is_cast_is_added_as_it_was_cast():
 def test_no_layers():
     found = funcga.accumulate(jax.grad(loss), 3)(layers(0), rows(6))
     assert (found["a"].shape, found["b"].shape) == ((0, 4, 4), (0, 4, 4))
-
-
-def test_what_differs_between_devices_only_once_it_is_folded():
-    """The weight, which makes what is the same on all of them differ; and a state, from the first micro-batch on."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-
-    def over_devices(step):
-        specs = jax.P(), jax.P("data")
-        return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
-
-    tripled = lambda params, x: lax.scan(lambda x, w: (x, 3 * w), x, params["a"])[1]
-    weighed = lambda of: over_devices(funcga.accumulate(of(tripled), 2, weight=lambda x: (x > 0).sum()))
-    check_same(weighed, layers(), rows(8), 1)
-
-    def threaded(of):
-        grad_fn = lambda params, scale, x: (jax.grad(loss)(params, scale * x), scale + x.sum())
-        folds = funcga.mean(), funcga.carry()
-        step = funcga.accumulate(of(grad_fn), 2, in_axes=(None, funcga.CARRY, 0), fold=folds)
-        own = lambda params: lax.pcast(params, "data", to="varying")
-        return over_devices(lambda params, x: step(own(params), jnp.float32(1), x)[0])
-
-    check_same(threaded, layers(), rows(8), 0)  # they would be, if the state were as it came in
 
 
 # -- on a mesh, and how to ask

@@ -4,16 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
-from jax.sharding import PartitionSpec as P
 
 import funcga
 from jax_backend import collectives, replicated
 from tests import objectives
 from tests.jax_backend.test_replicas_jax import mesh
-from tests.kits import JAX, difference
-
-LIMIT = 1e-12
+from tests.kits import JAX
 
 
 @pytest.fixture(autouse=True)
@@ -26,29 +22,6 @@ def problem(dtype="float64"):
     return JAX.arrays(jax.tree.map(lambda leaf: leaf.astype(dtype), objectives.rollouts(12)))
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", objectives.OBJECTIVES)
-def test_replicas_give_the_whole_batch(name):
-    params, batch = problem()
-    step = replicated(objectives.step(JAX, name, 3, across="data"), mesh(3))
-    assert difference(JAX, step(params, batch), objectives.expected(JAX, name, params, batch)) < LIMIT
-
-
-@pytest.mark.usefixtures("x64")
-def test_inside_of_shard_map():
-    params, batch = problem()
-    step = objectives.step(JAX, "CE + auxiliary", 2, across="data")
-    specs = (P(), jax.tree.map(lambda _: P("data"), batch))
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh(4), in_specs=specs, out_specs=P()))
-    expected = objectives.expected(JAX, "CE + auxiliary", params, batch)
-    assert difference(JAX, mapped(params, batch), expected) < LIMIT
-    # A stream in shard_map has its micro-batches there.
-    stream = objectives.streaming(JAX, "CE + auxiliary", across="data")
-    halves = lambda params, batch: stream(params, objectives.cut(batch, 0, 1, 3))
-    mapped = jax.jit(jax.shard_map(halves, mesh=mesh(4), in_specs=specs, out_specs=P()))
-    assert difference(JAX, mapped(params, batch), expected) < LIMIT
-
-
 @pytest.mark.parametrize(("name", "sums"), [("DAPO", 1), ("CE + auxiliary", 2)])
 def test_one_sum_more_for_each_dtype_outside_of_the_loops(name, sums):
     params, batch = problem("float32")
@@ -56,16 +29,6 @@ def test_one_sum_more_for_each_dtype_outside_of_the_loops(name, sums):
     found = collectives(step, params, batch)
     assert {(each.kind, each.depth) for each in found} == {("all-reduce", 0)}
     assert len(found) == 1 + sums
-
-
-def test_a_program_for_any_number_of_rows():
-    """The number of rows is a symbol, and so is their total."""
-    loss = lambda w, x, *, totals: (w * x).sum() / totals["rows"]
-    step = funcga.accumulate(jax.grad(loss), 2, fold=funcga.sum(), totals=lambda x: {"rows": x.shape[0]})
-    (rows,) = export.symbolic_shape("2*b")
-    x = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    exported = export.export(jax.jit(step))(jax.ShapeDtypeStruct((), jnp.float32), x)
-    assert float(exported.call(jnp.ones(()), jnp.arange(6.0))) == 2.5
 
 
 # -- without 64-bit types

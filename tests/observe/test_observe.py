@@ -52,10 +52,7 @@ def spellings(kit, loss):
         "mean": (funcga.value_and_grad(loss), funcga.mean()),
         "aux": (funcga.grad(lambda *args: (loss(*args), args[1].sum()), has_aux=True), (funcga.mean(), funcga.sum())),
         "sums": (funcga.value_and_grad(summed), funcga.per_weight()),
-        "others": (
-            torch.func.grad_and_value(loss) if kit.name == "torch" else jax.value_and_grad(loss),
-            funcga.mean(),
-        ),
+        "others": (torch.func.grad_and_value(loss) if kit.name == "torch" else jax.value_and_grad(loss), funcga.mean()),
         "argnums": (funcga.value_and_grad(loss, argnums=(0,)), funcga.mean()),
     }
 

@@ -56,12 +56,7 @@ PER_WEIGHT = {"fold": funcga.per_weight()}
 
 @pytest.mark.parametrize(
     ("kit", "options"),
-    [
-        (TORCH, PER_WEIGHT),
-        (TORCH, {"donate": True}),
-        (JAX, {"drop": "window"}),
-        (JAX, PER_WEIGHT),
-    ],
+    [(TORCH, PER_WEIGHT), (TORCH, {"donate": True}), (JAX, {"drop": "window"}), (JAX, PER_WEIGHT)],
     ids=lambda part: getattr(part, "name", str(part)),
 )
 def test_a_state_has_what_the_last_window_has_said(kit, options):

@@ -66,29 +66,6 @@ def test_it_is_update_and_a_sum(kit, drop, scaled):
 
 
 @standard
-def test_with_optax_it_compiles_and_has_the_same_bits():
-    chained = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    tx = funcga.multi_steps(chained, 3)
-
-    @jax.jit
-    def applied(params, state, grads):
-        return funcga.transforms.apply(tx, grads, state, params)
-
-    @jax.jit
-    def summed(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = other = JAX.arrays(tree(0))
-    state = twin = tx.init(params)
-    for call in range(7):
-        grads = JAX.arrays(tree(call + 1))
-        params, state = applied(params, state, grads)
-        other, twin = summed(other, twin, grads)
-        assert equal(JAX, (params, state), (other, twin))
-
-
-@standard
 def test_a_call_that_only_accumulates_inside_of_jit():
     tx = funcga.multi_steps(optax.adamw(0.1), 8)
     params = JAX.arrays(tree(0))

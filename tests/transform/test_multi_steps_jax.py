@@ -1,6 +1,6 @@
 """`multi_steps` among optax's own: with every optimizer, inside and around every combinator, and under every transform."""
 
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +58,6 @@ def same(left, right):
     """Whether two trees are equal, bit for bit and in dtypes."""
     pairs = list(zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))
     return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
-
-
-def mean_of(grads, weights=None):
-    """The weighted mean, computed in NumPy in float64."""
-    weights = weights or [1] * len(grads)
-    total = lambda *gs: sum(w * np.asarray(g, np.float64) for w, g in zip(weights, gs, strict=True))
-    return jax.tree.map(lambda *gs: jnp.asarray(total(*gs) / sum(weights), jnp.float32), *grads)
 
 
 def emits(tx, grads=GRADS, params=PARAMS, jit=jax.jit, **extra):
@@ -146,21 +139,6 @@ def test_an_optimizer_of_optax_does_what_it_does_in_optaxs_own_multisteps(name):
     assert difference(JAX, *found) < 2e-6
 
 
-@standard
-@pytest.mark.parametrize(("params", "grads"), [("float32", "float16"), ("bfloat16", "float32")])
-def test_what_an_optimizer_sees_has_32_bits_and_params_keep_their_dtype(params, grads):
-    tx, start = multi_steps(OPTIMIZERS["adamw"](), 2), tree(dtype=params)
-    state, update = tx.init(start), jax.jit(tx.update)
-    types = jax.tree.map(lambda leaf: leaf.dtype, state)
-    for seed in range(3):
-        updates, state = update(tree(seed, grads), state, start)
-        assert {leaf.dtype.name for leaf in jax.tree.leaves((updates, state.window.accumulated))} == {"float32"}
-        assert jax.tree.map(lambda leaf: leaf.dtype, state) == types
-    floats = {leaf.dtype.name for leaf in jax.tree.leaves(state.inner) if jnp.issubdtype(leaf.dtype, jnp.floating)}
-    assert floats == {"float32"}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(optax.apply_updates(start, updates))} == {params}
-
-
 # --- inside and around optax's combinators ----------------------------------------------------------------------------
 
 HALF = {"b": False, "layer": {"w": True}}
@@ -203,30 +181,6 @@ def test_it_is_a_transform_of_optaxs_own_type():
     assert same(update(GRADS[0], init(PARAMS), PARAMS), tx.update(GRADS[0], tx.init(PARAMS), PARAMS))
 
 
-def test_extra_arguments_pass_through_a_chain_to_it_and_through_it_to_what_it_wraps():
-    seen = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda g, s, p=None, *, value, **extra: (jax.tree.map(lambda a: a * value, g), s),
-    )
-    tx = optax.chain(optax.clip(100.0), multi_steps(seen, 2))
-    update, state = jax.jit(tx.update), tx.init(PARAMS)
-    _, state = update(GRADS[0], state, PARAMS, weight=3, value=jnp.float32(7))
-    updates, state = update(GRADS[1], state, PARAMS, weight=1, value=jnp.float32(2))
-    assert difference(JAX, updates, jax.tree.map(lambda g: 2 * g, mean_of(GRADS[:2], [3, 1]))) < 2e-7
-
-
-@standard
-def test_schedules_count_updates():
-    rates = []
-    tx = multi_steps(optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 1.0 / (1 + count)), 4)
-    update, state = jax.jit(tx.update), tx.init(PARAMS)
-    for g in GRADS:
-        _, state = update(g, state, PARAMS)
-        rates.append(round(float(state.inner.hyperparams["learning_rate"]), 3))
-    assert rates == [1.0] * 7 + [0.5] * 4 + [0.333]
-    assert int(optax.tree_utils.tree_get(state.inner, "count", filtering=lambda path, v: len(path) == 1)) == 3
-
-
 @standard
 def test_optaxs_tools_find_their_way_through_the_state():
     tx = optax.chain(optax.clip(1.0), multi_steps(optax.inject_hyperparams(optax.adam)(learning_rate=0.25), 4))
@@ -248,18 +202,6 @@ def test_optaxs_tools_find_their_way_through_the_state():
 # --- what optax's own tests of MultiSteps check ------------------------------------------------------------------------
 
 
-@standard
-def test_n_can_be_a_schedule():
-    """Of the updates: of one's own, whose type is weak or a float, of optax's, or a number on the device."""
-    for n in (
-        lambda updates: jnp.where(updates < 2, jnp.float32(1), jnp.float32(3)),
-        lambda updates: jnp.clip(1 + 2 * (jnp.asarray(updates) - 1), 1, 3),
-        optax.piecewise_constant_schedule(1.0, {2: 3.0}),
-    ):
-        assert emits(multi_steps(optax.sgd(1.0), n)) == "XX..X..X..X."
-    assert emits(multi_steps(optax.sgd(1.0), jnp.asarray(3))) == "..X..X..X..X"
-
-
 def test_has_updated_is_right_after_a_skip():
     grads = [{"a": jnp.float32(g)} for g in (1, 2, NAN, NAN, 3, 4, NAN)]
     for jit in (jax.jit, lambda f: f):
@@ -267,16 +209,6 @@ def test_has_updated_is_right_after_a_skip():
         assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
         tx = multi_steps(optax.sgd(1.0), 2, drop="microbatch")
         assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
-
-
-@pytest.mark.parametrize("params", [{}, {"a": None, "b": jnp.ones(2)}, jnp.ones(3)])
-def test_params_of_any_structure(params):
-    tx = multi_steps(optax.sgd(1.0, momentum=0.9), 2)
-    state, update = tx.init(params), jax.jit(tx.update)
-    for _ in range(2):
-        updates, state = update(params, state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    assert same(updates, jax.tree.map(jnp.negative, params))
 
 
 # --- when the inner optimizer runs -------------------------------------------------------------------------------------
@@ -302,17 +234,6 @@ def test_the_inner_optimizer_runs_only_for_an_update():
 
 
 # --- under jit, scan, vmap, grad; donation and what it costs ------------------------------------------------------------
-
-
-def test_the_state_of_init_can_be_donated_and_is_what_eval_shape_says():
-    tx = multi_steps(optax.sgd(1.0, momentum=0.9), 2)
-    state = tx.init(PARAMS)
-    leaves = jax.tree.leaves(state)
-    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
-    assert not any(leaf.weak_type for leaf in leaves)
-    shaped = jax.eval_shape(tx.init, PARAMS)
-    assert jax.tree.map(lambda s: (s.shape, s.dtype), shaped) == jax.tree.map(lambda s: (s.shape, s.dtype), state)
-    assert same(jax.jit(tx.init)(PARAMS), state)
 
 
 @standard
@@ -363,52 +284,6 @@ def test_update_is_one_loop_of_at_most_one_turn_and_no_branch():
     text = program.as_text()
     assert text.count(" while(") == 1
     assert " conditional(" not in text
-
-
-def after_training(rate, steps, scale=1.0):
-    """A loss after two windows at a learning rate that the optimizer closes over, of gradients times the scale."""
-    tx = steps(optax.sgd(rate, momentum=0.9), 2)
-    params, state = PARAMS, tx.init(PARAMS)
-    for g in GRADS[:4]:
-        updates, state = tx.update(jax.tree.map(lambda a: a * scale, g), state, params)
-        params = optax.apply_updates(params, updates)
-    return bowl(params)
-
-
-TRANSFORMS = {
-    "forward mode": lambda f, argnums: jax.jit(jax.jacfwd(f, argnums)),
-    "checkpoint": lambda f, argnums: jax.jit(jax.grad(jax.checkpoint(f), argnums)),
-    "vmap": lambda f, argnums: lambda *args: jax.jit(jax.vmap(jax.grad(f, argnums)))(*(a[None] for a in args)),
-}
-
-
-@cache
-def derivatives_of_optaxs(*args):
-    return np.ravel(jax.grad(lambda rate, scale: after_training(rate, optaxs, scale), (0, 1))(*args))
-
-
-@standard
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_training_can_be_differentiated(name):
-    args = jnp.float32(0.1), jnp.float32(0.7)
-    found = TRANSFORMS[name](lambda rate, scale: after_training(rate, multi_steps, scale), (0, 1))(*args)
-    assert np.allclose(np.ravel(found), derivatives_of_optaxs(*map(float, args)), rtol=1e-5)
-
-
-@standard
-def test_training_under_scan_can_be_differentiated_twice():
-    def loss(rate, steps):
-        tx = steps(optax.sgd(rate, momentum=0.9), 3)
-
-        def step(carry, grads):
-            params, state = carry
-            updates, state = tx.update(jax.tree.map(jnp.multiply, grads, params), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return bowl(lax.scan(step, (PARAMS, tx.init(PARAMS)), STACKED)[0][0])
-
-    found, expected = (jax.jit(jax.hessian(lambda rate, s=s: loss(rate, s)))(0.1) for s in (multi_steps, optaxs))
-    assert float(found) == pytest.approx(float(expected), rel=1e-4)
 
 
 @jax.numpy_dtype_promotion("standard")  # of optax's lookahead

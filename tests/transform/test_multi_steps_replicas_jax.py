@@ -99,25 +99,6 @@ def adam():
     return optax.adam(1e-2)
 
 
-def test_a_window_in_one_shard_map_is_that_of_one_device():
-    tx = multi_steps(adam(), N, across="data")
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
-
-    def run(params, grads, weights):
-        def step(carry, more):
-            grads, weight = more
-            updates, state = tx.update(own(grads), carry[1], carry[0], weight=weight[0])
-            return (optax.apply_updates(carry[0], updates), state), None
-
-        return lax.scan(step, (params, tx.init(params)), (grads, weights))[0][0]
-
-    each = P(None, "data")
-    run = jax.jit(jax.shard_map(run, mesh=mesh(), in_specs=(P(), each, each), out_specs=P()))
-    assert difference(JAX, run(PARAMS, stacked, WEIGHTS), alone(adam(), WINDOWS)) < 1e-6
-    # inside of two loops, that over the calls and that of at most one turn
-    assert [(c.kind, c.depth) for c in collectives(run, PARAMS, stacked, WEIGHTS)] == [("all-reduce", 2)]
-
-
 def test_a_shard_map_for_each_call_gives_the_same_with_one_reduction_where_there_is_an_update():
     steps = Stepped(multi_steps(adam(), N, across="data"))
     params, state, found = steps.train()
@@ -158,28 +139,6 @@ def test_what_one_device_drops_is_dropped_by_all(drop, found, windows, counts):
     assert updates == found
     assert difference(JAX, params, alone(adam(), windows, WEIGHTS.at[1, 2].set(0))) < 1e-6
     assert [int(c) for c in (state.updates, *state.dropped)] == counts
-
-
-def test_a_target_weight_is_that_of_all_devices():
-    weights = [float(w) for w in WEIGHTS.sum(axis=1)]
-    target, windows, total = weights[0] + weights[1], [[]], 0.0
-    for i, weight in enumerate(weights):
-        windows[-1].append(i)
-        total += weight
-        if total >= target:
-            windows, total = [*windows, []], 0.0
-    tx = multi_steps(adam(), funcga.transforms.TargetWeight(target), across="data")
-    params, state, _ = Stepped(tx).train()
-    assert int(state.updates) == len(windows) - 1 >= 2
-    assert difference(JAX, params, alone(adam(), windows[:-1])) < 1e-6
-
-
-def test_across_no_axis_is_one_device():
-    tx = multi_steps(adam(), 2, across=(), drop="microbatch")
-    state = tx.init(PARAMS)
-    for scale in (1.0, jnp.nan):
-        _, state = tx.update(jax.tree.map(lambda p, s=scale: p * s, PARAMS), state, PARAMS)
-    assert [int(c) for c in (state.updates, *state.dropped)] == [1, 1, 0]
 
 
 def test_specs_are_of_a_state_that_differs_between_devices():
@@ -293,14 +252,6 @@ def test_gradients_that_are_merged_already_are_refused():
     check_refused(SUMMED.format("['b']"), jax_backend.replicated(both, mesh()), PARAMS, ROWS[0])
     halves = lambda params, x: tx.flush(tx.accumulate(step(params, x), tx.init(params)), params)[0]
     check_refused(SUMMED.format("['b']"), jax_backend.replicated(halves, mesh()), PARAMS, ROWS[0])
-
-
-def test_an_axis_of_vmap_has_no_types():
-    tx = multi_steps(adam(), 1, across="data")
-    step = lambda x: tx.update(jax.grad(square)(PARAMS, x), tx.init(PARAMS), PARAMS)[0]
-    updates = jax.vmap(step, axis_name="data")(ROWS[0].reshape(4, 4, 8))
-    grads = jax.grad(square)(PARAMS, ROWS[0])
-    assert difference(JAX, own(updates), adam().update(grads, adam().init(PARAMS))[0]) < 1e-6
 
 
 UNMERGED = (

@@ -1,7 +1,5 @@
 """`multi_steps` with exact sums: a window that goes on elsewhere has the same bits, whatever the number of replicas."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -59,29 +57,6 @@ def test_a_window_that_goes_on_in_the_other_framework_has_the_same_bits(first, s
         updates, state = tx.update(kit.arrays(grad), state, weight=weight)
     for name, expected in updates_of(TORCH, range(COUNT)).items():
         np.testing.assert_array_equal(updates[name], expected)
-
-
-def test_in_jit():
-    expected = updates_of(TORCH, range(COUNT))
-    tx = funcga.multi_steps(sgd(), COUNT, fold=FOLD)
-    grads = [JAX.arrays(grad) for grad, _ in gradients()]
-    weights = jnp.asarray([weight for _, weight in gradients()], jnp.float32)
-
-    @jax.jit
-    def window(grads, weights):
-        state = tx.init(jax.tree.map(lambda leaf: leaf[0], grads))
-
-        def step(state, given):
-            grad, weight = given
-            updates, state = tx.update(grad, state, weight=weight)
-            return state, updates
-
-        return jax.lax.scan(step, state, (grads, weights))[1]
-
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
-    updates = jax.tree.map(lambda leaf: leaf[-1], window(stacked, weights))
-    for name, update in updates.items():
-        np.testing.assert_array_equal(update, expected[name])
 
 
 def test_out_of_range_is_an_error_that_names_the_leaf():

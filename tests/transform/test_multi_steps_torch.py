@@ -1,7 +1,5 @@
 """`multi_steps` in torch: memory, what is given away, modules, sparse gradients, compiled halves, optax on tensors."""
 
-import numpy as np
-import optax
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +8,7 @@ import funcga
 import torch_backend
 from funcga import Fold, Monoid, Reducer, normalizers
 from funcga.transforms import Transform
-from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
+from tests.kits import TORCH, difference, needs_cuda, no_synchronisation
 from torch_backend import from_optimizer
 
 
@@ -92,16 +90,6 @@ def test_the_callers_gradients_are_never_written_to():
     assert difference(TORCH, grads, tree(1)) == 0
 
 
-def test_a_schedule_that_is_refused_adds_nothing():
-    wrong = [2, 0, 2, 2]
-    tx, params = funcga.multi_steps(adamw(), lambda updates: wrong.pop(0), donate=True), tree(0)
-    _, state = tx.update(tree(1), tx.init(params), params)
-    with pytest.raises(funcga.FuncgaError, match="the schedule of n returned 0"):
-        tx.update(tree(2), state, params)
-    assert int(state.offered) == 1
-    assert difference(TORCH, state.window.accumulated, tree(1)) == 0
-
-
 def test_zeros_are_each_their_own_and_may_be_written_to():
     params = {"a": torch.ones(()), "b": torch.ones(()), "c": torch.ones(3), "d": torch.ones(3)}
     updates, _ = (tx := funcga.multi_steps(adamw(), 2)).update(params, tx.init(params), params)
@@ -117,16 +105,6 @@ def test_gradients_of_another_device():
     state = tx.init(params)
     with pytest.raises(funcga.FuncgaError, match=r"is on meta, .* grad.to\('cpu'\)"):
         tx.accumulate({name: leaf.to("meta") for name, leaf in params.items()}, state)
-
-
-def test_transforms_of_torch_func_see_through():
-    tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s)), 2)
-    state = tx.accumulate({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))
-    folded = lambda x: tx.accumulate({"w": x}, state).window.accumulated["w"].sum()
-    torch.testing.assert_close(torch.func.grad(folded)(torch.ones(2)), torch.ones(2))
-    emitted = lambda x: tx.update({"w": x}, state)[0]["w"]
-    torch.testing.assert_close(torch.func.vmap(emitted)(torch.ones(3, 2)), -torch.ones(3, 2))
-    torch.testing.assert_close(torch.func.jacrev(emitted)(torch.ones(2)), -torch.eye(2) / 2)
 
 
 def test_a_transform_keeps_no_graph():
@@ -165,13 +143,6 @@ def test_sparse_gradients_are_summed_densely_and_looked_at():
             assert updates["frozen"] is None
 
 
-def test_arrays_and_transforms_of_the_other_framework_are_named():
-    with pytest.raises(funcga.FuncgaError, match=r"torch_backend.from_optax\(tx\)"):
-        funcga.multi_steps(optax.adam(0.1), 2).init(tree(0))
-    with pytest.raises(funcga.FuncgaError):
-        funcga.multi_steps(adamw(), 2).init({"w": JAX.arrays(np.ones(2, "float32"))})
-
-
 def test_the_halves_compile_to_one_graph_each():
     tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: ({k: -v for k, v in g.items()}, s)), 3)
     params = tree(0)
@@ -195,15 +166,3 @@ def test_the_host_does_not_wait_for_the_device(donate, options):
             for g in grads:
                 updates, state = tx.update(g, state, params, weight=tokens)
     assert updates["w"].is_cuda
-
-
-def test_a_state_with_observers_can_be_loaded(tmp_path):
-    params = {"w": torch.ones(3)}
-    sgd = torch_backend.from_optimizer(torch.optim.SGD)
-    tx = funcga.multi_steps(sgd, 2, observe=funcga.gradient_noise())
-    state = tx.init(params)
-    for _ in range(3):
-        _, state = tx.update(params, state, params)
-    torch.save(state, tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert repr(loaded) == repr(state)

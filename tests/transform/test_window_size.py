@@ -1,10 +1,7 @@
 """Rules that carry a learning rate over to another batch size."""
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import torch
 
 import funcga
 
@@ -21,19 +18,6 @@ def test_sizes_may_be_what_was_folded(kit):
     rows = kit.arrays(np.array(1024.0, "float32"))
     assert float(funcga.transforms.linear_scaling(0.5, 256, rows)) == 2
     assert float(funcga.transforms.sqrt_scaling(0.5, 256, rows)) == 1
-
-
-def test_the_warm_up_of_both_libraries_is_the_same():
-    """From the learning rate of the small batch to that of the large one, in ten updates."""
-    lr, scaled = 0.1, funcga.transforms.linear_scaling(0.1, 256, 1024)
-    schedule = optax.linear_schedule(lr, scaled, 10)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=scaled)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=lr / scaled, total_iters=10)
-    for update in range(14):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(float(schedule(jnp.array(update))), rel=1e-6)
-        optimizer.step()
-        warmup.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
 BAD = {
