@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import collectives, replicated
+import jax_backend
+from jax_backend import collectives
 from jax_backend.hlo import folded_in_place
 from tests.coupled import losses
 from tests.jax_backend.test_replicas_jax import mesh
@@ -88,7 +89,7 @@ REDUCTIONS = {"InfoNCE": 2, "GRPO": 2, "CE + auxiliary": 3}
 @pytest.mark.parametrize(("name", "devices"), [("InfoNCE", 3), ("GRPO", 2), ("CE + auxiliary", 2)])
 def test_devices_give_the_whole_batch(name, devices):
     params, batch = problem(name)
-    step = jax.jit(replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
+    step = jax.jit(jax_backend.replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
     assert difference(JAX, step(params, batch), losses.expected(JAX, name, params, batch)) < LIMIT
     assert [(c.kind, c.depth) for c in collectives(step, params, batch)] == [("all-reduce", 0)] * REDUCTIONS[name]
 
@@ -109,7 +110,7 @@ def test_folds_that_are_kept_over_devices():
         s = summary_fn(params, batch)
         return (s["max"] * s["lse"] * means.var(0)).sum() * params["scale"]
 
-    result = jax.jit(replicated(step, mesh(2)))(params, batch)
+    result = jax.jit(jax_backend.replicated(step, mesh(2)))(params, batch)
     assert difference(JAX, result, losses.differentiated(JAX, whole, params)) < LIMIT
 
 

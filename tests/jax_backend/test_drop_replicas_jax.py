@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import funcga
+import jax_backend
 from funcga import CARRY
-from jax_backend import collectives, replicated
+from jax_backend import collectives
 from tests.call.test_drop import KINDS, expected, loss_of, problem
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
@@ -26,7 +27,7 @@ def in_64_bits():
 def test_nan_and_inf_at_every_leaf_and_micro_batch_of_every_device(drop):
     params, x, flags = problem(JAX, 12)
     step = funcga.accumulate(jax.value_and_grad(loss_of(jnp)), 2, drop=drop, across="data")
-    step = jax.jit(replicated(step, mesh(2)))
+    step = jax.jit(jax_backend.replicated(step, mesh(2)))
     assert [(c.kind, c.depth) for c in collectives(step, params, x, JAX.arrays(flags))] == [("all-reduce", 0)]
     for spoilt in (None, *PARTS):
         for kind in range(len(KINDS)) if spoilt in PARTS[:2] else [0]:
@@ -50,7 +51,7 @@ def test_threaded_state(drop):
     step = funcga.accumulate(
         gradient, 2, fold=(funcga.sum(), funcga.carry()), in_axes=(None, CARRY, 0), drop=drop, across="data"
     )
-    step = jax.jit(replicated(step, mesh(2), in_specs=(P(), P(), P("data"))))
+    step = jax.jit(jax_backend.replicated(step, mesh(2), in_specs=(P(), P(), P("data"))))
     w, state, x = jnp.ones(()), jnp.zeros(()), jnp.asarray([1.0, 2, 3, np.nan])
     # The state is that of the last replica, which drops one of its two micro-batches.
     value, after = step(w, state, x)

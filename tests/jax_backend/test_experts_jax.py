@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import funcga
 import jax_backend
-from jax_backend import Replicas, collectives, replicated
+from jax_backend import Replicas, collectives
 from tests.kits import JAX, difference
 
 BOTH = ("data", "expert")
@@ -71,7 +71,9 @@ def count(tokens, which, targets, counts):
 
 def over(step):
     return jax.jit(
-        replicated(step, grid(), axis=BOTH, in_specs=(SPECS, *[ROWS] * 4), out_specs=(PartitionSpec(), SPECS))
+        jax_backend.replicated(
+            step, grid(), axis=BOTH, in_specs=(SPECS, *[ROWS] * 4), out_specs=(PartitionSpec(), SPECS)
+        )
     )
 
 
@@ -179,7 +181,7 @@ def test_refusals_of_other_functions():
     params, batch = problem()
     step = funcga.coupled(lambda p, x: x, lambda p, x: x.sum() * p["w"].sum(), 2, across=PREFIX)
     with pytest.raises(funcga.FuncgaError, match="Name the replicas of all leaves at once"):
-        replicated(step, grid(), axis=BOTH)(params["dense"], batch[0])
+        jax_backend.replicated(step, grid(), axis=BOTH)(params["dense"], batch[0])
 
 
 def test_gradients_that_come_unweighed_from_other_devices():

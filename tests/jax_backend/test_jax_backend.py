@@ -194,53 +194,6 @@ def test_weights_that_a_float32_cannot_hold(kind, weight):
         f"the weight of a micro-batch is {weight!r}, which a float32 cannot hold, in which they are counted here. "
         f"Weigh in other units, as by tokens / 1e6."
     )
-    with jax.enable_x64(True):  # the weight is one, and the gradient is float32
-        found = run(lambda x: jnp.float64(weight))
-        assert found == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-6)  # the mean is right in any unit
-        assert run(lambda x: jnp.float64(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
-        assert run(lambda x: float(weight), "float64") == pytest.approx({"mean": 1.5, "sum": 6}, rel=1e-12)
-
-
-def fixed(weight):
-    """A weight function that returns a Python number, which is known when the step is traced."""
-    return lambda *args: weight
-
-
-def traced(weight):
-    """A weight function that returns an array, which is not."""
-    return lambda x: weight + 0 * x[0]
-
-
-MEANS = {
-    "accumulate": lambda gradient, weight, x: funcga.accumulate(gradient, 5, weight=weight)(jnp.float32(1), x),
-    "stream": lambda gradient, weight, x: funcga.stream(gradient, weight=weight)(
-        jnp.float32(1), [x[:13], x[13:40], x[40:]]
-    ),
-    "coupled": lambda gradient, weight, x: funcga.coupled(
-        lambda w, x: w * x.mean(), lambda w, s: s, 5, fold=funcga.mean(), weight=weight
-    )(jnp.float32(1), x)[1],
-    "dropping": lambda gradient, weight, x: funcga.accumulate(gradient, 5, weight=weight, drop="microbatch")(
-        jnp.float32(1), x
-    ),
-    "replicas": lambda gradient, weight, x: jax.vmap(
-        lambda x: funcga.accumulate(gradient, 5, weight=weight, across="r")(jnp.float32(1), x), axis_name="r"
-    )(x.reshape(2, 32))[0],
-}
-
-
-@pytest.mark.parametrize("kind", MEANS)
-@pytest.mark.parametrize(
-    ("make", "value", "weight"),
-    [(fixed, 1e37, None), (traced, 1e33, 262144), (fixed, 1e-3, 1e-36), (traced, 1e-8, 1e-30)],
-)
-def test_a_mean_of_values_that_times_their_weight_are_no_float32(kind, make, value, weight):
-    """The mean of equal values is that value, however large or small a product of value and weight would be."""
-    if make is traced and kind == "replicas":
-        value = weight = 1  # they do not know each other's unit before they merge
-    x = jnp.full(64, value, "float32")
-    gradient = jax.grad(lambda w, x: w * x[:4].mean())
-    weigh = None if weight is None else make(weight)
-    assert float(MEANS[kind](gradient, weigh, x)) == pytest.approx(value, rel=1e-6)
 
 
 def exported(step, rows):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import funcga
 import jax_backend
 from funcga import CARRY
-from jax_backend import collectives, replicated
+from jax_backend import collectives
 from tests import problems
 from tests.kits import JAX, difference
 from tests.test_errors import check_refused
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_whole_batch(devices, n, check_vma, dtype):
         params, batch, loss = layers(dtype)
         full = jax.value_and_grad(loss)(params, batch)
         step = funcga.accumulate(jax.value_and_grad(loss), n, across="data")
-        step = jax.jit(replicated(step, mesh(devices), check_vma=check_vma))
+        step = jax.jit(jax_backend.replicated(step, mesh(devices), check_vma=check_vma))
         assert difference(JAX, step(params, batch), full) <= LIMITS[dtype]
         if devices > 1:
             check_one_reduction(step, params, batch, of=full, dtype=dtype, replicas=devices)
@@ -85,7 +85,7 @@ def test_uneven_weights(fold):
     full = problems.full_gradient(JAX, params, (batch,), loss, problems.token_count)
     gradient = jax.value_and_grad(loss if fold == "per_weight" else problems.token_mean)
     step = funcga.accumulate(gradient, 3, fold=getattr(funcga, fold)(), weight=problems.token_count, across="data")
-    step = jax.jit(replicated(step, mesh()))
+    step = jax.jit(jax_backend.replicated(step, mesh()))
     assert difference(JAX, step(params, batch), full) <= LIMITS["float32"]
     check_one_reduction(step, params, batch, of=full)
     assert not any(leaf.any() for leaf in JAX.leaves(step(params, {**batch, "mask": 0 * batch["mask"]})))
@@ -129,9 +129,9 @@ def test_a_model_that_starts_from_zeros():
     full = jax.value_and_grad(loss)(params, batch)
     step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
     with pytest.raises(TypeError) as caught:
-        replicated(step, mesh())(params, batch)
+        jax_backend.replicated(step, mesh())(params, batch)
     assert "jax_backend.replicated(step, mesh, check_vma=False)" in caught.value.__notes__[0]
-    step = jax.jit(replicated(step, mesh(), check_vma=False))
+    step = jax.jit(jax_backend.replicated(step, mesh(), check_vma=False))
     assert difference(JAX, step(params, batch), full) <= LIMITS["float32"]
     check_one_reduction(step, params, batch, of=full)
 
@@ -150,7 +150,7 @@ def test_every_fold(size, check_vma):
     grad_fn = lambda _, x: {name: (x if name == "concat" else x.mean(0)) * 2 for name in FOLDS}
     one = funcga.accumulate(grad_fn, 8, fold=FOLDS)(jnp.zeros(()), x)
     step = funcga.accumulate(grad_fn, 2, fold=FOLDS, across="data")
-    step = jax.jit(replicated(step, mesh(), check_vma=check_vma))
+    step = jax.jit(jax_backend.replicated(step, mesh(), check_vma=check_vma))
     many = step(jnp.zeros(()), x)
     for name in FOLDS:
         assert difference(JAX, many[name], one[name]) <= LIMITS["float32"]
@@ -165,7 +165,7 @@ def test_extremes(size, check_vma):
     fold = {"max": funcga.max(), "min": funcga.min()}
     grad_fn = lambda _, x: dict.fromkeys(fold, jax.tree.map(lambda leaf: leaf[0], x))
     step = funcga.accumulate(grad_fn, 1, fold=fold, across="data")
-    step = jax.jit(replicated(step, mesh(), check_vma=check_vma))
+    step = jax.jit(jax_backend.replicated(step, mesh(), check_vma=check_vma))
     found = step(jnp.zeros(()), {kind: jnp.asarray(values).astype(kind) for kind in kinds})
     for kind in kinds:
         for name in fold:
@@ -192,7 +192,7 @@ def test_a_tree_of_folds_in_one_reduction_for_each_dtype():
 
     folds = {"rows": funcga.sum(), "odd": funcga.concat(), "largest": funcga.max(), "each": funcga.concat()}
     step = functools.partial(funcga.accumulate, grad_fn, fold=((funcga.mean(), folds), funcga.mean()))
-    step = jax.jit(replicated(step(2, across="data"), mesh()))
+    step = jax.jit(jax_backend.replicated(step(2, across="data"), mesh()))
     (value, seen), grads = step(params, *batch)
     full = jax.value_and_grad(loss)(params, *batch)
     assert difference(JAX, (value, grads), full) <= LIMITS["float32"]
@@ -210,7 +210,9 @@ def test_a_monoid_of_the_users_is_combined_in_replica_order():
     monoid = funcga.Monoid(eye, lambda xp, a, b: a @ b)
     fold = funcga.Fold(funcga.Reducer(lambda xp, value, weight: value, monoid), funcga.normalizers.identity)
     x = jnp.asarray(problems.rng(5).normal(size=(8, 2, 2)), jnp.float32)
-    out = replicated(funcga.accumulate(lambda _, x: x[0], 2, fold=fold, across="data"), mesh())(jnp.zeros(()), x)
+    out = jax_backend.replicated(funcga.accumulate(lambda _, x: x[0], 2, fold=fold, across="data"), mesh())(
+        jnp.zeros(()), x
+    )
     assert difference(JAX, out, functools.reduce(jnp.matmul, x)) <= LIMITS["float32"]
 
 
@@ -224,7 +226,7 @@ def test_carried_state_is_that_of_the_last_replica(size):
         return x.astype("float32").mean(), new | {"key": jax.vmap(lambda k: jax.random.fold_in(k, x[0]))(state["key"])}
 
     step = funcga.accumulate(grad_fn, 2, in_axes=(CARRY, 0), fold=(funcga.mean(), funcga.carry()), across="data")
-    step, x = jax.jit(replicated(step, mesh())), jnp.arange(8)
+    step, x = jax.jit(jax_backend.replicated(step, mesh())), jnp.arange(8)
     value, last = step(state, x)
     assert float(value) == 3.5
     expected = functools.reduce(lambda s, i: grad_fn(s, x[i : i + 1])[1], [6, 7], state)
@@ -250,7 +252,7 @@ def test_what_is_not_summed_keeps_its_bits(size):
     last_of = lambda x: jax.tree.map(lambda leaf: leaf[-1], x)
     fold = funcga.concat(), funcga.carry()
     step = funcga.accumulate(lambda state, x: (x, last_of(x)), 1, in_axes=(CARRY, 0), fold=fold, across="data")
-    step = jax.jit(replicated(step, mesh()))
+    step = jax.jit(jax_backend.replicated(step, mesh()))
     for order in (rows, {kind: leaf[::-1] for kind, leaf in rows.items()}):
         each, last = step(jax.tree.map(np.zeros_like, last_of(order)), jax.device_put(order))
         for kind in rows:
@@ -263,7 +265,7 @@ def test_axes_in_order():
     for names, size in ((("data", "model"), 1), (("model", "data"), 20_000), (("model", "data"), 1)):
         rows = jnp.broadcast_to(jnp.arange(16.0)[:, None], (16, size))
         step = funcga.accumulate(lambda _, x: (x, x.mean()), 2, fold=(funcga.concat(), funcga.mean()), across=names)
-        out, mean = replicated(step, grid(), axis=names)(jnp.zeros(()), rows)
+        out, mean = jax_backend.replicated(step, grid(), axis=names)(jnp.zeros(()), rows)
         np.testing.assert_array_equal(out, rows)
         assert float(mean) == 7.5
 
@@ -274,7 +276,9 @@ def test_counts_reach_the_result(dtype):
     weights = jnp.asarray([2**24, 1, 1, 6], dtype)
     fold, ones = funcga.per_weight(), lambda _, w: jnp.float32(1)
     step = funcga.accumulate(ones, 1, fold=fold, weight=lambda w: w[0], across="data")
-    assert float(replicated(step, mesh())(jnp.zeros(()), weights)) == float(np.float32(4) / np.float32(2**24 + 8))
+    assert float(jax_backend.replicated(step, mesh())(jnp.zeros(()), weights)) == float(
+        np.float32(4) / np.float32(2**24 + 8)
+    )
 
 
 # -- scatter
@@ -285,7 +289,9 @@ def test_scattered_gradients():
     full = jax.value_and_grad(loss)(params, batch)
     across = jax_backend.Replicas("data", scatter=(None, {"first": 1, "layers": -1}))
     specs = (P(), {"first": P(None, "data"), "layers": P(None, None, "data")})
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=across), mesh(), out_specs=specs)
+    step = jax_backend.replicated(
+        funcga.accumulate(jax.value_and_grad(loss), 2, across=across), mesh(), out_specs=specs
+    )
     out = step(params, batch)
     assert difference(JAX, out, full) <= LIMITS["float32"]
     assert out[1]["first"].sharding.spec == P(None, "data")
@@ -324,7 +330,7 @@ MEAN = funcga.mean()
 def test_what_cannot_be_scattered(scatter, fold, text):
     grad_fn = lambda p, x: (x.mean(), {"w": x.mean(0), "v": jnp.zeros(8)})
     step = funcga.accumulate(grad_fn, 1, fold=fold, across=jax_backend.Replicas("data", scatter))
-    step = replicated(step, mesh(), out_specs=(P(), P("data")))
+    step = jax_backend.replicated(step, mesh(), out_specs=(P(), P("data")))
     check_refused(text, step, jnp.zeros(()), jnp.arange(24.0).reshape(8, 3))
 
 
@@ -372,22 +378,22 @@ def test_other_axes():
     step, *args = step_across("dta")
     check_refused(
         'across="dta" is no axis of the mesh of this jax.shard_map, which has "data". Write across="data".',
-        replicated(step, mesh()), *args,
+        jax_backend.replicated(step, mesh()), *args,
     )  # fmt: skip
     check_refused(
         'across="model" merges over a mesh axis that this jax.shard_map leaves to the compiler: only "data" is manual '
         'in it. Name it there, axis_names={..., "model"}; in jax_backend.replicated it is axis=(..., "model").',
-        replicated(step_across("model")[0], grid(), axis="data"), *args,
+        jax_backend.replicated(step_across("model")[0], grid(), axis="data"), *args,
     )  # fmt: skip
     check_refused("names an axis twice", jax_backend.Replicas, ("data", "data"))
-    check_refused("names an axis twice", replicated, len, mesh(), axis=("data", "data"))
-    rows = replicated(lambda p, x: p, mesh(), in_specs=(P(), P("rows")))
+    check_refused("names an axis twice", jax_backend.replicated, len, mesh(), axis=("data", "data"))
+    rows = jax_backend.replicated(lambda p, x: p, mesh(), in_specs=(P(), P("rows")))
     check_refused("in_specs names the axis 'rows', and the mesh has 'data'", rows, jnp.ones(()), jnp.ones(8))
 
 
 def test_an_empty_stream_and_an_unknown_collective():
     step = funcga.stream(jax.grad(problems.mean_loss), across="data")
     params, *_ = regression()
-    check_refused("the stream is empty", replicated(lambda p, x: step(p, []), mesh()), params, jnp.zeros(4))
+    check_refused("the stream is empty", jax_backend.replicated(lambda p, x: step(p, []), mesh()), params, jnp.zeros(4))
     of = lambda: funcga.Monoid(lambda xp, like: like, lambda xp, a, b: a, collective="mean")
     check_refused("collective is 'mean': it names the reduction that is combine", of)

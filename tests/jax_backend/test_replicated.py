@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import collectives, hlo, replicated
+import jax_backend
+from jax_backend import collectives, hlo
 from jax_backend.hlo import Collective
 from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
 from tests.kits import JAX, counted, difference
@@ -87,7 +88,7 @@ def test_it_is_traced_once_and_leaves_signatures_alone():
     traced, calls = counted(
         lambda p, b, scale=1.0, *, kind: loss(p["inner"], *b["xy"]) * scale if kind == "a" else None
     )
-    step = replicated(funcga.accumulate(jax.value_and_grad(traced), 2, across="data"), mesh())
+    step = jax_backend.replicated(funcga.accumulate(jax.value_and_grad(traced), 2, across="data"), mesh())
     tree, batch = {"inner": params, "none": None}, {"xy": (x, y), "none": None}
     full = jax.value_and_grad(loss)(params, x, y)
     for _ in range(3):
@@ -108,7 +109,7 @@ def test_wherever_the_arrays_lie(kind):
     params, batch, loss = regression()
     full = jax.value_and_grad(loss)(params, *batch)
     on = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), on)
+    step = jax_backend.replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), on)
     cut, whole = NamedSharding(on, P("data")), NamedSharding(on, P())
     for place in (lambda a: a, np.asarray, lambda a: jax.device_put(a, cut), lambda a: jax.device_put(a, whole)):
         out = step(jax.device_put(params, whole), *map(place, batch))
@@ -122,7 +123,7 @@ def test_wherever_the_arrays_lie(kind):
 
 
 def merged(across="data", grad=jax.value_and_grad, n=2, **options):
-    return replicated(funcga.accumulate(grad(regression()[2]), n, across=across), mesh(), **options)
+    return jax_backend.replicated(funcga.accumulate(grad(regression()[2]), n, across=across), mesh(), **options)
 
 
 NO_ACROSS = (
@@ -135,16 +136,16 @@ NO_ACROSS = (
     ("make", "text"),
     [
         (
-            lambda: replicated(len, grid()),
+            lambda: jax_backend.replicated(len, grid()),
             'the mesh has the axes "data" and "model", and axis= does not say which of them has the replicas. Write '
             'replicated(step, mesh, axis="data").',
         ),
         (
-            lambda: replicated(len, mesh(), axis="rows"),
+            lambda: jax_backend.replicated(len, mesh(), axis="rows"),
             'axis=\'rows\' is no axis of the mesh, which has "data". Write replicated(step, mesh, axis="data").',
         ),
         (
-            lambda: replicated(len, 4),
+            lambda: jax_backend.replicated(len, 4),
             'mesh is of type int. Pass the devices with names: jax.make_mesh((4,), ("data",)).',
         ),
         (
@@ -182,7 +183,7 @@ def test_rows_that_do_not_divide():
             "P() in its place.",
             step, params, *batch,
         )  # fmt: skip
-    nested = replicated(lambda p, batch, scale: batch["x"].sum(), mesh())
+    nested = jax_backend.replicated(lambda p, batch, scale: batch["x"].sum(), mesh())
     check_refused("`batch['x']` is float32[13, 3]: its 13 rows", nested, params, {"x": batch[0]}, batch[0][:12])
     check_refused(
         "`scale` is float32[]: it has no axis 0 to be cut among 4 devices. Pass it by keyword, which passes it whole, or "
@@ -196,7 +197,7 @@ def test_rows_are_cut_where_the_step_splits():
     table, x = jnp.arange(24.0).reshape(24, 1), jnp.arange(16.0).reshape(2, 8)
     w = jnp.ones(())
     loss = lambda w, table, x: w * (table.sum() + x.sum(0).mean())
-    step = replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
+    step = jax_backend.replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
     assert step(w, table, x) == jax.grad(loss)(w, table, x)
 
 
@@ -296,3 +297,16 @@ def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
     grad_fn = lambda p, x: (jnp.moveaxis(x, 0, axis) * p, x.mean())
     step = funcga.accumulate(grad_fn, microbatch_size=size, fold=(funcga.concat(axis), funcga.mean()))
     np.testing.assert_array_equal(step(jnp.float32(2), batch)[0], jnp.moveaxis(whole, 0, axis) * 2)
+
+
+def test_an_order_that_counts_is_kept():
+    """Threaded state, moments, and what has no row for each row: micro-batches are those of a batch on one device."""
+    _, batch, _, whole, _ = sharded(AxisType.Auto)
+    each = funcga.accumulate(lambda p, x: x[:1] * p, 6, fold=funcga.concat())
+    np.testing.assert_array_equal(each(jnp.float32(1), batch), whole[::8])
+    step = funcga.accumulate(
+        lambda s, x: (x.mean(), x[0]), 6, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
+    )
+    np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
+    spread = funcga.accumulate(lambda p, x: x.mean(0), 6, fold=funcga.moments())
+    np.testing.assert_allclose(spread(jnp.float32(1), batch).variance, whole.reshape(6, 8, 5).mean(1).var(0), rtol=1e-4)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import funcga
-from jax_backend import collectives, replicated
+import jax_backend
+from jax_backend import collectives
 from tests import objectives
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX
@@ -25,7 +26,7 @@ def problem(dtype="float64"):
 @pytest.mark.parametrize(("name", "sums"), [("DAPO", 1), ("CE + auxiliary", 2)])
 def test_one_sum_more_for_each_dtype_outside_of_the_loops(name, sums):
     params, batch = problem("float32")
-    step = replicated(objectives.step(JAX, name, 3, across="data"), mesh())
+    step = jax_backend.replicated(objectives.step(JAX, name, 3, across="data"), mesh())
     found = collectives(step, params, batch)
     assert {(each.kind, each.depth) for each in found} == {("all-reduce", 0)}
     assert len(found) == 1 + sums
@@ -41,7 +42,7 @@ def counted(amount, n=4, replicas=1):
     totals = lambda x: jnp.int32(amount) + (x[0] * 0).astype("int32")
     gradient = funcga.value_and_grad(loss, has_aux=True)
     step = funcga.accumulate(gradient, n, totals=totals, **options)
-    step = replicated(step, mesh(replicas)) if replicas > 1 else step
+    step = jax_backend.replicated(step, mesh(replicas)) if replicas > 1 else step
     results = [step(jnp.ones(()), jnp.ones(n * replicas))]
     if replicas == 1:
         results.append(funcga.stream(gradient, totals=totals, **options)(jnp.ones(()), [jnp.ones(1)] * n))

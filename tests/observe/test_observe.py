@@ -146,23 +146,6 @@ def test_what_is_dropped_is_not_observed(kit, drop):
             close(kit, observed["noise"].norm_squared, expected[1])
 
 
-def test_groups_are_those_of_the_paths(kit):
-    params, batch, loss = problem(kit)
-    name = sorted(params)[0]
-    nested = lambda params, x, y: loss({**params["layers"][0], **params["rest"]}, x, y)
-    tree = {"layers": [{name: params[name]}], "rest": {key: value for key, value in params.items() if key != name}}
-    seen = []
-    groups = lambda path: seen.append(path) or {"layers": path, "rest": None}[path.split(".")[0]]
-    step = funcga.accumulate(funcga.grad(nested), 4, observe=funcga.gradient_noise(groups=groups))
-    _, noise = step(tree, *batch)
-    assert {f"layers.0.{name}", *[f"rest.{key}" for key in tree["rest"]]} == {*seen}
-    sizes = oracle.sizes(ROWS, 4)
-    each = [funcga.grad(loss)(params, *rows(batch, part))[name] for part in oracle.apart(ROWS, sizes)]
-    trace, _ = oracle.noise([oracle.flat([kit.numpy(gradient)]) for gradient in each], sizes)
-    assert [*noise] == [f"layers.0.{name}"]
-    close(kit, noise[f"layers.0.{name}"].trace, trace)
-
-
 def test_one_microbatch_says_nothing(kit):
     params, batch, loss = problem(kit)
     _, (noise, norms) = funcga.accumulate(

@@ -93,22 +93,6 @@ def test_what_is_dropped_is_not_observed(kit):
     check(state.observed, gradients[:2], [1, 1])
 
 
-@pytest.mark.parametrize(
-    ("kit", "chained"), [(TORCH, True), (JAX, False)], ids=lambda part: getattr(part, "name", str(part))
-)
-def test_a_loss_scale_is_divided_out(kit, chained):
-    """Also if it is in a chain of torch."""
-    gradients = numbers()
-    scaled = funcga.transforms.loss_scaled(optimizer(kit), init_scale=1024.0)
-    scaled = torch_backend.chain(scaled) if chained else scaled
-    tx = funcga.multi_steps(scaled, 5, observe=OBSERVE)
-    state = tx.init(params(kit))
-    for gradient, weight in zip(gradients, WEIGHTS, strict=True):
-        given = kit.arrays({name: leaf * 1024 for name, leaf in gradient.items()})
-        _, state = tx.update(given, state, params(kit), weight=weight)
-    check(state.observed, gradients, WEIGHTS)
-
-
 def test_what_grows_is_refused(kit):
     check_refused("read state.dropped", funcga.multi_steps, optimizer(kit), 2, observe=[funcga.dropped()])
     check_refused("cannot grow", funcga.multi_steps, optimizer(kit), 2, observe=funcga.gradient_norms())

@@ -292,13 +292,3 @@ def test_lookahead_is_outside():
     inside = multi_steps(optax.lookahead(optax.sgd(0.1), 3, 0.5), 2)
     with pytest.raises(funcga.FuncgaError, match=r"optax.lookahead\(funcga.multi_steps\(tx, n\), n \* sync_period"):
         inside.update({"w": jnp.ones(3)}, inside.init(params), params)
-    tx, plain = optax.lookahead(multi_steps(optax.sgd(0.1), 2), 2 * 3, 0.5), optax.lookahead(optax.sgd(0.1), 3, 0.5)
-    state, expected, of_plain = tx.init(params), params, plain.init(params)
-    for pair in jax.random.normal(jax.random.key(0), (12, 2, 3)):
-        for grad in pair:
-            updates, state = tx.update({"w": grad}, state, params)
-            params = optax.apply_updates(params, updates)
-        updates, of_plain = plain.update({"w": pair.mean(0)}, of_plain, expected)
-        expected = optax.apply_updates(expected, updates)
-    np.testing.assert_allclose(params.fast["w"], expected.fast["w"], rtol=1e-6)
-    np.testing.assert_allclose(params.slow["w"], expected.slow["w"], rtol=1e-6)

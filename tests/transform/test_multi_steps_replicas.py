@@ -200,15 +200,9 @@ def test_the_part_of_another_replica_is_refused():
     assert texts == [text.format(here)]
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3)
     for state, params in saved:
-        with pytest.raises(
-            funcga.FuncgaError, match=r"and an update takes the state of every replica, each once: it would lack"
-        ):
+        with pytest.raises(funcga.FuncgaError, match="and an update takes the state of every replica, each once"):
             tx.flush(state, params)
-    (first, params), (second, _) = saved
-    grown = processes().run(a_part_goes_on, first, params, size=3)
-    assert grown == [
-        text.format(f"this is replica {rank} of 3").replace("replica 1 of 2", "replica 0 of 2", 1) for rank in range(3)
-    ]
+    (first, _), (second, _) = saved
     for states, listed in (
         ([first], "0 of 2"),
         ([first, first], "0 of 2, 0 of 2"),
