@@ -129,3 +129,8 @@ def test_windows_of_a_target_refuse(n, weight, text):
     with pytest.raises(funcga.FuncgaError) as error:
         list(funcga.windows([1, 2], n, weight=weight))
     assert str(error.value) == text
+
+
+def test_a_target_may_grow():
+    growing = funcga.transforms.TargetWeight(lambda updates: 2 + 2 * updates)
+    assert [*map(len, funcga.windows([1] * 10, growing, weight=lambda rows: rows))] == [2, 4, 4]

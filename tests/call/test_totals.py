@@ -192,3 +192,9 @@ def test_a_stream_is_gone_through_twice(kit):
 
     check_refused("the window had 2 micro-batches when they were counted, for totals=, and 0 when they were folded.",
                   step, params, UsedUp())  # fmt: skip
+
+
+def test_a_compiled_step_counts():
+    params, batch = problem(TORCH)
+    step = torch.compile(objectives.step(TORCH, "DAPO", 3), backend="eager")
+    assert difference(TORCH, step(params, batch), objectives.expected(TORCH, "DAPO", params, batch)) < LIMIT

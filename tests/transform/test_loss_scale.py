@@ -312,3 +312,15 @@ def test_what_is_refused(call, text):
     with pytest.raises(funcga.FuncgaError) as error:
         call()
     assert str(error.value) == text
+
+
+def test_a_wrapped_module_takes_a_scale():
+    module = network()
+    x, y = torch.tensor(INPUTS[0]), torch.tensor(LABELS[0])
+    loss_fn = lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
+    plain = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), 2)(x, y)
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn, scaled=True), 2)
+    value, grads = step(x, y, loss_scale=2.0**8)
+    assert value == plain[0]
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient / 2**8, plain[1][name], rtol=0, atol=0)
