@@ -1,4 +1,4 @@
-"""How arguments are read and cut: the plan of the micro-batches, axes as in vmap, names for messages."""
+"""How arguments are read: lists of examples or of parts, and names for messages."""
 
 import functools
 import re
@@ -8,14 +8,6 @@ import pytest
 import torch
 
 import funcga
-
-
-def sizes(kit, rows, **cut):
-    """How many rows each micro-batch has."""
-    x = kit.arrays(np.zeros((rows, 1), "float32"))
-    found = funcga.accumulate(lambda x: (x[:1] + len(x), x), **cut, in_axes=(np.int64(0),), fold=funcga.concat())(x)
-    assert len(found[1]) == rows
-    return kit.numpy(found[0])[:, 0].tolist()
 
 
 def test_what_is_whole_is_not_rebuilt():

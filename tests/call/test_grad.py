@@ -1,4 +1,4 @@
-"""`grad` and `value_and_grad`: one spelling and one order of results."""
+"""`grad` and `value_and_grad` of losses that depend on none of what is differentiated, or on some of it."""
 
 import numpy as np
 import pytest

@@ -26,9 +26,6 @@ def as_users_write_it(x64):
         yield
 
 
-# --- generated cases: folds, containers, weights, axes, what is differentiated
-
-
 # --- every fold of a summary
 
 

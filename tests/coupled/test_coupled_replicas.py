@@ -1,4 +1,4 @@
-"""coupled over replicas: uneven rows and none at all, in torch, and over devices in JAX."""
+"""coupled over replicas in torch: uneven rows and none at all, wrapped modules, and errors on one rank."""
 
 import itertools
 import warnings
@@ -42,9 +42,6 @@ def test_uneven_ranks_give_the_whole_batch(layout):
     edges = LAYOUTS[layout]
     for found in processes().run(table, edges, size=len(edges) - 1):
         assert max(found.values()) < LIMIT, found
-
-
-# --- generated cases
 
 
 # --- what is sent

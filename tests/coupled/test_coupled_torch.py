@@ -1,4 +1,4 @@
-"""coupled in torch: modules, random numbers, autocast, and what a call leaves behind. Held against one graph by hand."""
+"""coupled in torch: modules, autocast, and what a call leaves behind. Held against one graph by hand."""
 
 import contextlib
 import copy

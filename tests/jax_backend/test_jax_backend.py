@@ -204,28 +204,18 @@ def exported(step, rows):
     return program.call
 
 
-EXPORTED = {
-    "n": ("4*b", lambda g, **o: funcga.accumulate(g, 4, **o)),
-    "stream": ("b", lambda g, **o: lambda w, x: funcga.stream(g, **o)(w, [x, x[:1]])),
-}
-
-
-@pytest.mark.parametrize("kind", EXPORTED)
-def test_a_program_for_any_number_of_rows(kind):
-    rows, make = EXPORTED[kind]
-
+def test_a_program_for_any_number_of_rows():
     def gradient(w, x):
         loss, grads = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
         return loss, grads, grads, x @ w, x.max(0)
 
     folds = (funcga.mean(), funcga.mean(), funcga.moments(), funcga.concat(), funcga.max())
-    step = make(gradient, fold=folds)
-    call, w = exported(step, rows), jnp.arange(3.0)
+    step = funcga.accumulate(gradient, 4, fold=folds)
+    call, w = exported(step, "4*b"), jnp.arange(3.0)
     for count in (4, 12):
         x = jnp.asarray(np.random.default_rng(count).standard_normal((count, 3)), jnp.float32)
         assert difference(JAX, call(w, x), step(w, x)) <= LIMITS["float32"]
-        if kind != "stream":
-            assert difference(JAX, call(w, x)[:2], gradient(w, x)[:2]) <= LIMITS["float32"]
+        assert difference(JAX, call(w, x)[:2], gradient(w, x)[:2]) <= LIMITS["float32"]
 
 
 def test_rows_that_may_not_divide_cannot_be_exported():

@@ -1,4 +1,4 @@
-"""`multi_steps` beside what `tests/core/test_windows.py` has in both frameworks: targets, dtypes, copies, and bad input."""
+"""`multi_steps` beside what `tests/core/test_windows.py` has in both frameworks: targets, dtypes, units, and bad input."""
 
 import jax
 import numpy as np

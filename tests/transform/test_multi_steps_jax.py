@@ -1,4 +1,4 @@
-"""`multi_steps` among optax's own: with every optimizer, inside and around every combinator, and under every transform."""
+"""`multi_steps` among optax's own: with every optimizer, inside and around combinators, and what a step costs."""
 
 from functools import partial
 
@@ -230,10 +230,7 @@ def test_the_inner_optimizer_runs_only_for_an_update():
     assert (len(calls), int(state.inner), int(state.offered)) == (2, 2, 2)
 
 
-# --- weights, targets, flush -------------------------------------------------------------------------------------------
-
-
-# --- under jit, scan, vmap, grad; donation and what it costs ------------------------------------------------------------
+# --- what a step costs --------------------------------------------------------------------------------------------------
 
 
 @standard

@@ -186,9 +186,6 @@ def test_what_is_merged_is_one_state_of_all_devices():
     check_refused(text, tx.merge, [multi_steps(adam(), N).init(PARAMS)])
 
 
-# --- sharded state, without across -------------------------------------------------------------------------------------
-
-
 # --- gradients that are computed where they are folded -----------------------------------------------------------------
 
 ROWS = jnp.asarray(rng(6).normal(size=(2 * N, 16, 8)), jnp.float32)  # of every call, those of all devices

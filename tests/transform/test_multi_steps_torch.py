@@ -1,4 +1,4 @@
-"""`multi_steps` in torch: memory, what is given away, modules, sparse gradients, compiled halves, optax on tensors."""
+"""`multi_steps` in torch: memory, what is given away, sparse gradients, compiled halves, saved states."""
 
 import pytest
 import torch
