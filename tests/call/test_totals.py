@@ -1,7 +1,5 @@
 """totals=: losses with several denominators are those of the whole batch, however it is cut."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,9 +82,6 @@ def test_the_window_that_fits_in_memory_has_them(kit):
     expected = objectives.expected(kit, "CE + auxiliary", params, batch)
     for _ in range(2):
         assert difference(kit, step(params, batch), expected) < LIMIT
-
-
-CASES = int(os.environ.get("FUNCGA_FUZZ", "4"))
 
 
 @needs_cuda

@@ -195,17 +195,6 @@ def test_keys_of_rows_are_drawn_from_alike():
     assert difference(JAX, step(params, batch, keys), losses.differentiated(JAX, whole, params)) < LIMIT
 
 
-def test_keyword_arguments_are_passed_whole(kit):
-    params, batch = losses.problem(kit, "InfoNCE")
-    summary_fn = lambda params, batch, *, power: kit.xp.tanh(batch["x"] @ params["v"]) ** power
-    loss_fn = lambda params, s: (s.sum(0) ** 2).sum()
-    whole = lambda params: loss_fn(params, summary_fn(params, batch, power=3))
-    step = funcga.coupled(summary_fn, loss_fn, 3)
-    assert difference(kit, step(params, batch, power=3), losses.differentiated(kit, whole, params)) < LIMIT
-    power = kit.arrays(np.array(3.0))
-    assert difference(kit, step(params, batch, power=power), losses.differentiated(kit, whole, params)) < LIMIT
-
-
 # --- refusals
 
 

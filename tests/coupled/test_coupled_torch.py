@@ -88,16 +88,6 @@ def check(result, expected, limit=LIMIT):
     assert difference(result[1], expected[1]) <= limit
 
 
-def of_function(module, loss_fn=loss_of, n=3, summary_fn=summary_of, **options):
-    """A step of plain functions, by functional_call."""
-    call = lambda params: lambda *args: torch.func.functional_call(module, params, args)
-    step = funcga.coupled(
-        lambda params, x, y: summary_fn(call(params), x, y),
-        lambda params, s: loss_fn(Named(params), s), n, **options,
-    )  # fmt: skip
-    return lambda *args: step(trainable(module), *args)
-
-
 class Named:
     """What loss_fn reads of a module, in a dict of its parameters."""
 
@@ -204,7 +194,7 @@ def test_summaries_of_any_number_of_rows():
     chosen = lambda module, x, y: {"a": module(x)[y[:, 0] > 0], "b": module(y)[x[:, 1] > -0.5]}
     loss_fn = lambda module, s: (s["a"] @ s["b"].T * module.scale).exp().sum().log() / len(s["a"])
     expected = one_graph(module, loss_fn, x, y, 0, ROWS, summary_fn=chosen)
-    for n, each in ((1, of_pure_loss), (3, of_function), (ROWS, of_module)):
+    for n, each in ((1, of_pure_loss), (3, of_pure_loss), (ROWS, of_module)):
         check(each(module, loss_fn, n, summary_fn=chosen)(x, y), expected)
 
 
@@ -221,7 +211,7 @@ def test_a_single_micro_batch_takes_one_pass_and_several_take_two(way, n):
 
 @pytest.mark.parametrize(
     ("way", "grad_mode"),
-    [(of_pure_loss, torch.enable_grad), (of_module, torch.no_grad), (of_function, torch.inference_mode)],
+    [(of_pure_loss, torch.enable_grad), (of_module, torch.no_grad), (of_pure_loss, torch.inference_mode)],
 )
 def test_nothing_outside_is_changed(way, grad_mode):
     module, (x, y) = mlp(nn.Dropout(0.1)), batch()

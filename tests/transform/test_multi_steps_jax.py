@@ -121,9 +121,9 @@ def test_the_state_of_every_optimizer_of_optax_can_be_scanned():
     types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     for name, make in OPTIMIZERS.items():
         tx = multi_steps(make(), 4)
-        carry = PARAMS, tx.init(PARAMS)
+        carry = jax.eval_shape(lambda tx=tx: (PARAMS, tx.init(PARAMS)))
         after, _ = jax.eval_shape(step_of(tx, EXTRA.get(name, [])), carry, GRADS[0])
-        assert types(after) == types(jax.eval_shape(lambda carry=carry: carry)), name
+        assert types(after) == types(carry), name
 
 
 @standard
