@@ -19,7 +19,7 @@ import funcga
 from tests.torch_backend.engine.test_recomputing import Recompute
 from torch_backend import pure_loss
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "80"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "60"))
 ONLY = os.environ.get("FUNCGA_FUZZ_SEED")
 CHUNKS = 2  # tests that the cases of a kind are spread over
 

@@ -54,12 +54,6 @@ def test_sparse_parameters_the_other_way():
     torch.testing.assert_close(got["w"], X.mean(0) / 3)
 
 
-def test_a_dense_parameter_and_then_a_sparse_one():
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] @ x.T).sum()), 2)
-    step({"w": torch.eye(3)}, X)
-    assert "is a sparse tensor" in refusal(lambda: step({"w": torch.eye(3).to_sparse()}, X))
-
-
 BATCHES = {
     "a sparse tensor, float32[6, 3]": lambda: X.to_sparse(),
     "a sparse tensor, float32[6, 3] ": lambda: X.to_sparse_csr(),
@@ -318,20 +312,6 @@ def test_packed_sequences():
         lambda: funcga.stream(of_dict)(params, dicts),
     ]:
         assert refusal(call) == text
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: X.to_sparse(), lambda: torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged)]
-)
-def test_verify_says_what_cannot_be_cut(make):
-    loss = lambda params, x: (params["w"] ** 2).sum()
-    x = make()
-    text = refusal(lambda: funcga.verify(funcga.grad(loss), W, x, n=2))
-    assert text == refusal(lambda: funcga.accumulate(funcga.grad(loss), 2)(W, x))
-    assert (
-        ", of which rows cannot be cut. Give it dense and padded; or cut it yourself, and stream the micro-batches"
-        in text
-    )
 
 
 # --- what a model returns

@@ -184,30 +184,6 @@ def test_an_error_of_a_wrappers_own_collective_is_explained():
         assert note.startswith("funcga: the replicas could not be merged. One of them has died")
 
 
-def checks(group):
-    """In window 1 rank 1 raises before its header, and catches that; then all compare their parameters."""
-    rank, params, fails = dist.get_rank(group), {"w": torch.ones(3)}, []
-
-    def loss(params, x):
-        if fails:
-            raise MemoryError("out of memory, say")
-        return (x * params["w"]).sum()
-
-    step, found = funcga.accumulate(funcga.value_and_grad(loss), 2, across=group), []
-    for window in range(3):
-        fails[:] = [1] if window == 1 and rank == 1 else []
-        try:
-            found.append(step(params, torch.ones(4, 3))[0].item())
-        except (MemoryError, funcga.FuncgaError) as error:
-            found.append(type(error).__name__)
-        funcga.check_replicas(params, group)
-    return found
-
-
-def test_parameters_can_be_compared_after_an_error():
-    assert alone(checks) == [[6.0, "FuncgaError", 6.0], [6.0, "MemoryError", 6.0]]
-
-
 class Late(torch.utils._python_dispatch.TorchDispatchMode):
     """Waits before each all_reduce as long as it is told to."""
 
@@ -469,26 +445,6 @@ def test_the_unit_of_weights_is_agreed_on_in_each_window():
 
 
 # ------------------------------------------------------------------------------------- leaves of any kind
-
-
-def odd(group):
-    """Arrays of one element or none, whose strides are not those of contiguous ones: collected, carried, compared."""
-    x = torch.arange(12.0).view(4, 3)
-    column = lambda x: x.sum(0).reshape(1, 3)[:, 1]
-    step = funcga.accumulate(
-        lambda p, state, x: (p * x.sum(), column(x), column(x)[:, None].T, x[:, :0].T.T),
-        2,
-        in_axes=(None, funcga.CARRY, 0),
-        fold=(funcga.mean(), funcga.carry(), funcga.max(), funcga.concat()),
-        across=group,
-    )
-    found = [step(torch.ones(2), torch.zeros(1), x) for _ in range(2)][-1]
-    funcga.check_replicas({"one": torch.ones(4, 1)[::4], "none": torch.ones(4, 4)[:0, ::2]}, group)
-    return [value.tolist() for value in found[1:3]], tuple(found[3].shape)
-
-
-def test_leaves_of_one_element_or_none():
-    assert processes().run(odd, size=2) == [([[17.0], [[17.0]]], (8, 0))] * 2
 
 
 # of any dtype, in any strides

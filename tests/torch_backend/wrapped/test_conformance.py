@@ -22,7 +22,7 @@ REDUCES_UNUSED = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_
 class Feature:
     """A step; the rows that each replica has, window by window; and what the module is made of."""
 
-    rows: tuple = ((7, 4, 1, 3), (3, 5, 2, 6), (3, 5, 2, 6))
+    rows: tuple = ((7, 4, 1, 3), (3, 5, 2, 6))
     n: int | None = 3  # None: micro-batches of two rows
     fold: str = "mean"
     weighs: str = "rows"
@@ -46,7 +46,7 @@ FEATURES = {
     "uneven stream": Feature(n=None, streams=True),
     "weights of the host": Feature(weighs="number"),
     "weights of a device": Feature(weighs="unseen", n=4),
-    "masked": Feature(weighs="tokens", n=5, rows=((5, 6, 5, 7),) * 3),
+    "masked": Feature(weighs="tokens", n=5, rows=((5, 6, 5, 7),) * 2),
     "per_weight": Feature(fold="per_weight", weighs="tokens"),
     "sum": Feature(fold="sum", sync="every"),
     "sum, last": Feature(fold="sum"),
@@ -61,8 +61,8 @@ FEATURES = {
     "tied": Feature(parts=("tied",)),
     "frozen": Feature(parts=("frozen",)),
     "unused": Feature(parts=("unused",)),
-    "branch": Feature(parts=("branch",), rows=((7, 7, 7, 7),) * 6, n=2),
-    "branch, every": Feature(parts=("branch",), rows=((7, 7, 7, 7),) * 3, n=2, sync="every"),
+    "branch": Feature(parts=("branch",), rows=((7, 7, 7, 7),) * 4, n=2),
+    "branch, every": Feature(parts=("branch",), rows=((7, 7, 7, 7),) * 2, n=2, sync="every"),
 }
 FEATURES_OF_A_MESH = ["every micro-batch synchronises", "stream", "fewer rows than micro-batches", "totals", "outer"]
 
@@ -119,7 +119,9 @@ def loss_of(feature):
         if totals is not None:
             return squares.sum() / totals["tokens"] + 0.3 * (out[:, 0] ** 2).sum() / totals["rows"]
         value = squares.sum() if feature.fold == "per_weight" else squares.sum() / mask.sum()
-        return (value, {"worst": out.abs().max(), "out": out, "rows": len(x), "none": None}) if feature.aux else value
+        numbers = {k: k * value for k in range(4)}  # more than there is room for in a header
+        aux = {"worst": out.abs().max(), "out": out, "rows": len(x), "none": None, **numbers}
+        return (value, aux) if feature.aux else value
 
     return loss
 
@@ -180,6 +182,7 @@ def error_of(group, wrapper, feature, dtype):
     module, fold = wrapped(group, wrapper, Net(feature.parts).to(dtype)), FOLDS[feature.fold]
     gradient = module_value_and_grad(module, loss_of(feature), has_aux=feature.aux, sync=feature.sync)
     aux = {"worst": funcga.max(), "out": funcga.concat(), "rows": funcga.sum(), "none": funcga.mean()}
+    aux |= dict.fromkeys(range(4), fold)
     options = {"fold": ((fold, aux) if feature.aux else fold, fold), "weight": WEIGHTS[feature.weighs]}
     if feature.totals:
         options["totals"] = lambda x, y, mask: {"tokens": mask.sum(), "rows": len(x)}
@@ -204,6 +207,7 @@ def error_of(group, wrapper, feature, dtype):
         if feature.aux:
             found, extra = found
             assert (extra["rows"], extra["none"]) == (len(out), None)
+            errors += [(extra[k] - k * value).abs() for k in range(4)]
             errors += [(extra["out"] - out).abs().max(), (extra["worst"] - out.abs().max()).abs()]
         scale = max([1e-3, *(e.abs().max() for e in expected)])
         errors.append((found - value).abs())

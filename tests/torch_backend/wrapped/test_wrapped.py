@@ -227,28 +227,6 @@ def test_one_pass_over_memory_divides_what_is_weighed(wrapper):
         assert [passes for _, passes in found] == [1, 2, 1, 1]
 
 
-def several_numbers(group):
-    """Dicts of 3 and 4 losses, beside the loss; a header has room for four numbers."""
-    module, found = WRAPPERS["ddp"](group, made(torch.float64)), []
-    for count in (3, 4):
-        aux = lambda module, x, y, count=count: {k: mean_square(module, x, y) * k for k in range(count)}
-        loss_fn = lambda module, x, y, aux=aux: (mean_square(module, x, y), aux(module, x, y))
-        step = funcga.accumulate(module_value_and_grad(module, loss_fn, has_aux=True), 2)
-        for _ in range(2):
-            with Collectives() as counted:
-                (loss, numbers), _ = step(*rows_of(group.rank(), torch.float64))
-        true = whole_rows(group.size(), torch.float64)[0]
-        errors = [abs(value.item() - k * true) for k, value in [(1, loss), *numbers.items()]]
-        found.append((max(errors).item(), counted.names.count("allreduce_")))
-    return found
-
-
-def test_a_header_has_room_for_a_few_numbers():
-    for (error, reduced), (other, reduced_twice) in processes().run(several_numbers, size=2):
-        assert max(error, other) <= 1e-13
-        assert (reduced, reduced_twice) == (1, 2)
-
-
 # -- nothing outside is changed
 
 
