@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import funcga
 from benchmarks.torch_measure import allocator_peak
-from torch_backend import module_value_and_grad, pure_loss
+from torch_backend import pure_loss
 
 # torch's compiler warns of torch's own use of what it has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
@@ -49,10 +49,9 @@ def check(found, expected):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["", "mode"])
-def test_as_it_is_called_first(options):
+def test_as_it_is_called_first():
     """The rows do not divide."""
-    step = made(3, **options)
+    step = made(3)
     first, second = step(W, X), step(W, X)
     check(first, whole_batch(W, X))
     check(second, first)
@@ -62,19 +61,6 @@ def test_dynamic_shapes():
     step = made(2, dynamic=True, fullgraph=True)
     for rows in (8, 7):
         check(step(W, X[:rows]), whole_batch(W, X[:rows]))
-
-
-def test_a_step_after_one_that_cannot_be_compiled():
-    """Torch has given up on the code of a step, and the next one has that code too: it runs as it is."""
-    module, loss_fn = nn.Linear(3, 1), lambda module, x: (module(x) ** 2).mean()
-    refused = torch.compile(funcga.accumulate(module_value_and_grad(module, loss_fn), 2), backend="eager")
-    with pytest.raises(funcga.FuncgaError, match=r"use funcga\.value_and_grad"):
-        refused(X)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss_fn)), 2)
-    params = dict(module.named_parameters())
-    check(torch.compile(step, backend="eager")(params, X), step(params, X))
-    with pytest.raises(funcga.FuncgaError, match=r"use funcga\.value_and_grad"):
-        refused(X)
 
 
 # What the loop makes of folds, weights and structures is the same for every backend. This one takes no g++.

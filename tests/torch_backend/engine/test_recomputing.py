@@ -7,14 +7,12 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from tests.processes import processes
-from torch_backend import Replicas, pure_loss
+from torch_backend import pure_loss
 
 
 class Recompute(torch.autograd.Function):
@@ -98,22 +96,6 @@ def assert_without_grads(*modules):
     assert all(p.grad is None for module in modules for p in module.parameters())
 
 
-@pytest.mark.parametrize("n", [1, 3, 7])
-def test_in_some_micro_batches_only(recompute, n):
-    """Which ones is decided by the data, and the input leads to no parameter."""
-    module, x = net()
-
-    def loss(module, x):
-        own = recompute(module.first, x.clone().requires_grad_()) if x[0, 0] > 0 else module.first(x)
-        return module.last(module.shared(own)).square().mean() + module.loss(x)
-
-    assert len({bool(rows[0, 0] > 0) for rows in x.tensor_split(7)}) == 2
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), n)
-    for _ in range(2):
-        assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, n))
-        assert_without_grads(module)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch's own compiler looks at
 def test_where_a_function_is_applied_makes_no_difference():
     """In another thread, and after a break of a compiled graph."""
@@ -190,54 +172,3 @@ def test_gradients_that_functional_call_loses_are_refused(recompute, own, as_lis
     plain = functional(module, RECOMPUTES["other"])
     grads = funcga.accumulate(funcga.grad(plain), 2)(params, x)
     assert_equal(grads, mean_by_hand(module, lambda m, x: m.loss(x), x, 2))
-
-
-def test_state_and_streams(recompute):
-    module, x = net()
-
-    def loss(module, state, x):
-        state["seen"] += len(x)  # in place, as BatchNorm
-        return module.loss(x, recompute), state
-
-    expected = mean_by_hand(module, lambda m, x: m.loss(x), x, 3)
-    gradient = funcga.grad(pure_loss(module, loss), has_aux=True)
-    options = {"fold": (funcga.mean(), funcga.carry()), "in_axes": (None, funcga.CARRY, 0)}
-    step = funcga.accumulate(gradient, 3, **options)
-    streamed = funcga.stream(gradient, **options)
-    for grads, state in (
-        step(params_of(module), {"seen": torch.tensor(0)}, x),
-        streamed(params_of(module), {"seen": torch.tensor(0)}, [(rows,) for rows in x.tensor_split(3)]),
-    ):
-        assert int(state["seen"]) == len(x)
-        assert_equal(grads, expected)
-
-
-def over_replicas(group, kinds):
-    """How far each of three windows is from the gradient of all rows; each rank has its own kind of layer."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]).double()
-    x = torch.randn(4 * size, 16, dtype=torch.float64)
-
-    def loss_by(apply):
-        def loss(module, x):
-            x = x.clone().requires_grad_()
-            for layer in module:
-                x = apply(lambda h, layer=layer: torch.tanh(layer(h)), x)
-            return apply(lambda h: torch.tanh(module[5](h)), x).square().mean()  # it is complete last, and was first
-
-        return loss
-
-    across = Replicas(group, bucket_bytes=2 * 8 * 16 * 16)
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss_by(RECOMPUTES[kinds[rank]]))), 2, across=across)
-    expected = mean_by_hand(module, loss_by(RECOMPUTES["plain"]), x, 1)
-    own = x[4 * rank :][:4]
-    results = [step(params_of(module), own) for _ in range(3)]
-    return [max(float((grads[k] - g).abs().max()) for k, g in expected.items()) for grads in results]
-
-
-@pytest.mark.parametrize("kinds", [("own", "own"), ("own", "plain"), ("plain", "reentrant")])
-def test_nothing_is_sent_before_it_is_complete(kinds):
-    """A hook cannot say when a leaf is complete that gets its gradient in several parts."""
-    for errors in processes().run(over_replicas, kinds, size=2):
-        assert max(errors) <= 1e-13

@@ -28,14 +28,6 @@ def alone(function, *args, count=2):
         own.stop()
 
 
-def caught(step, *args):
-    """The text of the FuncgaError that a step raises, or its result."""
-    try:
-        return step(*args)
-    except funcga.FuncgaError as error:
-        return str(error)
-
-
 # ------------------------------------------------------------------------------------- errors and interruptions
 
 
@@ -54,7 +46,11 @@ class Fails(torch.autograd.Function):
         return gradient, None
 
 
-def catches(group, n):
+def catches(group):
+    return [catches_in(group, n) for n in (1, 3)]
+
+
+def catches_in(group, n):
     """In window 2 rank 1 raises halfway through the last backward pass, catches that, and all go on."""
     rank, params, x = dist.get_rank(group), layers(6), torch.ones(8, 64)
     fails = []
@@ -81,13 +77,13 @@ def deep_part(params, x):
     return x
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_an_error_that_is_caught_reaches_the_others(n):
+def test_an_error_that_is_caught_reaches_the_others():
     """All can go on if all of them leave the window out."""
-    for rank, found in enumerate(alone(catches, n)):
-        assert max(found[0], found[1], found[3]) <= 1e-6
-        text = "rank 1 has raised an error in this window"
-        assert found[2].startswith("out of memory" if rank == 1 else text)
+    for rank, of_n in enumerate(alone(catches)):
+        for found in of_n:
+            assert max(found[0], found[1], found[3]) <= 1e-6
+            text = "rank 1 has raised an error in this window"
+            assert found[2].startswith("out of memory" if rank == 1 else text)
 
 
 def fails_at_once(group, kind, failing):
@@ -118,25 +114,25 @@ def fails_at_once(group, kind, failing):
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "failing"),
-    [
-        ("engine", [[0, 1], []]),
-        ("module", [[0], [0]]),
-        ("calls", [[0], []]),
-    ],
-)
-def test_an_error_in_the_first_window_can_be_left_out_too(kind, failing):
+FAILING = [("engine", [[0, 1], []]), ("module", [[0], [0]]), ("calls", [[0], []])]
+
+
+def all_fail_at_once(_):
+    return [fails_at_once(dist.new_group([0, 1]), kind, failing) for kind, failing in FAILING]
+
+
+def test_an_error_in_the_first_window_can_be_left_out_too():
     """There is no channel yet, and making one is a collective: what is owed waits for it."""
-    for rank, found in enumerate(alone(fails_at_once, kind, failing)):
-        for window, text in enumerate(found):
-            ranks = [each for each in (0, 1) if window in failing[each]]
-            if rank in ranks:
-                assert text == f"bad data in window {window}"
-            elif ranks:
-                assert text == f"rank {ranks[0]} has raised an error in this window, and has nothing to merge"
-            else:
-                assert text == 4
+    for rank, of_cases in enumerate(processes().run(all_fail_at_once, size=2)):
+        for (_, failing), found in zip(FAILING, of_cases, strict=True):
+            for window, text in enumerate(found):
+                ranks = [each for each in (0, 1) if window in failing[each]]
+                if rank in ranks:
+                    assert text == f"bad data in window {window}"
+                elif ranks:
+                    assert text == f"rank {ranks[0]} has raised an error in this window, and has nothing to merge"
+                else:
+                    assert text == 4
 
 
 def is_killed(group, how):

@@ -45,24 +45,6 @@ def identical(a, b):
         assert torch.equal(leaf, other)
 
 
-def some_are_weighed():
-    gradients = dict.fromkeys(dict(network().named_parameters()), funcga.mean())
-    return funcga.mean(), {**gradients, "0.bias": funcga.moments(), "2.bias": funcga.sum()}
-
-
-@pytest.mark.parametrize(
-    ("fold", "dtype", "n"),
-    [
-        (funcga.mean(), torch.bfloat16, 3), (funcga.sum(), torch.float16, 4), (funcga.logsumexp(), torch.float32, 11),
-        (funcga.max(), torch.float64, 1), (funcga.moments(), torch.bfloat16, 3), (some_are_weighed(), torch.float32, 3),
-    ],
-)  # fmt: skip
-def test_it_is_the_functional_way_bit_for_bit(fold, dtype, n):
-    module, data = network(dtype), batch(dtype)
-    found = funcga.accumulate(module_value_and_grad(module, mse), n, fold=fold)(*data)
-    identical(found, functional(module, mse)(n, *data, fold=fold))
-
-
 def test_called_by_itself_it_is_one_micro_batch():
     module, (x, y) = network(torch.bfloat16), batch(torch.bfloat16)
     gradient = module_value_and_grad(module, lambda m, x, y: (mse(m, x, y), {"out": m(x)}), has_aux=True)
