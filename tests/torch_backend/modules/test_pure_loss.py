@@ -161,9 +161,6 @@ def test_refusals():
     Untouched(module).check()
 
 
-# --- buffers that no counter tells of
-
-
 # --- what runs between two micro-batches
 
 
