@@ -25,6 +25,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,7 +77,7 @@ LOSS: tuple[Question, ...] = (
     outputs.remarks,
 )
 STEP: tuple[Question, ...] = (
-    rows.whole_is_refused,
+    rows.fixed_number,
     calls.evaluated,
     calls.repeatable,
     outputs.small_gradients,
@@ -135,62 +136,48 @@ class Verdict:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, object]:
-        """The verdict as dicts, lists, strings, numbers and None, for JSON; a number that is not
+        """The verdict as dicts, tuples, strings, numbers and None, for JSON; a number that is not
         finite is a string.
         """
-        rows: list[dict[str, object]] = []
-        for row in self.rows:
+        rows = [
             # JSON has no numbers that are not finite.
-            difference = row.relative if row.relative < float("inf") else str(row.relative)
-            rows.append(
-                {**row._asdict(), "sizes": [*row.sizes], "relative": difference, "ok": row.ok}
-            )
-        return asdict(self) | {
-            "causes": [asdict(each) for each in self.causes],
-            "rows": rows,
-            "notes": [*self.notes],
-        }
+            row._asdict()
+            | {"ok": row.ok, "relative": row.relative if row.relative < inf else str(row.relative)}
+            for row in self.rows
+        ]
+        return asdict(self) | {"rows": rows}
 
     def __str__(self) -> str:
-        return "\n".join(line for line, _ in _lines(self))
+        return "\n".join(_lines(self))
 
     def __rich__(self) -> "Text":
         from rich.text import Text
 
-        return Text("\n").join(Text(line, style) for line, style in _lines(self))
+        first, *rest = str(self).partition("\n")
+        return Text.assemble((first, "bold green" if self.ok else "bold red"), *rest)
 
 
-def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """(line, style) of the text."""
-    if verdict.ok and not verdict.gradients:
-        yield "The values agree, and no gradient was compared: see the note.", "bold yellow"
-    elif verdict.ok:
-        yield "Accumulation is exact for this loss.", "bold green"
+def _lines(verdict: Verdict) -> Iterator[str]:
+    count = len(verdict.causes)
+    if not verdict.ok:
+        yield f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}."
+    elif verdict.gradients:
+        yield "Accumulation is exact for this loss."
     else:
-        count = len(verdict.causes)
-        yield (
-            f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}.",
-            "bold red",
-        )
+        yield "The values agree, and no gradient was compared: see the note."
     for number, each in enumerate(verdict.causes, 1):
-        yield "", ""
-        yield f"{number}. {each.name}", "bold"
-        yield from ((line, "") for line in _wrapped(each.what))
         # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
         line, *sentences = re.split(r"\. (?=[A-Z])", each.fix, maxsplit=1)
-        yield f"   Fix: {line}", "green"
-        yield from ((line, "green") for line in _wrapped("".join(sentences)))
-        yield from ((line, "dim") for line in _wrapped(f"Seen: {each.evidence}"))
+        yield from ("", f"{number}. {each.name}", *_wrapped(each.what), f"   Fix: {line}")
+        yield from _wrapped("".join(sentences))
+        yield from _wrapped(f"Seen: {each.evidence}")
     if verdict.rows:
-        yield "", ""
-        yield f"Against the whole batch, in {verdict.dtype}:", ""
+        yield from ("", f"Against the whole batch, in {verdict.dtype}:")
     for row in verdict.rows:
-        result = row.error or (
-            f"largest relative difference {row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
-        )
-        yield f"   {row.split}: {result}", "" if row.ok else "red"
+        difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
+        yield f"   {row.split}: {row.error or f'largest relative difference {difference}'}"
     for text in verdict.notes:
-        yield from ((line, "dim") for line in _wrapped(text, "Note: "))
+        yield from _wrapped(text, "Note: ")
 
 
 def _wrapped(text: str, first: str = "   ") -> list[str]:
@@ -279,15 +266,15 @@ def verify(
         >>> [cause.name for cause in verdict.causes]
         ['sum under mean']
     """
-    job = job_of(grad_fn)
-    instead = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
+    job, instead = (
+        job_of(grad_fn),
+        "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))",
+    )
+    options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
     if job is not None:
-        _check_options(fold=fold != mean(), weight=weight, in_axes=in_axes, totals=totals)
+        _check_options(options | {"fold": fold != mean()})
+        grad_fn = job.program.grad_fn
         instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
-        program = job.program
-        grad_fn, in_axes = program.grad_fn, program.in_axes
-        fold, weight = program.fold, program.weight
-        totals = program.totals.function if program.totals else None
     if owner_of(grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a gradient function, or a step, with parameters of its own choice, "
@@ -297,12 +284,11 @@ def verify(
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
     counts = _counts(n)
-    if totals is not None:
+    program = step_program(accumulate(grad_fn, 1, **options)) if job is None else job.program
+    assert program is not None
+    if program.totals is not None:
         check_no_totals(kwargs)
-    step = accumulate(grad_fn, 1, fold=fold, weight=weight, in_axes=in_axes, totals=totals)
-    chosen = step_program(step)
-    assert chosen is not None
-    probe = Probe(chosen, job, args, kwargs, precise=False)
+    probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
     _check_finite(probe, args, kwargs)
     if job is not None:
@@ -334,12 +320,13 @@ def job_of(step: object) -> Coupled | None:
     return job if isinstance(job, Coupled) else None
 
 
-def _check_options(**given: object) -> None:
-    for name in (name for name, value in given.items() if value):
-        raise FuncgaError(
-            f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
-            f"funcga.verify(step, params, *batch)."
-        )
+def _check_options(options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise FuncgaError(
+                f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
+                f"funcga.verify(step, params, *batch)."
+            )
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:

@@ -4,9 +4,9 @@ The fold over n micro-batches, in order, and over two uneven ones in another ord
 the whole batch. What differs by more than rounding has a cause, and the causes are asked next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -115,14 +115,12 @@ class Measured(NamedTuple):
 class Splits(NamedTuple):
     """What the splits have shown, as indices of leaves.
 
-    failed: those that differ, without carried state; carried: those of carried state that differ;
-    reordered: those that change when the rows of the whole batch come in another order.
+    failed: those that differ, without carried state; carried: those of carried state that differ.
     """
 
     rows: list[Measured]
     failed: list[int]
     carried: list[int]
-    reordered: list[int]
 
     @property
     def agree(self) -> bool:
@@ -192,59 +190,52 @@ class Case:
         An error that grad_fn raises for a part of the batch is noted; errors of funcga's own are
         raised.
         """
-        probe, rows = self.probe, self.probe.rows
-        table: list[Measured] = []
-        # Carried state and collected rows depend on the order, and moments on the number of
-        # micro-batches.
+        probe, every, table = self.probe, self.probe.every, list[Measured]()
+        # State goes through the rows in their order only.
+        order, name = (every, "uneven") if probe.threaded else (self.order, "uneven, permuted")
+        whole, permuted = probe.accumulated([every, order], n=1)
+        parts = len(self.parts[0]), len(self.parts[1])
+        # What each split is called, its sizes, its rows, what they are to give, and how it is cut.
+        splits: list[tuple[str, Rows, Rows, Leaves, dict[str, int]]] = [
+            (f"n = {n}", tuple(map(len, np.array_split(every, n))), every, whole, {"n": n})
+            for n in self.counts or [min(3, probe.rows)]
+        ]
+        splits.append((name, parts, order, permuted, {"microbatch_size": parts[0]}))
+        # Moments depend on the number of micro-batches.
         compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
-        unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
-        scales, whole = self._scales(), probe.folded([probe.every])
-
-        def measure(
-            split: str,
-            sizes: Rows,
-            leaves: list[int],
-            run: Callable[[], Leaves],
-            expected: Leaves = whole,
-        ) -> set[int]:
-            """The leaves that differ by more than the limit; adds the row of the split."""
-            limit = self.limit.relative
+        failed = set[int]()
+        for split, sizes, rows, expected, cut in splits:
             try:
-                result = run()
+                (result,) = probe.accumulated([rows], **cut)
             except Exception as error:
                 if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
                     raise
                 text = f"it raised {first_line(error)}"
-                table.append(Measured(split, sizes, float("nan"), limit, "", text))
-                return set()
-            apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
-            worst = max(apart, key=lambda i: apart[i], default=-1)
-            path = probe.paths[worst] if leaves else ""
-            table.append(Measured(split, sizes, apart.get(worst, 0.0), limit, path))
-            return {i for i in leaves if apart[i] > limit}
-
-        failed, reordered = set[int](), set[int]()
-        for n in self.counts or [min(3, rows)]:
-            sizes = tuple(rows // n + (k < rows % n) for k in range(n))
-            run = partial(probe.accumulated, probe.every, n=n)
-            failed |= measure(f"n = {n}", sizes, compared, run)
-        # State goes through the rows in their order only.
-        sizes, order = (len(self.parts[0]), len(self.parts[1])), self.order
-        name = "uneven, permuted"
-        if probe.threaded:
-            name, order = "uneven", probe.every
-        if probe.job is not None:
-            run = partial(probe.accumulated, order, microbatch_size=sizes[0])
-            failed |= measure(name, sizes, compared, run, probe.values(order))
-        elif not probe.threaded:
-            failed |= measure(name, sizes, unordered, partial(probe.folded, self.parts))
-            # Does the order of the rows matter by itself, in one micro-batch?
-            if failed:
-                name, run = "one micro-batch, permuted", partial(probe.folded, [order])
-                reordered = measure(name, (rows,), unordered, run)
+                table.append(Measured(split, sizes, np.nan, self.limit.relative, "", text))
+            else:
+                row, apart = self.measured(split, sizes, compared, result, expected)
+                table.append(row)
+                failed |= apart
         carried = {i for i in failed if probe.folds[i].reducer.carries}
-        return Splits(table, sorted(failed - carried), sorted(carried), sorted(reordered))
+        return Splits(table, sorted(failed - carried), sorted(carried))
 
+    def measured(
+        self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves
+    ) -> tuple[Measured, set[int]]:
+        """The row of a split, and those of these leaves that differ by more than the limit."""
+        limit, scales = self.limit.relative, self._scales
+        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
+        worst = max(apart, key=lambda i: apart[i], default=-1)
+        path = self.probe.paths[worst] if leaves else ""
+        row = Measured(split, sizes, apart.get(worst, 0.0), limit, path)
+        return row, {i for i in leaves if apart[i] > limit}
+
+    @property
+    def failed(self) -> list[int]:
+        """The leaves that differ, of those whose fold adds up values."""
+        return [i for i in self.splits.failed if i in self.probe.additive()]
+
+    @cached_property
     def _scales(self) -> list[float]:
         """What a difference in each leaf is relative to, after the fold."""
         probe = self.probe

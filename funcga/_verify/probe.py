@@ -20,9 +20,7 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
-from funcga._call.arguments import CARRY
 from funcga._coupled import Coupled, coupled
-from funcga._fold import Tally
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._reproducible import plain
@@ -77,15 +75,11 @@ class Probe:
         self.gradient = gradient if isinstance(gradient, GradientFunction) else None
         self.args, self.kwargs = self._copied((args, kwargs))
         self.arguments = program.read(self.args, self.backend)
-        self.rows = self.arguments.rows()
-        self.every: Rows = tuple(range(self.rows))
-        self.threaded = any(axis is CARRY for _, axis in self.arguments)
+        self.every: Rows = tuple(range(self.arguments.rows()))
         # Any rows get the totals of the whole batch, as a micro-batch does.
         if program.totals is not None:
             self.kwargs = {**self.kwargs, "totals": self.count(self.every)}
-        # Under these folds a step over one micro-batch returns what grad_fn itself returns.
-        self.raw_fold = self.each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
-        self.raw = self.step(n=1, fold=self.raw_fold)
+        self.raw = self.raw_step()
         self.output: Tree = None  # of the first call
         self._values: dict[Rows, Leaves] = {}
 
@@ -96,14 +90,29 @@ class Probe:
         def copied(leaf: Array) -> Array:
             if not arrays.is_array(leaf):
                 return leaf
-            wide = {"float": "float64", "complex": "complex128"}.get(arrays.kind(leaf.dtype))
-            own = self.framework.copy(leaf)
-            return arrays.cast(own, arrays.as_dtype(wide)) if self.precise and wide else own
+            own, kind = self.framework.copy(leaf), arrays.kind(leaf.dtype)
+            wide = {"float": "float64", "complex": "complex128"}.get(kind) if self.precise else None
+            return arrays.cast(own, arrays.as_dtype(wide)) if wide else own
 
         leaves, structure = trees.flatten(tree)
         return trees.unflatten(structure, [copied(leaf) for leaf in leaves])
 
+    @property
+    def rows(self) -> int:
+        """The rows of the batch."""
+        return len(self.every)
+
+    @property
+    def threaded(self) -> bool:
+        """Whether state is threaded from one micro-batch to the next."""
+        return bool(self.arguments.state)
+
     # --- calls
+
+    def raw_step(self) -> Callable[..., Tree]:
+        """The step over one micro-batch that returns what grad_fn itself returns."""
+        fold = self.each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
+        return self.step(n=1, fold=fold)
 
     def step(self, **options: Tree) -> Callable[..., Tree]:
         """The step of `accumulate`, or of `coupled`, with these options."""
@@ -154,37 +163,25 @@ class Probe:
         except Exception:
             return None
 
-    def accumulated(self, rows: Rows, **cut: int) -> Leaves:
-        """The leaves of the result of the step itself, with these rows cut so."""
-        kwargs, options = self.kwargs, dict[str, Tree](cut)
+    def accumulated(self, choices: Sequence[Rows], **cut: int) -> list[Leaves]:
+        """The leaves of the result of the step itself, cut so, for each choice of rows."""
+        kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
         if self.program.totals is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name != "totals"}
+            del kwargs["totals"]
             options["totals"] = self.program.totals.function
         fold = self.each_fold(lambda fold: _leaf_for_leaf(plain(fold)))
         step = self.step(fold=fold, weight=self.program.weight, **options)
-        return self.numbers(step(*self.take_rows(rows), **kwargs))
-
-    def folded(self, parts: Sequence[Rows]) -> Leaves:
-        """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not
-        of the fold.
-        """
-        values, weights = [self.values(part) for part in parts], [*map(self.weigh, parts)]
-        return [
-            leaves[0]
-            if fold.reducer.monoid.ordered or fold.reducer.over_steps
-            else folded(fold, leaves, weights)
-            for fold, *leaves in zip(self.folds, *values, strict=True)
-        ]
+        return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
 
     def loss(self, rows: Rows) -> float:
         """The value of the loss: in the output, or of the function that is differentiated; NaN
         where there is none.
         """
-        scalars = [i for i in self.additive() if self.whole[i].ndim == 0]
-        is_ours = self.gradient is not None and self.job is None
+        gradients = self.gradient_leaves()
+        scalars = [i for i in self.additive() if not self.whole[i].ndim and i not in gradients]
         # What is called may not be the loss, or may refuse these rows.
         try:
-            if scalars and not is_ours:
+            if scalars:
                 return float(np.real(self.values(rows)[scalars[0]]))
             loss_fn = self.gradient.loss_fn if self.gradient else inspect.unwrap(self.grad_fn)
             numbers = self.numbers(loss_fn(*self.take_rows(rows), **self.kwargs))
@@ -234,27 +231,23 @@ class Probe:
         program = replace(self.program, fold=self.like_output(folds))
         return self.changed(program=program, folds=folds)
 
-    def with_totals(self, change: Callable[[int, Array], Array]) -> Leaves | None:
-        """The leaves of the output of all rows with other totals, `change(index, total)` of each;
-        None where the loss refuses them.
+    def with_totals(self, factors: Sequence[int]) -> Leaves:
+        """The leaves of the output of all rows with each total times its factor; the usual ones
+        where the loss refuses that.
         """
         leaves, structure = self.backend.trees.flatten(self.kwargs["totals"])
-        totals = self.backend.trees.unflatten(
-            structure, [change(index, total) for index, total in enumerate(leaves)]
-        )
-        changed = self.changed(kwargs=self.kwargs | {"totals": totals}, _values={})
-        return changed.try_values(self.every)
+        totals = [total * factor for total, factor in zip(leaves, factors, strict=True)]
+        kwargs = self.kwargs | {"totals": self.backend.trees.unflatten(structure, totals)}
+        return self.changed(kwargs=kwargs, _values={}).try_values(self.every) or self.whole
 
     def at_other_parameters(self) -> "Probe | None":
         """The same function at other parameters, with every array of floats moved; None where
         those are split, or cannot be changed.
         """
-        arrays, trees = self.backend.arrays, self.backend.trees
-        trained = self.gradient.arg_indices(len(self.args)) if self.gradient else (0,)
-        if any(self.arguments.parts[i].axes for i in trained):
-            return None
-        args = [*self.args]
-        for i in trained:
+        arrays, trees, args = self.backend.arrays, self.backend.trees, [*self.args]
+        for i in self.gradient.arg_indices(len(args)) if self.gradient else (0,):
+            if self.arguments.parts[i].axes:
+                return None
             leaves, structure = trees.flatten(args[i])
             moved = [
                 leaf * 1.25 + 0.1
@@ -277,10 +270,11 @@ class Probe:
 
     def _number(self, leaf: Array) -> Array:
         arrays = self.backend.arrays
-        kind = "other"
-        if arrays.is_array(leaf) or isinstance(leaf, int | float | complex):
+        try:
             leaf = arrays.as_array(leaf)
-            kind = arrays.kind(leaf.dtype)
+        except TypeError:
+            return np.zeros(0)
+        kind = arrays.kind(leaf.dtype)
         if kind == "other":
             return np.zeros(0)
         # NumPy has no bfloat16.
@@ -311,19 +305,18 @@ class Probe:
         root = "output" if self.subject == "loss" else self.subject
         return leaf_paths(self.output, self.backend.trees, root)
 
-    def additive(self, leaves: Sequence[int] | None = None) -> list[int]:
-        """Those of these leaves, or of all, whose fold adds up values, as it must for a loss and
-        its gradients.
-        """
-        indices = range(len(self.folds)) if leaves is None else leaves
-        return [i for i in indices if self.whole[i].size and self.folds[i].reducer.additive]
+    def additive(self) -> list[int]:
+        """The leaves whose fold adds up values, as it must for a loss and its gradients."""
+        return [
+            i for i, fold in enumerate(self.folds) if self.whole[i].size and fold.reducer.additive
+        ]
 
     def gradient_leaves(self) -> list[int]:
         """The leaves that are gradients, or have the shape of a parameter as gradients have."""
         if self.gradient is not None and self.job is None:
             numbered = self.like_output([*range(len(self.whole))])
             gradient = self.gradient.gradient_in(numbered)
-            return self.additive(self.backend.trees.flatten(gradient)[0])
+            return sorted({*self.additive()}.intersection(self.backend.trees.flatten(gradient)[0]))
         shapes = {
             leaf.shape
             for part in self.arguments.parts
@@ -348,14 +341,3 @@ def _leaf_for_leaf(fold: Fold) -> Fold:
         return xp.stack(result) if isinstance(result, tuple) else result
 
     return replace(fold, normalizer=replace(fold.normalizer, apply=stacked))
-
-
-def folded(fold: Fold, values: Sequence[Array], weights: Sequence[float]) -> Array:
-    """The fold of these NumPy arrays."""
-    with np.errstate(invalid="ignore"):
-        lifted = [fold.reducer.lift(np, *pair) for pair in zip(values, weights, strict=True)]
-        reduced = lifted[0]
-        for more in lifted[1:]:
-            reduced = fold.reducer.monoid.combine(np, reduced, more)
-        tally = Tally(math.fsum(weights), len(values))
-        return np.asarray(fold.normalizer.apply(np, reduced, tally))

@@ -5,7 +5,7 @@ first. Bits are asked about the arguments as they are given, in their own dtypes
 micro-batches kept: the gradient of a micro-batch depends on its size.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -99,9 +99,15 @@ def repeatable_at_the_end(case: Case) -> Iterator[Answer]:
 
 def by_position(case: Case) -> Iterator[Answer]:
     """Results that change with the order of the rows alone, in one micro-batch."""
-    probe, splits = case.probe, case.splits
-    if probe.additive(splits.reordered):
-        yield of_position(case, splits.rows[-1].relative, splits.rows[-1].leaf)
+    probe, added = case.probe, case.probe.additive()
+    if probe.threaded or not case.splits.failed or not added:
+        return
+    whole, permuted = probe.accumulated([probe.every, case.order], n=1)
+    split = "one micro-batch, permuted"
+    row, apart = case.measured(split, (probe.rows,), added, permuted, whole)
+    case.splits.rows.append(row)
+    if apart:
+        yield of_position(case, row.relative, row.leaf)
 
 
 def of_position(case: Case, difference: float, where: str) -> Cause:
@@ -126,7 +132,7 @@ def same_bits(case: Case) -> Iterator[Answer]:
     size = probe.rows // n
     step = probe.step(microbatch_size=size, fold=program.fold, weight=program.weight)
 
-    def result(order: Iterable[int]) -> Leaves:
+    def result(order: Sequence[int]) -> Leaves:
         rows = tuple(size * k + row for k in order for row in range(size))
         return probe.numbers(step(*probe.take_rows(rows), **probe.kwargs))
 
@@ -135,14 +141,13 @@ def same_bits(case: Case) -> Iterator[Answer]:
     line = "torch.use_deterministic_algorithms(True)"
     if probe.backend.name == "jax":
         line = "deterministic kernels"
-    for order in (range(n), *(random.permutation(n).tolist() for _ in range(_ORDERS))):
-        for path, (fold, _), x, y in zip(probe.paths, folds, first, result(order), strict=True):
+    for times in range(_ORDERS + 1):
+        other = result(random.permutation(n).tolist() if times else range(n))
+        for path, (fold, _), x, y in zip(probe.paths, folds, first, other, strict=True):
             # What keeps the order, such as concat(), is to have another result in another one.
-            is_repeated = isinstance(order, range)
-            is_kept = fold.reducer.monoid.ordered and not is_repeated
-            if is_kept or np.array_equal(x, y, equal_nan=True):
-                continue
-            key = "order of kernels" if fold.reducer.of_bits else "order of sums"
-            words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
-            yield cause("bits not repeatable" if is_repeated else key, **words)
-            return
+            is_moved = times and fold.reducer.monoid.ordered
+            if not is_moved and not np.array_equal(x, y, equal_nan=True):
+                key = "order of kernels" if fold.reducer.of_bits else "order of sums"
+                words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
+                yield cause(key if times else "bits not repeatable", **words)
+                return

@@ -6,7 +6,6 @@ groups by what it counts.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -50,19 +49,13 @@ def counts(probe: Probe) -> Iterator[Count]:
     """
     leaves = [*_split_leaves(probe)]
     # Of a batch of complex numbers alone there is no name.
-    parameters, rows = "", ""
-    for leaf in leaves[:1]:
-        rows = f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})"
-        parameters = leaf.parameters
-    yield Count(parameters, rows, len)
+    named = [(leaf.parameters, leaf.rows) for leaf in leaves] or [("", "")]
+    yield Count(*named[0], len)
     is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
     for leaf in sorted(leaves, key=is_other):
         for expression, counted in _expressions(leaf):
-            yield Count(leaf.parameters, expression, partial(_total, counted))
-
-
-def _total(counted: Array, rows: Rows) -> float:
-    return float(counted[[*rows]].sum())
+            total = lambda rows, counted=counted: float(counted[[*rows]].sum())
+            yield Count(leaf.parameters, expression, total)
 
 
 def form(probe: Probe) -> Count:
@@ -71,9 +64,9 @@ def form(probe: Probe) -> Count:
     """
     leaves = [*_split_leaves(probe)]
     whole = [leaf for leaf in leaves if _is_whole(leaf.values)]
-    for leaf in (whole or leaves[-1:])[:1]:
-        return Count(leaf.parameters, f"({leaf.name} != -100).sum()", lambda rows: 0)
-    return Count("batch", '(batch["labels"] != -100).sum()', lambda rows: 0)
+    named = [(leaf.parameters, leaf.name) for leaf in whole or leaves[-1:]]
+    parameters, name = (named or [("batch", 'batch["labels"]')])[0]
+    return Count(parameters, f"({name} != -100).sum()", lambda rows: 0)
 
 
 class _Leaf(NamedTuple):
@@ -86,11 +79,16 @@ class _Leaf(NamedTuple):
     axis: int
     parameters: str
 
+    @property
+    def rows(self) -> str:
+        """Their number, as it is written."""
+        return f"{self.name}.shape[{self.axis}]" if self.axis else f"len({self.name})"
+
 
 def with_names(names: Sequence[str]) -> list[str]:
     """The names of arguments, with invented ones for those of *args, which have none."""
     others = ["batch", "y", "z", *(f"x{i}" for i in range(len(names)))]
-    invented = iter([name for name in others if name not in names])
+    invented = (name for name in others if name not in names)
     return [name if name.isidentifier() else next(invented) for name in names]
 
 
@@ -100,11 +98,9 @@ def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
     arguments = zip(
         argument_names(probe.grad_fn, len(probe.args)), probe.arguments.parts, strict=True
     )
-    split = {
-        name: part for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)
-    }
-    names = with_names([*split])
-    for name, part in zip(names, split.values(), strict=True):
+    split = [pair for pair in arguments if any(isinstance(axis, int) for axis in pair[1].axes)]
+    names = with_names([name for name, _ in split])
+    for name, (_, part) in zip(names, split, strict=True):
         paths = leaf_paths(part.value, probe.backend.trees, name)
         for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):
             if isinstance(axis, int) and values.ndim and not np.iscomplexobj(values):
@@ -139,11 +135,9 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
             continue
         # The usual values of what is ignored, then the most frequent one and the largest, which
         # padding may be.
-        for ignored in dict.fromkeys(
-            (-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))
-        ):
+        for ignored in dict.fromkeys((-100, 0, -1, unique[frequency.argmax()], unique[-1])):
             if ignored in unique:
-                yield f"({spelled} != {ignored}).sum()", part != ignored
+                yield f"({spelled} != {int(ignored)}).sum()", part != ignored
         if (part < 0).any():
             yield f"({spelled} >= 0).sum()", part >= 0
         yield f"({spelled} > 0).sum()", part > 0
@@ -199,7 +193,7 @@ def of_totals(case: Case) -> Iterator[Answer]:
         parts = (*case.parts, case.order)
         counted = [probe.numbers(probe.count(rows)) for rows in parts]
         yield from _not_additive(paths, counted)
-        yield from _divided_twice(probe)
+        yield from _divided_twice(probe, paths)
         yield from _not_finite_at_zero(probe, paths, counted, [len(rows) for rows in parts])
 
 
@@ -210,9 +204,9 @@ def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[C
             return
 
 
-def _divided_twice(probe: Probe) -> Iterator[Cause]:
+def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Cause]:
     # Twice the totals halve what is divided by them.
-    halved = probe.with_totals(lambda _, total: total * 2) or probe.whole
+    halved = probe.with_totals([2] * len(paths))
     for i in probe.additive():
         is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
         if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
@@ -223,16 +217,12 @@ def _divided_twice(probe: Probe) -> Iterator[Cause]:
 def _not_finite_at_zero(
     probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
 ) -> Iterator[Cause]:
-    for index, (path, *of_parts) in enumerate(zip(paths, *counted, strict=True)):
+    for path, *of_parts in zip(paths, *counted, strict=True):
         shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
         # What every row has as much of, such as a count of rows, is never 0.
         if np.allclose(shares, shares[0], rtol=1e-6, atol=0):
             continue
-        zeroed = probe.with_totals(partial(_with_zero, index)) or probe.whole
+        zeroed = probe.with_totals([int(other != path) for other in paths])
         if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
             yield cause("total of zero", path=path, line=at_least_one(probe, path))
             return
-
-
-def _with_zero(index: int, i: int, total: Array) -> Array:
-    return total * int(i != index)

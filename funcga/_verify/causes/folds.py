@@ -35,7 +35,7 @@ def explain(case: Case) -> list[Answer]:
 def by_kind(case: Case) -> Iterator[Cause]:
     """The causes that groups of rows show, each name once."""
     probe, names = case.probe, set[str]()
-    for leaves in _alike(probe, probe.additive(case.splits.failed)):
+    for leaves in _alike(probe, case.failed):
         # Of the pairs of groups the first one that shows something decides.
         found = next(
             filter(None, (causes_of(respond(case, leaves, *pair)) for pair in case.pairs)), []
@@ -247,7 +247,7 @@ def remainder(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
     """What explains a very small difference, in the place of these causes."""
     probe, splits = case.probe, case.splits
     worst = max((math.inf if row.error else row.relative for row in splits.rows), default=0.0)
-    failed = probe.additive(splits.failed)
+    failed = case.failed
     is_small = case.limit.relative < worst <= _SMALL and failed == splits.failed
     if not is_small or not {each.name for each in causes} <= _VAGUE:
         return

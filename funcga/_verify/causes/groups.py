@@ -164,11 +164,6 @@ def respond(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
     return Evidence(case, leaves, a, b, kind)
 
 
-def rest(case: Case, a: Rows, b: Rows) -> Rows:
-    """The rows that are in neither group."""
-    return tuple(row for row in case.probe.every if row not in {*a, *b})
-
-
 def _evaluated(
     case: Case, parts: Sequence[Rows], leaves: Sequence[int], points: Sequence[Point]
 ) -> _Points:

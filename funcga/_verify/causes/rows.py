@@ -18,7 +18,6 @@ from funcga._verify.causes.counts import with_names
 from funcga._verify.causes.groups import Evidence
 from funcga._verify.exact import Case, first_line
 from funcga._verify.probe import Probe, Rows
-from funcga.errors import FuncgaError
 
 # --- a loss of all rows together
 
@@ -106,42 +105,51 @@ def _options(case: Case, fold: str) -> str:
 # --- a step of `coupled` that knows a number of rows
 
 
-def whole_is_refused(case: Case) -> Iterator[Answer]:
-    """A loss that raises an error for all rows, and not for as many as a micro-batch has."""
-    probe, job = case.probe, case.probe.job
+def fixed_number(case: Case) -> Iterator[Answer]:
+    """A loss that raises an error for all rows, and not for as many as a micro-batch has; or for
+    any other number than all.
+    """
+    probe, job, every = case.probe, case.probe.job, case.probe.every
     assert job is not None
-    try:
-        probe.values(probe.every)
-    except FuncgaError:
-        return
-    except Exception as error:
+
+    def is_refused(rows: Rows) -> bool:
+        return probe.try_values(rows) is None
+
+    if is_refused(every):
         n = min(job.program.n or 1, probe.rows)
-        size = job.program.microbatch_size or -(-probe.rows // n)
-        for works in (size, probe.rows // n, probe.rows // 2):
-            if probe.try_values(probe.every[:works]) is not None:
-                yield _of_size(probe, works, probe.every, error)
-                yield stop("no gradient")
-                return
+        sizes = (job.program.microbatch_size or -(-probe.rows // n), probe.rows // n)
+        fewer = [every[:size] for size in (*sizes, probe.rows // 2)]
+        works = next((rows for rows in fewer if not is_refused(rows)), every)
+        fails = every
+    elif all(map(is_refused, (*case.parts, every[:-1]))):
+        works, fails = every, every[: probe.rows // 2]
+    else:
+        return
+    try:
+        probe.values(fails)
+    except Exception as error:
+        # Another error is not about their number.
+        if works == fails:
+            return
+        words = {"works": len(works), "fails": len(fails), "error": first_line(error)}
+        try:
+            probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
+        except Exception:
+            yield cause("fixed rows", function="summary_fn", **words)
+        else:
+            yield cause("fixed rows", function="loss_fn", **words)
+        if fails == every:
+            yield stop("no gradient")
 
 
 def of_order(case: Case) -> Iterator[Answer]:
     """A loss that knows a number of rows, or that depends on their order."""
     probe, every = case.probe, case.probe.every
-    if probe.threaded or not case.splits.agree:
-        return
-    # The parts have been evaluated already.
-    is_refused = all(probe.try_values(rows) is None for rows in case.parts)
-    if is_refused and probe.try_values(every[:-1]) is None:
-        fewer = every[: probe.rows // 2]
-        try:
-            probe.values(fewer)
-        except Exception as error:
-            yield _of_size(probe, probe.rows, fewer, error)
-            return
     folds, twice = probe.backend.trees.flatten(probe.program.fold)[0], every + every
-    # Nothing has an order, or it makes no difference.
     has_order = any(fold.reducer.monoid.axis is not None for fold in folds)
-    if not has_order or not _differ(case, twice, tuple(sorted(twice))):
+    # Nothing has an order, it makes no difference, or the cause is known already.
+    is_known = not case.splits.agree or probe.try_values(every[:-1]) is None
+    if not has_order or is_known or not _differ(case, twice, tuple(sorted(twice))):
         return
     # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
     # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
@@ -155,29 +163,18 @@ def of_order(case: Case) -> Iterator[Answer]:
 
 def _changing(case: Case, rows: Rows) -> list[int]:
     """The rows of which the exchange with the next one changes the loss."""
-    changing = []
-    for row in range(1, len(rows)):
-        exchanged = (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
-        if _differ(case, rows, exchanged):
-            changing.append(row)
-    return changing
+    return [
+        row
+        for row in range(1, len(rows))
+        if _differ(case, rows, (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :]))
+    ]
 
 
-def _differ(case: Case, left: Rows, right: Rows) -> bool:
+def _differ(case: Case, *orders: Rows) -> bool:
     """Whether the loss of the same rows in two orders differs; False where it cannot be
     evaluated.
     """
-    one, other = case.probe.try_values(left), case.probe.try_values(right)
+    one, other = map(case.probe.try_values, orders)
     if one is None or other is None:
         return False
     return max(case.limit.differences(one, other), default=0.0) > case.limit.relative
-
-
-def _of_size(probe: Probe, works: int, fails: Rows, error: Exception) -> Cause:
-    """The Cause of a loss that works with so many rows, and raises this error for these."""
-    words = {"works": works, "fails": len(fails), "function": "loss_fn"}
-    try:
-        probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
-    except Exception:
-        words["function"] = "summary_fn"
-    return cause("fixed rows", error=first_line(error), **words)

@@ -4,19 +4,20 @@ A step of `coupled` can differ from the gradient of the whole batch only if it d
 summary_fn is looked at like any other function whose outputs are folded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from funcga import folds
+from funcga._types import Array
 from funcga._verify.causes import Answer, Cause, cause, causes_in, stop
 from funcga._verify.causes.calls import of_position
 from funcga._verify.causes.folds import by_kind, explain
 from funcga._verify.causes.outputs import per_example
 from funcga._verify.exact import Case
-from funcga._verify.probe import Probe, folded
+from funcga._verify.probe import Leaves, Probe
 from funcga.errors import FuncgaError
+from funcga.folds import mean
 
 # These causes are named for a summary as for a loss. Any other means that it is no sum or mean over
 # single rows.
@@ -78,8 +79,7 @@ def _unfolded(case: Case) -> list[Cause]:
 
 
 def _found(case: Case) -> list[Cause]:
-    failed = case.splits.failed
-    added = case.probe.additive(failed)
+    failed, added = case.splits.failed, case.failed
     explained = causes_in(explain(case)) if added else []
     # A summary that couples its rows has texts of its own.
     found = [each for each in explained if each.name in _AS_OF_A_LOSS]
@@ -107,6 +107,16 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
     return cause("batch statistics: summary", where=path, layers=f", as {layers} does")
 
 
+# Each stock fold, of the values of the parts and their weights.
+_FOLDS: dict[str, Callable[[Leaves, list[float]], Array]] = {
+    "mean": lambda values, weights: np.average(values, 0, weights),
+    "sum": lambda values, weights: np.sum(values, 0),
+    "max": lambda values, weights: np.max(values, 0),
+    "min": lambda values, weights: np.min(values, 0),
+    "logsumexp": lambda values, weights: np.logaddexp(*values),
+}
+
+
 def _better_fold(case: Case, leaf_index: int) -> str | None:
     """A stock fold under which two parts of the batch have the leaf of all rows, as it is
     written.
@@ -117,15 +127,15 @@ def _better_fold(case: Case, leaf_index: int) -> str | None:
     if not values[0].shape == values[1].shape == whole.shape:
         return None
     weights = [summary.weigh(part) for part in case.parts]
-    for fold in (folds.mean, folds.sum, folds.max, folds.min, folds.logsumexp):
-        (difference,) = case.limit.differences([folded(fold(), values, weights)], [whole])
+    for name, fold in _FOLDS.items():
+        (difference,) = case.limit.differences([fold(values, weights)], [whole])
         if difference <= case.limit.relative:
-            return f"funcga.{fold.__name__}()"
+            return f"funcga.{name}()"
     # As a mean it may have another weight.
     of_leaves = [*summary.folds]
     if of_leaves[leaf_index].reducer.additive:
         return None
-    of_leaves[leaf_index] = folds.mean()
+    of_leaves[leaf_index] = mean()
     as_mean = replace(case, probe=summary.under(of_leaves))
     for each in by_kind(as_mean):
         if each.name in ("uneven tokens", "wrong weight"):
