@@ -1,22 +1,22 @@
-"""`verify`: whether accumulation is exact for a loss, and what is wrong where it is not.
+"""`verify`: whether accumulation is exact for a loss, and if not, why.
 
 Two halves, read in this order:
 
-- `exact.py`: *is it exact?* One table: several splits against the whole batch. `probe.py` is what
-  they are computed with: a function that is called with any rows of the batch.
+- `exact.py`: *is it exact?* One table: several splits against the whole batch. `probe.py` calls the
+  function with any rows of the batch.
 - `causes/`: *why not?* Questions in one table, `LOSS` below for a loss and `STEP` for a step of
-  `coupled`. Each looks for evidence, and answers with causes; their texts are in the file beside
-  it. `causes/groups.py` (what kind of function is it?) and `causes/counts.py` (what in the batch
-  counts the same?) are the instruments that they share.
+  `coupled`. Each tests for its causes and yields those it finds; their texts are in the TOML file
+  beside it. `causes/groups.py` (what kind of function is it?) and `causes/counts.py` (what in the
+  batch does it count?) are shared by several questions.
 
-`in_torch.py` and `in_jax.py` have what is asked of a framework. The package can be taken away: the
-library has its name, `funcga.verify`, and only `parity` and the command line import it. It uses
-`accumulate`, `coupled`, the folds, `to_numpy` and these seams of the core:
+`in_torch.py` and `in_jax.py` contain what only one framework can answer. The package can be
+removed: the library has its name, `funcga.verify`, and only `parity` and the command line import
+it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of the core:
 
 - `step_program(step)` and `step.coupled`: what a step computes; `Program.read`, `weigh`, `counting`
-- `Arguments.cut`: any rows of the arguments; `argument_names`, `CARRY`
+- `Arguments.cut`: any rows of the arguments; `argument_names`
 - `GradientFunction`: which arguments are differentiated, and where the gradient is
-- `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer`, `.normalizer` and `Tally`
+- `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer` and `.normalizer`
 - `leaf_paths` and a Backend's `arrays` and `trees`
 - in torch `recording_loss`, `PureLoss` and `modules_in`
 """
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 # The questions, in the order in which they are asked.
 LOSS: tuple[Question, ...] = (
-    calls.evaluated,
+    calls.not_differentiable,
     calls.repeatable,
     outputs.small_gradients,
     outputs.per_example,
@@ -71,24 +71,24 @@ LOSS: tuple[Question, ...] = (
     outputs.unused_parameters,
     counts.of_totals,
     folds.explain,
-    calls.repeatable_at_the_end,
-    division.divided,
+    calls.repeatable_later,
+    division.divided_by_n,
     outputs.wrong_gradient,
     outputs.remarks,
 )
 STEP: tuple[Question, ...] = (
     rows.fixed_number,
-    calls.evaluated,
+    calls.not_differentiable,
     calls.repeatable,
     outputs.small_gradients,
-    summaries.refused,
+    summaries.too_few_rows,
     outputs.unused_parameters,
     counts.of_totals,
     summaries.explain_step,
-    calls.repeatable_at_the_end,
+    calls.repeatable_later,
     rows.of_order,
 )
-# A cause, and another one that is only what it looks like from another side.
+# A cause, and another one that it implies.
 _IMPLIED = {
     "divided by n": "mean under sum",  # a division by n makes it right, for this n
     "divided twice": "sum under mean",
@@ -127,10 +127,10 @@ class Verdict:
     gradients: bool = True
 
     def assert_exact(self) -> None:
-        """None if accumulation is exact.
+        """Raises an error unless accumulation is exact.
 
         Raises:
-            AssertionError: With the text of the verdict, if it is not.
+            AssertionError: If accumulation is not exact, with the text of the verdict.
         """
         if not self.ok:
             raise AssertionError(str(self))
@@ -198,12 +198,13 @@ def verify(
     bitwise: bool = False,
     **kwargs: Tree,
 ) -> Verdict:
-    """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line
-    that fixes it.
+    """Checks whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact, and finds the cause
+    if it is not.
 
-    The fold over n micro-batches, in order, and over two uneven ones in another order is compared
-    with the whole batch, in float64 if grad_fn can compute in it. If the results differ, batches
-    in which groups of rows repeat show what kind of function the loss is.
+    The step over n micro-batches, in order, and over two uneven ones in another order is compared
+    with the step over the whole batch, in float64 if grad_fn can compute in it. If the results
+    differ, grad_fn is called with repeated groups of rows, to find out what kind of function of the
+    rows the loss is. Each cause comes with the line that fixes it.
 
     A step of `coupled` is compared with the same step over the whole batch as one micro-batch. If
     they differ, the summary is at fault: the causes are those of a loss, or "wrong fold", such as
@@ -266,10 +267,8 @@ def verify(
         >>> [cause.name for cause in verdict.causes]
         ['sum under mean']
     """
-    job, instead = (
-        job_of(grad_fn),
-        "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))",
-    )
+    job = job_of(grad_fn)
+    instead = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
     options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
     if job is not None:
         _check_options(options | {"fold": fold != mean()})
@@ -295,8 +294,7 @@ def verify(
         counts = counts or _counts_of(job, probe.rows)
     questions = LOSS if job is None else STEP
     with probe.random_kept():
-        # In float64 if that is possible, where rounding hides next to nothing; else as the
-        # arguments are.
+        # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
             precise, found = _precise(probe)
             case = Case(precise, counts, seed)
@@ -306,7 +304,7 @@ def verify(
             if precise is probe:
                 found += _answers(case, questions)
             if bitwise and job is None:
-                probe.values(probe.every)
+                probe.values(probe.all_rows)
                 found += calls.same_bits(Case(probe, counts, seed))
     return _verdict(case, found)
 
@@ -330,7 +328,7 @@ def _check_options(options: dict[str, object]) -> None:
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:
-    """The numbers of micro-batches that were asked for; none for None."""
+    """The values of n, without repetitions; [] for None."""
     if n is None:
         return []
     several = n if isinstance(n, tuple | list) else [n]
@@ -343,8 +341,8 @@ def _counts(n: int | Sequence[int] | None) -> list[int]:
 
 
 def _counts_of(job: Coupled, rows: int) -> list[int]:
-    """How many micro-batches the step makes of so many rows; nothing if it makes one, or cannot
-    make so many.
+    """The number of micro-batches that the step makes of these rows; [] if that is one, or if there
+    are fewer rows.
     """
     size = job.program.microbatch_size
     n = -(-rows // size) if size else job.program.n
@@ -399,7 +397,7 @@ def _precise(probe: Probe) -> tuple[Probe, list[Answer]]:
 
 
 def _answers(case: Case, questions: Sequence[Question]) -> list[Answer]:
-    """The answers to these questions, up to one after which there are no others."""
+    """The answers to these questions, up to the first Stop."""
     found: list[Answer] = []
     for question in questions:
         found += question(case)
@@ -409,7 +407,7 @@ def _answers(case: Case, questions: Sequence[Question]) -> list[Answer]:
 
 
 def _verdict(case: Case, found: Sequence[Answer]) -> Verdict:
-    """What the answers come to."""
+    """The Verdict of all answers."""
     causes = causes_in(found)
     implied = {_IMPLIED.get(each.name) for each in causes}
     is_stopped = any(isinstance(answer, Stop) for answer in found)

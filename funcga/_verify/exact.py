@@ -1,7 +1,7 @@
-"""Is it exact: the results of several splits against that of the whole batch, in one table.
+"""Is it exact: the results of several splits against the whole batch, in one table.
 
-The fold over n micro-batches, in order, and over two uneven ones in another order are compared with
-the whole batch. What differs by more than rounding has a cause, and the causes are asked next.
+The step over n micro-batches, in order, and over two uneven ones in another order is compared with
+the step over the whole batch. A difference larger than rounding has a cause, see `causes/`.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from funcga.errors import FuncgaError, TooFewRowsError
 
 
 class Limit(NamedTuple):
-    """How far two results may be apart: rounding, and no more.
+    """The largest difference between two results that counts as rounding.
 
-    A leaf is compared `relative` to the largest of what was added up to it, so that gradients which
-    cancel are not reported. The bias of an attention key has a gradient that is nothing but
-    rounding of much larger numbers, so a `share` of the largest of all leaves counts as well. A
-    `floor` is for where every gradient is zero but for rounding.
+    A difference is `relative` to the largest value that was added up to the leaf, so that gradients
+    which cancel are not reported. The bias of an attention key has a gradient that is nothing but
+    rounding of much larger numbers, so a `share` of the largest of all leaves is added. The `floor`
+    is for gradients that are all zero but for rounding.
     """
 
     relative: float
@@ -32,9 +32,7 @@ class Limit(NamedTuple):
     floor: float
 
     def scales(self, parts: Sequence[Leaves]) -> list[float]:
-        """What a difference in each leaf is relative to, from its values in several parts of the
-        batch.
-        """
+        """The scale of each leaf's differences, from its values for several parts of the batch."""
         sizes = [max(map(_largest, leaves)) for leaves in zip(*parts, strict=True)]
         arrays = [size for size, leaf in zip(sizes, parts[0], strict=True) if leaf.ndim]
         top = max(arrays or sizes, default=0.0)
@@ -46,7 +44,7 @@ class Limit(NamedTuple):
 
 
 def limit_of(eps: float) -> Limit:
-    """The Limit for what is computed with this machine epsilon.
+    """The Limit for computations with this machine epsilon.
 
     float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums
     of some thousand terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by
@@ -61,8 +59,8 @@ def limit_of(eps: float) -> Limit:
 
 
 def relative(left: Array, right: Array, scale: float) -> float:
-    """The largest difference over the scale; infinite if the shapes differ, or an element of one
-    alone is NaN.
+    """The largest difference over the scale; infinite if the shapes differ, or an element is NaN in
+    one of them only.
     """
     if left.shape != right.shape:
         return float("inf")
@@ -113,9 +111,9 @@ class Measured(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What the splits have shown, as indices of leaves.
+    """The table of the splits, and the leaves that differ, by index.
 
-    failed: those that differ, without carried state; carried: those of carried state that differ.
+    failed: without carried state; carried: carried state.
     """
 
     rows: list[Measured]
@@ -123,8 +121,8 @@ class Splits(NamedTuple):
     carried: list[int]
 
     @property
-    def agree(self) -> bool:
-        """Whether every split has the result of the whole batch."""
+    def are_exact(self) -> bool:
+        """Whether every split gives the result of the whole batch."""
         return not self.failed and not any(row.error for row in self.rows)
 
 
@@ -138,20 +136,21 @@ def first_line(error: Exception) -> str:
 # as many.
 GROUP = 4
 
-# Until the first call has been seen.
+
+# Until the first call.
 _NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
 
 
 @dataclass(eq=False)
 class Case:
-    """A function, and how it is compared with the whole batch: what every cause is asked about.
+    """A function, and how it is compared with the whole batch: the argument of every question.
 
     Attributes:
-        probe: The function. A question may correct its folds for the questions after it.
+        probe: The function. A question may correct its folds for further questions.
         counts: The numbers of micro-batches that were asked for, none by default.
         seed: Of the order of rows, and of the groups that are looked at.
-        trace: What one call has shown.
-        limit: How far results may be apart.
+        trace: The trace of one call.
+        limit: Which differences count as rounding.
     """
 
     probe: Probe
@@ -161,7 +160,7 @@ class Case:
     limit: Limit = _DOUBLE
 
     def orders(self, times: int) -> list[Rows]:
-        """The rows in so many other orders."""
+        """The rows in this many random orders."""
         random = np.random.default_rng([self.seed, times])
         return [tuple(random.permutation(self.probe.rows).tolist()) for _ in range(times)]
 
@@ -187,13 +186,13 @@ class Case:
     def splits(self) -> Splits:
         """The splits: over n micro-batches, for each n, and over the two parts.
 
-        An error that grad_fn raises for a part of the batch is noted; errors of funcga's own are
-        raised.
+        An error that grad_fn raises for a part of the batch is noted in the table; those of funcga
+        are raised.
         """
-        probe, every, table = self.probe, self.probe.every, list[Measured]()
+        probe, every, table = self.probe, self.probe.all_rows, list[Measured]()
         # State goes through the rows in their order only.
-        order, name = (every, "uneven") if probe.threaded else (self.order, "uneven, permuted")
-        whole, permuted = probe.accumulated([every, order], n=1)
+        order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
+        whole, permuted = probe.step_values([every, order], n=1)
         parts = len(self.parts[0]), len(self.parts[1])
         # What each split is called, its sizes, its rows, what they are to give, and how it is cut.
         splits: list[tuple[str, Rows, Rows, Leaves, dict[str, int]]] = [
@@ -206,7 +205,7 @@ class Case:
         failed = set[int]()
         for split, sizes, rows, expected, cut in splits:
             try:
-                (result,) = probe.accumulated([rows], **cut)
+                (result,) = probe.step_values([rows], **cut)
             except Exception as error:
                 if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
                     raise
@@ -237,11 +236,11 @@ class Case:
 
     @cached_property
     def _scales(self) -> list[float]:
-        """What a difference in each leaf is relative to, after the fold."""
+        """The scale of each leaf's differences after the fold."""
         probe = self.probe
         some = [values for part in self.parts if (values := probe.try_values(part)) is not None]
         # per_weight() divides a sum, so that its result is smaller than what was added up.
-        total = max(probe.weigh(probe.every), 1e-300)
+        total = max(probe.weigh(probe.all_rows), 1e-300)
         scales = []
         for fold, scale in zip(probe.folds, self.limit.scales([probe.whole, *some]), strict=True):
             is_sum = fold.reducer.additive and not fold.reducer.linear

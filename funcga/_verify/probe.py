@@ -36,8 +36,8 @@ Leaves = list[Array]
 
 
 class Trace(NamedTuple):
-    """What one call has shown: arrays and a text that all calls of a pure function share, the
-    epsilon of the coarsest dtype that it computes in, and whether it draws random numbers.
+    """What one call computes: values and a program that are the same in all calls of a pure
+    function, the epsilon of the coarsest dtype in it, and whether it draws random numbers.
     """
 
     values: Leaves
@@ -47,9 +47,8 @@ class Trace(NamedTuple):
 
 
 class Probe:
-    """A gradient function and its arguments, ready to be called with any rows of them.
-
-    Each choice of rows is computed once.
+    """A gradient function and its arguments, to be called with any rows of them. The results are
+    cached.
 
     Attributes:
         program: That of `accumulate` for the function, or for summary_fn of a step of `coupled`.
@@ -75,10 +74,10 @@ class Probe:
         self.gradient = gradient if isinstance(gradient, GradientFunction) else None
         self.args, self.kwargs = self._copied((args, kwargs))
         self.arguments = program.read(self.args, self.backend)
-        self.every: Rows = tuple(range(self.arguments.rows()))
+        self.all_rows: Rows = tuple(range(self.arguments.rows()))
         # Any rows get the totals of the whole batch, as a micro-batch does.
         if program.totals is not None:
-            self.kwargs = {**self.kwargs, "totals": self.count(self.every)}
+            self.kwargs = {**self.kwargs, "totals": self.count(self.all_rows)}
         self.raw = self.raw_step()
         self.output: Tree = None  # of the first call
         self._values: dict[Rows, Leaves] = {}
@@ -100,10 +99,10 @@ class Probe:
     @property
     def rows(self) -> int:
         """The rows of the batch."""
-        return len(self.every)
+        return len(self.all_rows)
 
     @property
-    def threaded(self) -> bool:
+    def has_state(self) -> bool:
         """Whether state is threaded from one micro-batch to the next."""
         return bool(self.arguments.state)
 
@@ -132,7 +131,7 @@ class Probe:
         return without_aux
 
     def each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
-        """The tree of folds, each changed."""
+        """The tree of folds, with `change` applied to each."""
         folds, structure = self.backend.trees.flatten(self.program.fold)
         changed = [change(fold) if isinstance(fold, Fold) else fold for fold in folds]
         return self.backend.trees.unflatten(structure, changed)
@@ -149,7 +148,7 @@ class Probe:
         return self._values[rows]
 
     def call(self, rows: Rows) -> Leaves:
-        """The leaves of the output of another call for these rows."""
+        """The leaves of the output for these rows, computed anew."""
         output = self.raw(*self.take_rows(rows), **self.kwargs)
         # The structure of the first output is that of all.
         if self.output is None:
@@ -157,14 +156,19 @@ class Probe:
         return self.numbers(output)
 
     def try_values(self, rows: Rows) -> Leaves | None:
-        """The same; None where grad_fn raises an error, as some losses refuse some batches."""
+        """As `values`; None if grad_fn raises an error, as some losses refuse some batches."""
         try:
             return self.values(rows)
         except Exception:
             return None
 
-    def accumulated(self, choices: Sequence[Rows], **cut: int) -> list[Leaves]:
-        """The leaves of the result of the step itself, cut so, for each choice of rows."""
+    def step_values(self, choices: Sequence[Rows], **cut: int) -> list[Leaves]:
+        """The leaves of the result of the user's step for each choice of rows; cut: n= or
+        microbatch_size=.
+        """
+        # The raw step of `coupled` over one micro-batch is the user's.
+        if self.job is not None and cut == {"n": 1}:
+            return [self.values(rows) for rows in choices]
         kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
         if self.program.totals is not None:
             del kwargs["totals"]
@@ -174,8 +178,8 @@ class Probe:
         return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
 
     def loss(self, rows: Rows) -> float:
-        """The value of the loss: in the output, or of the function that is differentiated; NaN
-        where there is none.
+        """The value of the loss, from the output or from the function that is differentiated; NaN
+        if there is none.
         """
         gradients = self.gradient_leaves()
         scalars = [i for i in self.additive() if not self.whole[i].ndim and i not in gradients]
@@ -194,17 +198,17 @@ class Probe:
         return float(self.program.weigh(self.arguments, self.take_rows(rows), len(rows)))
 
     def count(self, rows: Rows) -> Tree:
-        """What totals= counts of these rows."""
+        """The totals of these rows."""
         counting = self.program.counting(self.backend)
         return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
 
-    def watch(self, args: tuple[Tree, ...]) -> Trace:
-        """What one call with these arguments shows."""
-        values, program, epsilon, draws = self.framework.watch(self.raw, args, self.kwargs)
+    def trace_call(self, args: tuple[Tree, ...]) -> Trace:
+        """The Trace of one call with these arguments."""
+        values, program, epsilon, draws = self.framework.trace_call(self.raw, args, self.kwargs)
         return Trace(self.numbers(values), program, max(epsilon, 2.0**-52), draws)
 
     def layers(self) -> str:
-        """The first layers of the function that normalise over the batch, by path and type."""
+        """The first three layers that normalise over the batch, by path and type."""
         return ", ".join(self.framework.batch_normalisers(self.grad_fn)[:3])
 
     @contextmanager
@@ -218,31 +222,33 @@ class Probe:
                 np.random.set_state(of_numpy)
                 random.setstate(of_python)
 
-    # --- the same function, changed. A copy, not a new Probe: in JAX the step is compiled already.
+    # --- changed copies, which share the step that JAX has compiled
 
-    def changed(self, **attributes: Tree) -> "Probe":
-        """The same with other attributes."""
+    def with_attributes(self, **attributes: Tree) -> "Probe":
+        """A copy with other attributes."""
         changed = copy.copy(self)
         changed.__dict__ |= attributes
         return changed
 
-    def under(self, folds: list[Fold]) -> "Probe":
-        """The same with another Fold for each leaf."""
+    def with_folds(self, folds: list[Fold]) -> "Probe":
+        """A copy with another Fold for each leaf."""
         program = replace(self.program, fold=self.like_output(folds))
-        return self.changed(program=program, folds=folds)
+        return self.with_attributes(program=program, folds=folds)
 
     def with_totals(self, factors: Sequence[int]) -> Leaves:
-        """The leaves of the output of all rows with each total times its factor; the usual ones
-        where the loss refuses that.
+        """The leaves of the output for all rows, with each total multiplied by its factor; without
+        the factors if the loss refuses such totals.
         """
         leaves, structure = self.backend.trees.flatten(self.kwargs["totals"])
         totals = [total * factor for total, factor in zip(leaves, factors, strict=True)]
         kwargs = self.kwargs | {"totals": self.backend.trees.unflatten(structure, totals)}
-        return self.changed(kwargs=kwargs, _values={}).try_values(self.every) or self.whole
+        return (
+            self.with_attributes(kwargs=kwargs, _values={}).try_values(self.all_rows) or self.whole
+        )
 
     def at_other_parameters(self) -> "Probe | None":
-        """The same function at other parameters, with every array of floats moved; None where
-        those are split, or cannot be changed.
+        """A copy with other values for all floats in the parameters; None if parameters are split
+        or cannot be changed.
         """
         arrays, trees, args = self.backend.arrays, self.backend.trees, [*self.args]
         for i in self.gradient.arg_indices(len(args)) if self.gradient else (0,):
@@ -260,7 +266,7 @@ class Probe:
             arguments = self.program.read(tuple(args), self.backend)
         except FuncgaError:
             return None
-        return self.changed(args=tuple(args), arguments=arguments, _values={})
+        return self.with_attributes(args=tuple(args), arguments=arguments, _values={})
 
     # --- leaves
 
@@ -285,7 +291,7 @@ class Probe:
     @property
     def whole(self) -> Leaves:
         """The leaves of the output for the whole batch."""
-        return self.values(self.every)
+        return self.values(self.all_rows)
 
     def like_output(self, leaves: list[Array]) -> Tree:
         """A tree of the structure of the output, with these leaves."""
@@ -294,7 +300,7 @@ class Probe:
 
     @cached_property
     def folds(self) -> list[Fold]:
-        """The Fold of every leaf, without exact sums: these change nothing but the rounding."""
+        """The Fold of every leaf; exact sums are replaced by plain ones."""
         fold = self.program.fold if self.job is None else sum()
         of_leaves = broadcast_folds(fold, self.output, len(self.whole), self.backend)
         return [plain(at_leaf.value) for at_leaf in of_leaves]
@@ -312,7 +318,9 @@ class Probe:
         ]
 
     def gradient_leaves(self) -> list[int]:
-        """The leaves that are gradients, or have the shape of a parameter as gradients have."""
+        """The leaves that are gradients, or have the shape of a parameter, for a function of the
+        user's own.
+        """
         if self.gradient is not None and self.job is None:
             numbered = self.like_output([*range(len(self.whole))])
             gradient = self.gradient.gradient_in(numbered)

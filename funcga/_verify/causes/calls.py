@@ -1,8 +1,8 @@
 """Calls that do not give the same result again.
 
-A call that writes, draws or remembers makes every comparison meaningless, so these questions come
-first. Bits are asked about the arguments as they are given, in their own dtypes, with the sizes of
-micro-batches kept: the gradient of a micro-batch depends on its size.
+If a call writes to its arguments, draws random numbers or keeps state, no two results can be
+compared, so these questions come first. Bits are compared in the arguments' own dtypes and with
+micro-batches of one size, since the gradient of a micro-batch depends on its size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,8 @@ from funcga._verify.probe import Leaves, Trace
 from funcga.errors import FuncgaError
 
 
-def evaluated(case: Case) -> Iterator[Answer]:
-    """State that a loss writes to where its framework raises: not even one gradient can be
-    computed.
-    """
+def not_differentiable(case: Case) -> Iterator[Answer]:
+    """A loss whose gradient cannot be computed, since it writes to state that it closes over."""
     probe = case.probe
     try:
         whole = probe.whole
@@ -43,16 +41,16 @@ def evaluated(case: Case) -> Iterator[Answer]:
 
 
 def repeatable(case: Case) -> Iterator[Answer]:
-    """What makes the next call different: written arguments, randomness, state.
+    """Calls with the same arguments that differ: by written arguments, randomness or state.
 
-    It keeps what the first call has shown, and the limit that follows from it.
+    Stores the trace of the first call, and the limit that follows from it, in the case.
     """
     probe = case.probe
-    args = probe.take_rows(probe.every)
+    args = probe.take_rows(probe.all_rows)
     call = (args, probe.kwargs)
     before = probe.numbers(call)
     with probe.random_kept():
-        case.trace = probe.watch(args)
+        case.trace = probe.trace_call(args)
         case.limit = limit_of(case.trace.epsilon)
         # Writing to arguments comes first, as it explains a second call that differs.
         paths = leaf_paths(call, probe.backend.trees)
@@ -61,11 +59,11 @@ def repeatable(case: Case) -> Iterator[Answer]:
                 yield cause("state: arguments", path=path.removeprefix("[0]"))
                 yield stop("no comparison")
                 return
-        distance = _distance(case.trace, probe.watch(args), case.limit)
+        distance = _distance(case.trace, probe.trace_call(args), case.limit)
     if distance > case.limit.relative:
         # A third call, with the random generators as they were for the first one.
         with probe.random_kept():
-            again = _distance(case.trace, probe.watch(args), case.limit)
+            again = _distance(case.trace, probe.trace_call(args), case.limit)
         yield _changed("randomness" if again <= case.limit.relative else "state", distance)
         yield stop("no comparison")
     elif case.limit.relative > 1e-9:
@@ -73,8 +71,8 @@ def repeatable(case: Case) -> Iterator[Answer]:
 
 
 def _distance(first: Trace, other: Trace, limit: Limit) -> float:
-    """The largest relative difference of two calls, each leaf relative to itself; infinite for
-    other programs.
+    """The largest relative difference between two calls, each leaf relative to itself; infinite
+    if their programs differ.
     """
     if first.program != other.program or len(first.values) != len(other.values):
         return float("inf")
@@ -87,11 +85,11 @@ def _changed(key: str, distance: float) -> Cause:
     return cause(key, difference=f"two calls with the same arguments differ {by}")
 
 
-def repeatable_at_the_end(case: Case) -> Iterator[Answer]:
-    """State that shows only after calls with other rows."""
-    if case.splits.agree:
+def repeatable_later(case: Case) -> Iterator[Answer]:
+    """State that changes the result only after further calls."""
+    if case.splits.are_exact:
         probe = case.probe
-        first, last = Trace(probe.whole), Trace(probe.call(probe.every))
+        first, last = Trace(probe.whole), Trace(probe.call(probe.all_rows))
         distance = _distance(first, last, case.limit)
         if distance > case.limit.relative:
             yield _changed("state", distance)
@@ -100,9 +98,9 @@ def repeatable_at_the_end(case: Case) -> Iterator[Answer]:
 def by_position(case: Case) -> Iterator[Answer]:
     """Results that change with the order of the rows alone, in one micro-batch."""
     probe, added = case.probe, case.probe.additive()
-    if probe.threaded or not case.splits.failed or not added:
+    if probe.has_state or not case.splits.failed or not added:
         return
-    whole, permuted = probe.accumulated([probe.every, case.order], n=1)
+    whole, permuted = probe.step_values([probe.all_rows, case.order], n=1)
     split = "one micro-batch, permuted"
     row, apart = case.measured(split, (probe.rows,), added, permuted, whole)
     case.splits.rows.append(row)
@@ -111,7 +109,7 @@ def by_position(case: Case) -> Iterator[Answer]:
 
 
 def of_position(case: Case, difference: float, where: str) -> Cause:
-    """The Cause of what depends on a row's position in its micro-batch."""
+    """The Cause for a result that depends on a row's position in its micro-batch."""
     key = "row order"
     if case.trace.draws:
         key = f"randomness: by position, {case.probe.backend.name}"
@@ -123,9 +121,9 @@ _ORDERS = 8
 
 
 def same_bits(case: Case) -> Iterator[Answer]:
-    """Whether a step has the same bits for the same micro-batches, in any order they come."""
+    """Whether a step is bitwise reproducible: for the same micro-batches, in any order."""
     probe, program = case.probe, case.probe.program
-    if probe.threaded:
+    if probe.has_state:
         yield note("bits of state")
         return
     n = case.counts[0] if case.counts else min(3, probe.rows)

@@ -1,7 +1,6 @@
-"""Counts: what a loss divides by, as expressions of the batch that people write; and totals=.
+"""Counts: the expressions of a batch that losses divide by; and totals=.
 
-Each expression is tried on groups of rows elsewhere: a term of a loss that is a mean weighs two
-groups by what it counts.
+`groups` tests each expression: a mean weighs two groups of rows by what it counts in them.
 """
 
 import re
@@ -21,7 +20,7 @@ from funcga._verify.probe import Leaves, Probe, Rows
 
 
 class Count(NamedTuple):
-    """What some rows count, and the body of a lambda with these parameters that says so."""
+    """A count of rows, and its expression: the body of a lambda with these parameters."""
 
     parameters: str
     expression: str
@@ -29,7 +28,7 @@ class Count(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What to write for a loss that divides by it."""
+        """The fix for a loss that divides by this count."""
         if self.is_of_rows:
             return "drop weight=: by default a micro-batch weighs as many as it has rows"
         return f"weight=lambda {self.parameters}: {self.expression}"
@@ -41,11 +40,11 @@ class Count(NamedTuple):
 
 
 def counts(probe: Probe) -> Iterator[Count]:
-    """The counts that people write, of every leaf that is split: the rows, then those of labels
-    before all others, simplest first.
+    """The usual counts of every leaf that is split: the rows, then those of labels, then all
+    others, simplest first.
 
-    Labels say what a loss is over. A mask of what is attended to may well count the same in this
-    batch, and not in the next one.
+    Labels come first, since they say which items a loss is a mean over. An attention mask may count
+    the same items in this batch and others in the next one.
     """
     leaves = [*_split_leaves(probe)]
     # Of a batch of complex numbers alone there is no name.
@@ -59,8 +58,8 @@ def counts(probe: Probe) -> Iterator[Count]:
 
 
 def form(probe: Probe) -> Count:
-    """The form of a count where none fits: that of labels, if anything in the batch looks like
-    labels.
+    """An example of a count, for a loss whose count was not found: of labels, if the batch seems
+    to have any.
     """
     leaves = [*_split_leaves(probe)]
     whole = [leaf for leaf in leaves if _is_whole(leaf.values)]
@@ -70,8 +69,8 @@ def form(probe: Probe) -> Count:
 
 
 class _Leaf(NamedTuple):
-    """A leaf that is split: its numbers, rows first, and how the body of a lambda with these
-    parameters calls it.
+    """A leaf that is split: its values, with the rows on axis 0, and its name in the body of a
+    lambda with these parameters.
     """
 
     values: Array
@@ -81,15 +80,13 @@ class _Leaf(NamedTuple):
 
     @property
     def rows(self) -> str:
-        """Their number, as it is written."""
+        """The expression of its number of rows."""
         return f"{self.name}.shape[{self.axis}]" if self.axis else f"len({self.name})"
 
 
 def with_names(names: Sequence[str]) -> list[str]:
-    """The names of arguments, with invented ones for those of *args, which have none."""
-    others = ["batch", "y", "z", *(f"x{i}" for i in range(len(names)))]
-    invented = (name for name in others if name not in names)
-    return [name if name.isidentifier() else next(invented) for name in names]
+    """The names of arguments; those of *args, which have none, are x0, x1 and so on."""
+    return [name if name.isidentifier() else f"x{i}" for i, name in enumerate(names)]
 
 
 def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
@@ -113,7 +110,7 @@ def _is_whole(values: Array) -> bool:
 
 
 def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
-    """(expression, what each element counts)."""
+    """Pairs of an expression and the array whose sum it is."""
     values, name = leaf.values, leaf.name
     # Numbers that are not whole are weights themselves, or masks of some kind.
     if values.size == 0 or not _is_whole(values):
@@ -147,8 +144,8 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
 
 
 def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[str, str]:
-    """The words of the line to write: totals= for terms that these counts divide, and what the
-    loss is then; `has_sum`: one is a sum.
+    """The words of the fix for terms that are divided by these counts: totals=, and the loss that
+    takes them. has_sum: whether another term is a sum.
     """
     entries: dict[str, str] = {}
     terms = ["the_sum"] if has_sum else []
@@ -170,14 +167,14 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
 
 
 def _name_of(count: Count) -> str:
-    """Tokens for what labels say, else the last word of what is counted."""
+    """A name for the count: "tokens" if it is of labels, else the last word of the expression."""
     # Of `(batch["labels"][:, 1:] != -100).sum()` the word labels.
     *_, word = re.findall(r"[A-Za-z_]\w*", re.sub(r"\.sum.*|\[:.*", "", count.expression))
     return "tokens" if re.search("label|target|mask", word, re.IGNORECASE) else word
 
 
 def at_least_one(probe: Probe, total: str) -> str:
-    """What is written where a total may be 0."""
+    """The expression of a total that may be 0, as a divisor."""
     form = {"torch": "{}.clamp(min=1)", "jax": "jnp.maximum({}, 1)"}[probe.backend.name]
     return form.format(total)
 
@@ -186,7 +183,7 @@ def at_least_one(probe: Probe, total: str) -> str:
 
 
 def of_totals(case: Case) -> Iterator[Answer]:
-    """Totals that do not add up, that divide beside the fold, or that make the loss NaN at 0."""
+    """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
     probe = case.probe
     if probe.program.totals is not None:
         paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")

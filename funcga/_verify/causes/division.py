@@ -1,9 +1,8 @@
 """Division by the number of micro-batches in the code of the loss itself.
 
-Such a loss is as wrong for one micro-batch as for n, so no comparison of the two shows it. Its code
-is looked at instead: the numbers that it reads under a name that speaks of accumulation, or that
-are the n which is asked for. Each is doubled in a copy of the function, and nothing of the user's
-is changed.
+Such a loss is as wrong for one micro-batch as for n, so comparing the two does not show it. So its
+code is searched for numbers whose name speaks of accumulation, or that equal n. Each is doubled in
+a copy of the function; the user's own objects are not changed.
 """
 
 import copy
@@ -24,13 +23,13 @@ from funcga._verify.causes import Answer, cause, note
 from funcga._verify.exact import Case, largest, relative
 
 
-def divided(case: Case) -> Iterator[Answer]:
-    """The Cause of a loss that is divided by the number of micro-batches; a note where n may be
+def divided_by_n(case: Case) -> Iterator[Answer]:
+    """A loss that is divided by the number of micro-batches; a note if the number may equal n by
     chance.
 
-    With such a number doubled, the whole output is halved, or twice as large. Only then is it
-    reported, and only if its name says what it stands for: that a temperature or a number of
-    channels equals n is no mistake.
+    If such a number is doubled, the whole output is halved or doubled. Only then is it reported,
+    and only if its name says what it stands for: a temperature or a number of channels that equals
+    n is no mistake.
     """
     probe = case.probe
     # Metrics beside the gradients need not have the factor. A leaf of zeros has any.
@@ -41,8 +40,8 @@ def divided(case: Case) -> Iterator[Answer]:
     found = variants(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
     for variant in sorted(found, key=lambda variant: variant.doubt):
         try:
-            step = probe.changed(grad_fn=variant.function).raw_step()
-            changed = probe.numbers(step(*probe.take_rows(probe.every)))
+            step = probe.with_attributes(grad_fn=variant.function).raw_step()
+            changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
         # The number was the length of something, and the function fails with another.
         except Exception:
             continue
@@ -55,8 +54,8 @@ def divided(case: Case) -> Iterator[Answer]:
 
 
 def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
-    """The cause, or a note where the number may stand for something else, such as an axis of the
-    batch.
+    """The cause, or a note if the number may stand for something else, such as the size of an axis
+    of the batch.
     """
     probe, name, value = case.probe, variant.name, variant.value
     split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
@@ -80,7 +79,7 @@ def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
 
 
 class Variant(NamedTuple):
-    """A function in which one number, which it calls by this name, is doubled.
+    """A copy of a function in which the number of this name is doubled.
 
     doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it
     stands, is usual for it; 2 if it merely equals n.
@@ -110,11 +109,11 @@ _DEPTH = 8
 def variants(
     value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
 ) -> Iterator[Variant]:
-    """The value, a function or what one reads, with each number doubled that may be the number of
-    micro-batches.
+    """Copies of a value, a function or something that it reads, each with one number doubled that
+    may be the number of micro-batches.
 
-    name: what the value is called. code: that of the function which reads it, by the names in which
-    settings are read.
+    name: the name of the value. code: that of the function which reads the value; its names select
+    the entries and attributes of settings.
     """
     number = _number(value)
     if number is not None:
@@ -152,7 +151,7 @@ def _number(value: Any) -> float | None:
 
 
 def _doubt(name: str, number: float, n: int | None) -> int | None:
-    """The doubt of a Variant; None if this is no number of micro-batches, nor one divided by it."""
+    """The doubt of a Variant; None if this is not a number of micro-batches, or its inverse."""
     # Losses are multiplied by 1 / n as well.
     count = number if number > 1 else 1 / number if number > 0 else 0
     if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
@@ -204,7 +203,7 @@ def _of_keywords(
     values: Mapping[str, object],
     code: types.CodeType | None = None,
 ) -> Iterator[_Part]:
-    """Keyword arguments, or defaults, which a keyword argument overrides."""
+    """The parts that a keyword argument replaces: bound keyword arguments, and defaults."""
     for name, value in values.items():
         yield value, name, code, partial(_with_keyword, function, name)
 
@@ -214,8 +213,8 @@ def _with_keyword(function: Callable[..., object], name: str, value: object) -> 
 
 
 def _of_function(function: types.FunctionType) -> Iterator[_Part]:
-    """What a function closes over, its globals and its defaults; of a library's only functions,
-    such as the loss in the closure of torch.func.grad(loss).
+    """The variables that a function closes over, its globals and its defaults; in a library only
+    functions, such as the loss in the closure of torch.func.grad(loss).
     """
     code, variables = function.__code__, function.__globals__
     is_library = _is_library(function.__module__)
@@ -247,7 +246,7 @@ def _with_global(function: types.FunctionType, name: str, value: object) -> obje
 
 
 def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
-    """A copy of the function in which some of the parts that it is made of are others."""
+    """A copy of the function with other code, globals or closure."""
     parts: dict[str, Any] = {
         "code": function.__code__,
         "globals": function.__globals__,
@@ -261,8 +260,8 @@ def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The globals, attributes and texts, such as keys, that the code and functions inside of it
-    have.
+    """The names of globals and attributes, and the strings, such as keys, in the code and in the
+    functions inside of it.
     """
     names = {*code.co_names}
     for const in code.co_consts:
@@ -274,7 +273,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
-    """The entries of a dict, and the attributes of an object, which the code names; no
+    """The entries of a dict, or the attributes of an object, that the code names, without
     functions.
     """
     is_dict = isinstance(value, dict)
@@ -289,7 +288,7 @@ def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator
 
 
 def _with_part(value: Any, key: str, part: object) -> Any:
-    """A copy with another entry, or attribute; one of the class becomes one of the copy."""
+    """A copy with another value for an entry or an attribute, also for one of its class."""
     if isinstance(value, dict):
         return {**value, key: part}
     changed = copy.copy(value)
@@ -298,7 +297,7 @@ def _with_part(value: Any, key: str, part: object) -> Any:
 
 
 def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
-    """Where n is 3 or more: `/ 2` and `0.5 *` are in too many losses."""
+    """The literals that equal n, or 1 / n, for n >= 3: `/ 2` and `0.5 *` are in too many losses."""
     code = function.__code__
     for index, value in enumerate(code.co_consts if n and n >= 3 else ()):
         if type(value) in (int, float) and value and n in (value, round(1 / value, 6)):
@@ -308,7 +307,7 @@ def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
 
 
 def _divides_all(code: types.CodeType, value: float) -> bool:
-    """Whether what is returned is something divided by this literal, at once."""
+    """Whether the function returns an expression divided by this literal."""
     steps = [*dis.get_instructions(code)]
     return any(
         load.opname.startswith("LOAD_")

@@ -1,11 +1,12 @@
-"""Rows whose loss depends on the rows beside them, on their number or their order.
+"""Losses that depend on several rows together, on their number or their order.
 
-No fold makes up for that. The remedy is a line of `coupled`, with the user's own names. How a loss
-is taken apart cannot be told from outside: the user writes its two parts in the place of two words.
+No fold is exact for such a loss. The fix is a call of `coupled` with the names of the user's
+arguments. `verify` cannot split the loss in two by itself, so the user replaces two words of the
+line by the two parts.
 
-A number of rows that is written down, such as torch.arange(8) for labels, is right for batches of
-that size alone. With another number of rows the loss raises an error, or it treats the first rows
-apart from the others: then their order makes a difference.
+A hard-coded number of rows, such as torch.arange(8) for labels, is right for batches of that size
+only. With more or fewer rows the loss raises an error, or it treats the first rows differently from
+the rest: then the order of the rows makes a difference.
 """
 
 from collections.abc import Iterator
@@ -35,24 +36,22 @@ def of_statistics(evidence: Evidence) -> Cause:
 
 
 def of_means(evidence: Evidence) -> Cause:
-    """The Cause of a loss that is made of means over rows, as a variance is."""
+    """The Cause of a loss that is a function of means over rows, as a variance is."""
     line = coupled_line(evidence.case, "means", "funcga.mean()")
     return evidence.cause("batch statistics", line=line)
 
 
 def of_sums(evidence: Evidence, growth: str = "") -> Cause:
-    """The Cause of a loss that is made of sums over rows, as the square of a sum is."""
+    """The Cause of a loss that is a function of sums over rows, as the square of a sum is."""
     line = coupled_line(evidence.case, "sums", "funcga.sum()")
     return evidence.cause("coupled rows", line=line, growth=growth)
 
 
 def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
-    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are
-    repeated.
+    """Whether the loss, or the loss per row, grows as the logarithm of the number of repetitions.
 
-    Each time that their number is doubled a logarithm grows by the same; where a row is no
-    candidate of its own, by less and less more than that. What grows as a power of it, as a norm
-    does, grows by the same factor each time.
+    Each doubling of the rows adds the same to a logarithm, or nearly so if a row is not its own
+    candidate. It multiplies a power, such as a norm, by the same factor.
     """
     times = (2, 4, 8, 16)
     values = np.array([probe.loss(rows * k) for k in times])
@@ -68,15 +67,12 @@ def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
 
 
 def coupled_line(case: Case, summary: str, fold: str = "") -> str:
-    """The call of `coupled` for this loss; `summary` says in a word what is folded, `fold` by what
-    if not concat().
+    """The call of `coupled` for this loss. summary: a word for what is folded. fold: the fold, if
+    not concat().
     """
     probe, gradient = case.probe, case.probe.gradient
     of_module = probe.framework.module_loss(probe.grad_fn)
-    names = argument_names(of_module or probe.grad_fn, len(probe.args))
-    if not names[0].isidentifier():
-        names[0] = "params"
-    names = with_names(names)
+    names = with_names(argument_names(of_module or probe.grad_fn, len(probe.args)))
     summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
     if of_module is not None:
         names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
@@ -106,10 +102,10 @@ def _options(case: Case, fold: str) -> str:
 
 
 def fixed_number(case: Case) -> Iterator[Answer]:
-    """A loss that raises an error for all rows, and not for as many as a micro-batch has; or for
-    any other number than all.
+    """A loss that raises an error for the whole batch, but not for a micro-batch; or for any other
+    number of rows than that of the batch.
     """
-    probe, job, every = case.probe, case.probe.job, case.probe.every
+    probe, job, every = case.probe, case.probe.job, case.probe.all_rows
     assert job is not None
 
     def is_refused(rows: Rows) -> bool:
@@ -143,12 +139,14 @@ def fixed_number(case: Case) -> Iterator[Answer]:
 
 
 def of_order(case: Case) -> Iterator[Answer]:
-    """A loss that knows a number of rows, or that depends on their order."""
-    probe, every = case.probe, case.probe.every
+    """A loss that treats the first rows differently from the rest; a note if it depends on the
+    order in another way.
+    """
+    probe, every = case.probe, case.probe.all_rows
     folds, twice = probe.backend.trees.flatten(probe.program.fold)[0], every + every
     has_order = any(fold.reducer.monoid.axis is not None for fold in folds)
     # Nothing has an order, it makes no difference, or the cause is known already.
-    is_known = not case.splits.agree or probe.try_values(every[:-1]) is None
+    is_known = not case.splits.are_exact or probe.try_values(every[:-1]) is None
     if not has_order or is_known or not _differ(case, twice, tuple(sorted(twice))):
         return
     # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
@@ -162,7 +160,7 @@ def of_order(case: Case) -> Iterator[Answer]:
 
 
 def _changing(case: Case, rows: Rows) -> list[int]:
-    """The rows of which the exchange with the next one changes the loss."""
+    """The rows that change the loss if they are exchanged with the next one."""
     return [
         row
         for row in range(1, len(rows))
@@ -171,7 +169,7 @@ def _changing(case: Case, rows: Rows) -> list[int]:
 
 
 def _differ(case: Case, *orders: Rows) -> bool:
-    """Whether the loss of the same rows in two orders differs; False where it cannot be
+    """Whether the loss differs for two orders of the same rows; False if it cannot be
     evaluated.
     """
     one, other = map(case.probe.try_values, orders)

@@ -1,7 +1,7 @@
-"""Summaries of `coupled` that do not fold to that of all rows.
+"""Summaries of `coupled` whose fold is not the summary of all rows.
 
-A step of `coupled` can differ from the gradient of the whole batch only if it does not. So
-summary_fn is looked at like any other function whose outputs are folded.
+Only then can a step of `coupled` differ from the gradient of the whole batch. So summary_fn is
+verified like any other function whose outputs are folded.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,12 +34,12 @@ _AS_OF_A_LOSS = {
 }
 
 
-def refused(case: Case) -> Iterator[Answer]:
-    """What is wrong with summaries that have too few rows to be added up."""
+def too_few_rows(case: Case) -> Iterator[Answer]:
+    """The causes if the step refuses to fold the summaries, as their shapes differ."""
     try:
         _ = case.splits
     except FuncgaError:
-        found = _unfolded(_of_summary(case))
+        found = _without_comparison(_of_summary(case))
         if not found:
             raise
         yield from found
@@ -47,11 +47,11 @@ def refused(case: Case) -> Iterator[Answer]:
 
 
 def explain_step(case: Case) -> Iterator[Answer]:
-    """Why the summaries of micro-batches do not fold to that of the whole batch."""
-    if case.splits.agree:
+    """The causes if the fold of summaries is not that of the whole batch."""
+    if case.splits.are_exact:
         return
     of_summary = _of_summary(case)
-    found = _unfolded(of_summary) or _found(of_summary)
+    found = _without_comparison(of_summary) or _from_splits(of_summary)
     row = next(row for row in case.splits.rows if not row.ok)
     difference = f"{row.split}: {row}"
     words = {"where": "the summary", "difference": difference}
@@ -66,19 +66,19 @@ def _of_summary(case: Case) -> Case:
     return replace(case, probe=Probe(program, None, args, kwargs, probe.precise, "summary"))
 
 
-def _unfolded(case: Case) -> list[Cause]:
-    """What needs no comparison: folds over micro-batches, and a row for each example that is not
+def _without_comparison(case: Case) -> list[Cause]:
+    """The causes that need no comparison: folds over micro-batches, and rows that are not
     collected.
     """
     summary = case.probe
-    summary.values(summary.every)
+    summary.values(summary.all_rows)
     for fold, path in zip(summary.folds, summary.paths, strict=True):
         if fold.reducer.over_steps:
             return [cause("by steps: moments", where=path)]
     return causes_in(per_example(case))
 
 
-def _found(case: Case) -> list[Cause]:
+def _from_splits(case: Case) -> list[Cause]:
     failed, added = case.splits.failed, case.failed
     explained = causes_in(explain(case)) if added else []
     # A summary that couples its rows has texts of its own.
@@ -87,7 +87,7 @@ def _found(case: Case) -> list[Cause]:
 
 
 def _of_leaf(case: Case, leaf_index: int) -> Cause:
-    """Why a leaf of the summary is not that of the whole batch."""
+    """The Cause for a leaf of the summary that differs from that of the whole batch."""
     summary, order = case.probe, case.order
     fold, path = summary.folds[leaf_index], summary.paths[leaf_index]
     whole, axis = summary.whole[leaf_index], fold.reducer.monoid.axis
@@ -118,8 +118,8 @@ _FOLDS: dict[str, Callable[[Leaves, list[float]], Array]] = {
 
 
 def _better_fold(case: Case, leaf_index: int) -> str | None:
-    """A stock fold under which two parts of the batch have the leaf of all rows, as it is
-    written.
+    """The expression of a stock fold under which two parts of the batch give the leaf of all
+    rows.
     """
     summary = case.probe
     whole = summary.whole[leaf_index]
@@ -136,7 +136,7 @@ def _better_fold(case: Case, leaf_index: int) -> str | None:
     if of_leaves[leaf_index].reducer.additive:
         return None
     of_leaves[leaf_index] = mean()
-    as_mean = replace(case, probe=summary.under(of_leaves))
+    as_mean = replace(case, probe=summary.with_folds(of_leaves))
     for each in by_kind(as_mean):
         if each.name in ("uneven tokens", "wrong weight"):
             return f"funcga.mean(), {each.fix}"
