@@ -71,7 +71,6 @@ LOSS: tuple[Question, ...] = (
     outputs.unused_parameters,
     counts.of_totals,
     folds.explain,
-    calls.repeatable_later,
     division.divided_by_n,
     outputs.wrong_gradient,
     outputs.remarks,
@@ -85,7 +84,6 @@ STEP: tuple[Question, ...] = (
     outputs.unused_parameters,
     counts.of_totals,
     summaries.explain_step,
-    calls.repeatable_later,
     rows.of_order,
 )
 # A cause, and another one that it implies.

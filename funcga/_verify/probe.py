@@ -84,7 +84,7 @@ class Probe:
 
     def _copied(self, tree: Tree) -> Tree:
         """A copy of the tree, detached from all graphs; with `precise`, its floats in 64 bits."""
-        arrays, trees = self.backend.arrays, self.backend.trees
+        arrays = self.backend.arrays
 
         def copied(leaf: Array) -> Array:
             if not arrays.is_array(leaf):
@@ -93,8 +93,12 @@ class Probe:
             wide = {"float": "float64", "complex": "complex128"}.get(kind) if self.precise else None
             return arrays.cast(own, arrays.as_dtype(wide)) if wide else own
 
-        leaves, structure = trees.flatten(tree)
-        return trees.unflatten(structure, [copied(leaf) for leaf in leaves])
+        return self._map(copied, tree)
+
+    def _map(self, function: Callable[[Array], Tree], tree: Tree) -> Tree:
+        """The tree with the function applied to each leaf."""
+        leaves, structure = self.backend.trees.flatten(tree)
+        return self.backend.trees.unflatten(structure, [*map(function, leaves)])
 
     @property
     def rows(self) -> int:
@@ -132,9 +136,8 @@ class Probe:
 
     def each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
         """The tree of folds, with `change` applied to each."""
-        folds, structure = self.backend.trees.flatten(self.program.fold)
-        changed = [change(fold) if isinstance(fold, Fold) else fold for fold in folds]
-        return self.backend.trees.unflatten(structure, changed)
+        each = lambda fold: change(fold) if isinstance(fold, Fold) else fold
+        return self._map(each, self.program.fold)
 
     def take_rows(self, rows: Rows) -> tuple[Tree, ...]:
         """The arguments with these rows, in this order; rows may repeat."""
@@ -239,29 +242,25 @@ class Probe:
         """The leaves of the output for all rows, with each total multiplied by its factor; without
         the factors if the loss refuses such totals.
         """
-        leaves, structure = self.backend.trees.flatten(self.kwargs["totals"])
-        totals = [total * factor for total, factor in zip(leaves, factors, strict=True)]
-        kwargs = self.kwargs | {"totals": self.backend.trees.unflatten(structure, totals)}
-        return (
-            self.with_attributes(kwargs=kwargs, _values={}).try_values(self.all_rows) or self.whole
-        )
+        factor = iter(factors)
+        totals = self._map(lambda total: total * next(factor), self.kwargs["totals"])
+        changed = self.with_attributes(kwargs=self.kwargs | {"totals": totals}, _values={})
+        return changed.try_values(self.all_rows) or self.whole
 
     def at_other_parameters(self) -> "Probe | None":
         """A copy with other values for all floats in the parameters; None if parameters are split
         or cannot be changed.
         """
-        arrays, trees, args = self.backend.arrays, self.backend.trees, [*self.args]
+        arrays, args = self.backend.arrays, [*self.args]
+
+        def moved(leaf: Array) -> Array:
+            is_float = arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex")
+            return leaf * 1.25 + 0.1 if is_float else leaf
+
         for i in self.gradient.arg_indices(len(args)) if self.gradient else (0,):
             if self.arguments.parts[i].axes:
                 return None
-            leaves, structure = trees.flatten(args[i])
-            moved = [
-                leaf * 1.25 + 0.1
-                if arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex")
-                else leaf
-                for leaf in leaves
-            ]
-            args[i] = trees.unflatten(structure, moved)
+            args[i] = self._map(moved, args[i])
         try:
             arguments = self.program.read(tuple(args), self.backend)
         except FuncgaError:

@@ -85,16 +85,6 @@ def _changed(key: str, distance: float) -> Cause:
     return cause(key, difference=f"two calls with the same arguments differ {by}")
 
 
-def repeatable_later(case: Case) -> Iterator[Answer]:
-    """State that changes the result only after further calls."""
-    if case.splits.are_exact:
-        probe = case.probe
-        first, last = Trace(probe.whole), Trace(probe.call(probe.all_rows))
-        distance = _distance(first, last, case.limit)
-        if distance > case.limit.relative:
-            yield _changed("state", distance)
-
-
 def by_position(case: Case) -> Iterator[Answer]:
     """Results that change with the order of the rows alone, in one micro-batch."""
     probe, added = case.probe, case.probe.additive()

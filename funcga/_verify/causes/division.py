@@ -205,11 +205,8 @@ def _of_keywords(
 ) -> Iterator[_Part]:
     """The parts that a keyword argument replaces: bound keyword arguments, and defaults."""
     for name, value in values.items():
-        yield value, name, code, partial(_with_keyword, function, name)
-
-
-def _with_keyword(function: Callable[..., object], name: str, value: object) -> object:
-    return partial(function, **{name: value})
+        put = lambda other, name=name: partial(function, **{name: other})
+        yield value, name, code, put
 
 
 def _of_function(function: types.FunctionType) -> Iterator[_Part]:
@@ -222,27 +219,20 @@ def _of_function(function: types.FunctionType) -> Iterator[_Part]:
     for name, cell in cells.items():
         value = None if cell == types.CellType() else cell.cell_contents
         if callable(value) or not is_library:
-            yield value, name, code, partial(_with_cell, function, cells, name)
+            put = lambda other, name=name: _rebuilt(
+                function, closure=tuple((cells | {name: types.CellType(other)}).values())
+            )
+            yield value, name, code, put
     if is_library:
         return
     for name in sorted(_names(code) & variables.keys()):
         value = variables[name]
         if _number(value) is not None or not _is_library(type(value).__module__):
-            yield value, name, code, partial(_with_global, function, name)
+            put = lambda other, name=name: _rebuilt(function, globals={**variables, name: other})
+            yield value, name, code, put
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     yield from _of_keywords(function, defaults)
-
-
-def _with_cell(
-    function: types.FunctionType, cells: dict[str, types.CellType], name: str, value: object
-) -> object:
-    changed = cells | {name: types.CellType(value)}
-    return _rebuilt(function, closure=tuple(changed.values()))
-
-
-def _with_global(function: types.FunctionType, name: str, value: object) -> object:
-    return _rebuilt(function, globals={**function.__globals__, name: value})
 
 
 def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:

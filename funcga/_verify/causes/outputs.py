@@ -49,8 +49,9 @@ def per_example(case: Case) -> Iterator[Answer]:
         if x.shape == y.shape:
             continue
         # The axis whose length follows the number of rows.
-        differs = [of_x != of_y for of_x, of_y in zip(x.shape, y.shape, strict=False)]
-        axis, monoid = (differs.index(True) if any(differs) else 0), folds[i].reducer.monoid
+        sizes = zip(x.shape, y.shape, strict=False)
+        axis = next((axis for axis, (of_x, of_y) in enumerate(sizes) if of_x != of_y), 0)
+        monoid = folds[i].reducer.monoid
         if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
             continue
         folds[i] = concat(axis)
