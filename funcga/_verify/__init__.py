@@ -53,7 +53,7 @@ from funcga._verify.causes import (
     rows,
     summaries,
 )
-from funcga._verify.exact import Case, Measured
+from funcga._verify.exact import Case, Measured, first_line
 from funcga._verify.probe import Probe
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
@@ -387,10 +387,7 @@ def _precise(probe: Probe) -> tuple[Probe, list[Answer]]:
         _ = precise.whole
     # Something that the function closes over is in another dtype than float64.
     except Exception as error:
-        first, *_ = str(error).splitlines() or [""]
-        # Torch asserts on dtypes that meet, and takes that for a bug of its own.
-        text = first.rpartition("please report a bug to PyTorch. ")[2]
-        return probe, [note("own dtypes", error=type(error).__name__, text=text[:160])]
+        return probe, [note("own dtypes", error=first_line(error))]
     return precise, []
 
 

@@ -147,16 +147,12 @@ class Probe:
     def values(self, rows: Rows) -> Leaves:
         """The leaves of the output for these rows, computed once."""
         if rows not in self._values:
-            self._values[rows] = self.call(rows)
+            output = self.raw(*self.take_rows(rows), **self.kwargs)
+            # The structure of the first output is that of all.
+            if self.output is None:
+                self.output = output
+            self._values[rows] = self.numbers(output)
         return self._values[rows]
-
-    def call(self, rows: Rows) -> Leaves:
-        """The leaves of the output for these rows, computed anew."""
-        output = self.raw(*self.take_rows(rows), **self.kwargs)
-        # The structure of the first output is that of all.
-        if self.output is None:
-            self.output = output
-        return self.numbers(output)
 
     def try_values(self, rows: Rows) -> Leaves | None:
         """As `values`; None if grad_fn raises an error, as some losses refuse some batches."""

@@ -6,13 +6,14 @@ micro-batches of one size, since the gradient of a micro-batch depends on its si
 """
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold.outputs import broadcast_folds
 from funcga._verify.causes import Answer, Cause, cause, note, stop
-from funcga._verify.exact import Case, Limit, limit_of
+from funcga._verify.exact import Case, limit_of
 from funcga._verify.probe import Leaves, Trace
 from funcga.errors import FuncgaError
 
@@ -59,30 +60,28 @@ def repeatable(case: Case) -> Iterator[Answer]:
                 yield cause("state: arguments", path=path.removeprefix("[0]"))
                 yield stop("no comparison")
                 return
-        distance = _distance(case.trace, probe.trace_call(args), case.limit)
+        distance = _distance(case, probe.trace_call(args))
     if distance > case.limit.relative:
         # A third call, with the random generators as they were for the first one.
         with probe.random_kept():
-            again = _distance(case.trace, probe.trace_call(args), case.limit)
-        yield _changed("randomness" if again <= case.limit.relative else "state", distance)
+            again = _distance(case, probe.trace_call(args))
+        # Infinite: another program was traced, or one result is NaN.
+        by = "altogether" if distance == inf else f"by {distance:.1e} of the largest element"
+        difference = f"two calls with the same arguments differ {by}"
+        yield cause("state" if again > case.limit.relative else "randomness", difference=difference)
         yield stop("no comparison")
     elif case.limit.relative > 1e-9:
         yield note("rounding", limit=case.limit.relative)
 
 
-def _distance(first: Trace, other: Trace, limit: Limit) -> float:
-    """The largest relative difference between two calls, each leaf relative to itself; infinite
-    if their programs differ.
+def _distance(case: Case, other: Trace) -> float:
+    """The largest relative difference from the first call, each leaf relative to itself; infinite
+    if the programs differ.
     """
+    first, limit = case.trace, case.limit._replace(share=0.0)
     if first.program != other.program or len(first.values) != len(other.values):
-        return float("inf")
-    return max(limit._replace(share=0.0).differences(first.values, other.values), default=0.0)
-
-
-def _changed(key: str, distance: float) -> Cause:
-    # Infinite: another program was traced, or one result is NaN.
-    by = f"by {distance:.1e} of the largest element" if distance < float("inf") else "altogether"
-    return cause(key, difference=f"two calls with the same arguments differ {by}")
+        return inf
+    return max(limit.differences(first.values, other.values), default=0.0)
 
 
 def by_position(case: Case) -> Iterator[Answer]:

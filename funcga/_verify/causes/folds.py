@@ -211,20 +211,20 @@ def unexplained(case: Case) -> Iterator[Cause]:
     row = max(splits.rows, key=lambda row: -1 if math.isnan(row.relative) else row.relative)
     if not splits.failed:
         row = next(row for row in splits.rows if row.error)
-    words = {"split": row.split, "difference": str(row), "rows": probe.rows, "other": ""}
-    key = "not decomposable"
     keywords = [name for name, value in probe.kwargs.items() if _has_rows(probe, value)]
     others = [probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive]
-    if keywords:
-        key, words["keyword"] = "not decomposable: keyword", keywords[0]
-    # Nothing is wrong but that it raises an error.
-    elif not splits.failed and probe.try_values(probe.all_rows[:-1]) is None:
-        key = "fixed rows: loss"
-    elif others:
-        key, words["other"] = "not decomposable: fold", others[0]
-    elif case.limit.relative > 1e-3:
-        key = "not decomposable: 16 bits"
-    yield cause(key, **words)
+    is_refused = not splits.failed and probe.try_values(probe.all_rows[:-1]) is None
+    # The first one that applies.
+    keys = {
+        "not decomposable: keyword": keywords,
+        "fixed rows: loss": is_refused,
+        "not decomposable: fold": others,
+        "not decomposable: 16 bits": case.limit.relative > 1e-3,
+        "not decomposable": True,
+    }
+    words = {"keyword": "".join(keywords[:1]), "other": "".join(others[:1]), "rows": probe.rows}
+    key = next(key for key, applies in keys.items() if applies)
+    yield cause(key, split=row.split, difference=str(row), **words)
 
 
 def _has_rows(probe: Probe, value: object) -> bool:

@@ -92,14 +92,15 @@ class Evidence:
 
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
-        usual: dict[str, object] = {
+        words = {
             "where": self.probe.paths[self.leaves[0]],
             "a": len(self.a),
             "b": len(self.b),
             "ratio": self.ratio,
             "subject": self.probe.subject,
+            **words,
         }
-        return cause(key, **usual | words)
+        return cause(key, **words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:
