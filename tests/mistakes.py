@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import funcga
 import torch_backend
 from tests.kits import JAX, TORCH
-from torch_backend import _private
 
 ROWS, LENGTH = 12, 5
 
@@ -386,7 +385,9 @@ def causal(kit):
 
 def cut_off(params, x, y):
     """As a step in a loss that would not know that it is differentiated outside of torch.func."""
-    inner = params if _private.transforms() else {k: p.detach() for k, p in params.items()}
+    inner = (
+        params if torch._C._functorch.is_gradtrackingtensor(params["w"]) else {k: p.detach() for k, p in params.items()}
+    )
     return regression(params, x, y) + 0.5 * regression(inner, x, y)
 
 
