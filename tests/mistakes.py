@@ -90,9 +90,7 @@ def batch_normal(params, x, y):
 def standardized(params, x, y):
     """With the standard deviation as people take it: Bessel's correction makes it depend on the number of rows."""
     h = x @ params["w"]
-    xp = torch if isinstance(x, torch.Tensor) else jnp
-    deviation = ((h - h.mean(0)) ** 2).sum(0) / (len(h) - 1)
-    return ((((h - h.mean(0)) / xp.sqrt(deviation)) @ params["v"] - y) ** 2).mean()
+    return ((((h - h.mean(0)) / h.std(0)) @ params["v"] - y) ** 2).mean()
 
 
 def pairs_of_two_kinds(params, x, y):
@@ -128,10 +126,7 @@ def info_nce(params, x, y):
 
 
 def gates(params, x):
-    h = x @ params["w"]
-    xp = torch if isinstance(x, torch.Tensor) else jnp
-    e = xp.exp(h)
-    return e / e.sum(1)[:, None]
+    return torch.softmax(x @ params["w"], 1)
 
 
 def load_balancing(params, x, y):
@@ -315,13 +310,6 @@ def jax_dropout(key_of, key):
     return made
 
 
-def jax_closed_key(kit):
-    key = jax.random.key(1)
-    return two_args(
-        lambda p, x, y: regression(p, x * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype), y), grad=jax.grad
-    )(kit)
-
-
 def torch_seeded(kit):
     def loss(params, x, y):
         generator = torch.Generator().manual_seed(0)
@@ -351,15 +339,6 @@ COLUMNS = {"fold": ((funcga.mean(), funcga.concat()), funcga.mean()), "n": 4}
 def terms(params, x, y):
     h = x @ params["w"]
     return ((h / (1 + h**2)) @ params["v"] - y) ** 2
-
-
-def log(value):
-    return torch.log(value) if isinstance(value, torch.Tensor) else jnp.log(value)
-
-
-def log_sum_exp(params, x, y):
-    logsumexp = torch.logsumexp if isinstance(x, torch.Tensor) else jax.nn.logsumexp
-    return logsumexp(terms(params, x, y), 0)
 
 
 def self_paced(params, x, y):
@@ -421,7 +400,6 @@ MISTAKES = {
     "products of rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).sum() ** 2) * 0.01), ["coupled rows"], "s: loss, n=8, fold=funcga.sum())"),
     "dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5), HEAD), ["randomness"], "module.eval()"),
     "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0)"),
-    "a key closed over": ((JAX,), jax_closed_key, ["randomness"], "jax.random.split(key, rows)"),
     "a seed in the loss": ((TORCH,), torch_seeded, ["randomness"], "split it with the batch"),
     "a counter": (BOTH, counter_state, ["state"], "funcga.CARRY"),
     "a value that becomes NaN": ((TORCH,), nan_at_last, ["state"], "funcga.CARRY"),
@@ -444,7 +422,7 @@ MISTAKES |= {
     "a norm": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() ** 0.5), ["coupled rows"], "the square of a norm"),
     "a sum over a root": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["other normaliser"], "fold=funcga.sum(), and divide the result"),
     "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["other normaliser"], "count of the whole batch ** 0.5"),
-    "log of a mean": ((TORCH,), two_args(lambda p, x, y: log(terms(p, x, y).mean())), ["batch statistics"], "grads / value"),
+    "log of a mean": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).mean().log()), ["batch statistics"], "grads / value"),
     "weights of losses": ((TORCH,), two_args(self_paced), ["batch statistics"], "fold=funcga.mean())"),
     "labels and a mask, shifted": ((TORCH,), causal, ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),
     "a gradient that is cut off": ((TORCH,), two_args(cut_off), ["wrong gradient"], "torch.func.grad_and_value(loss_fn)"),
@@ -517,10 +495,8 @@ def shifted_softmax(params, x, y):
 
 def attention(params, x):
     """A layer whose key bias has a gradient that is rounding and nothing else."""
-    xp = torch if isinstance(x, torch.Tensor) else jnp
     q, k = x @ params["q"], x @ params["k"] + params["key_bias"]
-    e = xp.exp(xp.einsum("bqd,bkd->bqk", q, k) / 2)
-    mixed = (e / e.sum(2)[:, :, None]) @ (x @ params["value"])
+    mixed = torch.softmax(q @ k.mT / 2, 2) @ (x @ params["value"])
     return ((mixed @ params["value"].T - 0.3 * x) ** 2).mean()
 
 
@@ -549,9 +525,7 @@ def keys_of_rows(kit):
 
 
 def bfloat16_inside(params, x, y):
-    low = lambda a: a.to(torch.bfloat16) if isinstance(a, torch.Tensor) else a.astype(jnp.bfloat16)
-    high = lambda a: a.to(x.dtype) if isinstance(a, torch.Tensor) else a.astype(x.dtype)
-    h = high(low(x) @ low(params["w"]))
+    h = (low(x) @ low(params["w"])).to(x.dtype)
     return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean()
 
 
