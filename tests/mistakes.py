@@ -496,7 +496,8 @@ def shifted_softmax(params, x, y):
 def attention(params, x):
     """A layer whose key bias has a gradient that is rounding and nothing else."""
     q, k = x @ params["q"], x @ params["k"] + params["key_bias"]
-    mixed = torch.softmax(q @ k.mT / 2, 2) @ (x @ params["value"])
+    e = torch.exp(torch.einsum("bqd,bkd->bqk", q, k) / 2)
+    mixed = (e / e.sum(2)[:, :, None]) @ (x @ params["value"])
     return ((mixed @ params["value"].T - 0.3 * x) ** 2).mean()
 
 
