@@ -80,10 +80,9 @@ STEP: tuple[Question, ...] = (
     calls.not_differentiable,
     calls.repeatable,
     outputs.small_gradients,
-    summaries.too_few_rows,
-    outputs.unused_parameters,
     counts.of_totals,
     summaries.explain_step,
+    outputs.unused_parameters,
     rows.of_order,
 )
 # A cause, and another one that it implies.

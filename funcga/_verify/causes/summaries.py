@@ -14,7 +14,7 @@ from funcga._verify.causes import Answer, Cause, cause, causes_in, stop
 from funcga._verify.causes.calls import of_position
 from funcga._verify.causes.folds import by_kind, explain
 from funcga._verify.causes.outputs import per_example
-from funcga._verify.exact import Case
+from funcga._verify.exact import Case, Splits
 from funcga._verify.probe import Leaves, Probe
 from funcga.errors import FuncgaError
 from funcga.folds import mean
@@ -34,28 +34,30 @@ _AS_OF_A_LOSS = {
 }
 
 
-def too_few_rows(case: Case) -> Iterator[Answer]:
-    """The causes if the step refuses to fold the summaries, as their shapes differ."""
+def explain_step(case: Case) -> Iterator[Answer]:
+    """The causes if the fold of summaries is not that of the whole batch."""
     try:
-        _ = case.splits
+        splits = case.splits
+    # The step refuses to fold summaries of different shapes.
     except FuncgaError:
         found = _without_comparison(_of_summary(case))
         if not found:
             raise
         yield from found
         yield stop("nothing else")
-
-
-def explain_step(case: Case) -> Iterator[Answer]:
-    """The causes if the fold of summaries is not that of the whole batch."""
-    if case.splits.are_exact:
         return
-    of_summary = _of_summary(case)
-    found = _without_comparison(of_summary) or _from_splits(of_summary)
-    row = next(row for row in case.splits.rows if not row.ok)
-    difference = f"{row.split}: {row}"
-    words = {"where": "the summary", "difference": difference}
-    yield from found or [cause("not decomposable: summary", **words)]
+    if not splits.are_exact:
+        of_summary = _of_summary(case)
+        yield from (
+            _without_comparison(of_summary)
+            or _from_splits(of_summary)
+            or [cause("not decomposable: summary", where="the summary", difference=_first(splits))]
+        )
+
+
+def _first(splits: Splits) -> str:
+    """The first split that differs, in words."""
+    return next(f"{row.split}: {row}" for row in splits.rows if not row.ok)
 
 
 def _of_summary(case: Case) -> Case:
@@ -101,8 +103,7 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
         place = "" if path == "summary" else f", at {path}"
         return cause("wrong fold", where=path, better=better, place=place)
     if axis is None and not fold.reducer.additive:
-        row = next(row for row in case.splits.rows if not row.ok)
-        return cause("not decomposable: summary", where=path, difference=f"{row.split}: {row}")
+        return cause("not decomposable: summary", where=path, difference=_first(case.splits))
     layers = summary.layers() or "BatchNorm in training mode or a variance"
     return cause("batch statistics: summary", where=path, layers=f", as {layers} does")
 
