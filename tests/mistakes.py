@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import funcga
 import torch_backend
 from tests.kits import JAX, TORCH
-from torch_backend import _private
 
 ROWS, LENGTH = 12, 5
 
@@ -91,22 +90,7 @@ def batch_normal(params, x, y):
 def standardized(params, x, y):
     """With the standard deviation as people take it: Bessel's correction makes it depend on the number of rows."""
     h = x @ params["w"]
-    xp = torch if isinstance(x, torch.Tensor) else jnp
-    deviation = ((h - h.mean(0)) ** 2).sum(0) / (len(h) - 1)
-    return ((((h - h.mean(0)) / xp.sqrt(deviation)) @ params["v"] - y) ** 2).mean()
-
-
-def next_token(params, batch):
-    """Tokens are counted from the second on, as in a language model."""
-    mask = batch["labels"][:, 1:] != -100
-    h = batch["x"][:, :-1] @ params["w"]
-    return (((h / (1 + h**2)) @ params["v"] - 1) ** 2 * mask).sum() / mask.sum()
-
-
-def class_weighted(params, batch):
-    """A mean by weights that no simple expression of the batch counts."""
-    weights = 1.0 + (batch["lengths"] % 3) ** 2
-    return (errors(params, batch).sum(1) * weights).sum() / weights.sum()
+    return ((((h - h.mean(0)) / h.std(0)) @ params["v"] - y) ** 2).mean()
 
 
 def pairs_of_two_kinds(params, x, y):
@@ -116,6 +100,24 @@ def pairs_of_two_kinds(params, x, y):
     return (apart**2 * up[:, None] * ~up).sum() / (up.sum() * (~up).sum())
 
 
+def pairs_of_labels(kit):
+    """Of which expressions of the batch count both kinds."""
+    grad_fn, (params, x, _), options = two_args(pairs_of_two_kinds, rows=24)(kit)
+    return grad_fn, (params, x, 2 * (torch.arange(24) % 5 < 2).long() - 1), options
+
+
+def weights_of_classes(params, x, y):
+    """Two means, one of them by weights that no expression of the batch counts."""
+    weights = torch.exp(torch.sin(7 * y))
+    return (terms(params, x, y) * weights).sum() / weights.sum() + ((x @ params["w"]) ** 2).mean()
+
+
+def complex_rows(kit):
+    """A batch of which no expression counts anything but the rows."""
+    gradient = funcga.grad(lambda w, x: ((x @ w.to(x.dtype)).abs() ** 2).mean())
+    return gradient, (torch.ones(3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.complex128)), SUM
+
+
 def info_nce(params, x, y):
     a, b = x @ params["w"], (x + y[:, None]) @ params["w"]
     scores = a @ b.T
@@ -123,18 +125,8 @@ def info_nce(params, x, y):
     return (xp.log(xp.exp(scores / 4).sum(1)) - (a * b).sum(1) / 4).mean()
 
 
-def info_nce_without_self(params, x, y):
-    a, b = x @ params["w"], (x + y[:, None]) @ params["w"]
-    xp = torch if isinstance(x, torch.Tensor) else jnp
-    others = 1 - xp.asarray(np.eye(len(x)), dtype=x.dtype)
-    return (xp.log((xp.exp(a @ b.T / 4) * others).sum(1)) - (a * b).sum(1) / 4).mean()
-
-
 def gates(params, x):
-    h = x @ params["w"]
-    xp = torch if isinstance(x, torch.Tensor) else jnp
-    e = xp.exp(h)
-    return e / e.sum(1)[:, None]
+    return torch.softmax(x @ params["w"], 1)
 
 
 def load_balancing(params, x, y):
@@ -156,46 +148,16 @@ def neighbours(params, x, y):
     return (h[1:] * h[:-1]).mean()
 
 
+# --- division by the number of micro-batches, in many places
+
 N4 = {"n": 4}
-accumulation_steps = 4
-config = types.SimpleNamespace(micro_batches=4, dim=4)
-settings = {"accum": 4}
+accumulation_steps = temperature = k = 4
+clock = types.SimpleNamespace(steps=4)
+NESTED = types.SimpleNamespace(train=types.SimpleNamespace(accumulation_steps=4))
 
 
 def divided_by_global(params, x, y):
     return regression(params, x, y) / accumulation_steps
-
-
-def divided_by_attribute(params, x, y):
-    return regression(params, x, y) / config.micro_batches
-
-
-def divided_by_entry(params, x, y):
-    return regression(params, x, y) / settings["accum"]
-
-
-def divided_by_default(params, x, y, n=4):
-    return regression(params, x, y) / n
-
-
-def divided_by_literal(params, x, y):
-    return regression(params, x, y) / 4
-
-
-def divided_in_a_closure():
-    n = 4
-
-    def loss(params, x, y):
-        return regression(params, x, y) / n
-
-    return loss
-
-
-def divided_in_a_helper():
-    def scaled(value, num_micro=4):
-        return value / num_micro
-
-    return lambda params, x, y: scaled(regression(params, x, y))
 
 
 def divided_by(**names):
@@ -206,13 +168,21 @@ def divided_by(**names):
         yield name, types.FunctionType(code.co_consts[0], {"regression": regression, root: value})
 
 
+def divided_in_a_closure(n=4):
+    return lambda params, x, y: regression(params, x, y) / n
+
+
+def divided_in_a_helper():
+    def scaled(value, num_micro=4):
+        return value / num_micro
+
+    return lambda params, x, y: scaled(regression(params, x, y))
+
+
 class Objective:
     grad_accum = 4
 
     def __call__(self, params, x, y):
-        return regression(params, x, y) / self.grad_accum
-
-    def method(self, params, x, y):
         return regression(params, x, y) / self.grad_accum
 
 
@@ -220,59 +190,29 @@ def divided_by_keyword(params, x, y, accumulation_steps):
     return regression(params, x, y) / accumulation_steps
 
 
-NAMES = (
-    "acc",
-    "acc_steps",
-    "grad_acc_steps",
-    "ga_steps",
-    "GRAD_ACC",
-    "update_freq",
-    "every_k",
-    "iter_size",
-    "virtual_batch",
-)
-NESTED = types.SimpleNamespace(train=types.SimpleNamespace(accumulation_steps=4))
-
-# What each is divided by, as the line must say, and the loss; n is 4.
+# What each is divided by, as the line must say, and the loss; n is 4. A space tells two of one name apart.
+NAMES = ("acc", "grad_acc_steps", "ga_steps", "update_freq", "every_k", "iter_size", "virtual_batch")
 DIVIDED = {
     **dict(divided_by(**dict.fromkeys(NAMES, 4), accum=torch.tensor(4), grad_accum=np.int64(4))),
     **dict(divided_by(**{"cfg.train.accumulation_steps": NESTED, 'cfg["train"]["accum"]': {"train": {"accum": 4}}})),
-    "self.grad_accum": Objective().method,
+    "self.grad_accum": Objective().__call__,
     "self.grad_accum ": Objective(),
     "accumulation_steps": divided_by_keyword,
+    "n": divided_in_a_closure(),
+    "n ": lambda p, x, y, n=4: regression(p, x, y) / n,
+    "num_micro": divided_in_a_helper(),
+    "4": lambda p, x, y: regression(p, x, y) / 4,
 }
-
-
-def steps_of_time(params, x, y):
-    return regression(params, x, y) / clock.steps
-
-
-def mean_over_channels(params, x, y):
-    return ((x @ params["w"] - y[:, None]) ** 2).sum() / len(x) / 3
-
-
-k, clock = 4, types.SimpleNamespace(steps=4)
 
 # (loss, options, what the note says): right, though a number equals n.
 EQUAL_TO_N = [
     (lambda p, x, y: 0.25 * regression(p, x, y), N4, "`* 0.25`"),
     (lambda p, x, y: regression(p, x, y) / k, N4, "`/ k`"),
-    (steps_of_time, N4, "`/ clock.steps`"),
+    (lambda p, x, y: regression(p, x, y) / clock.steps, N4, "`/ clock.steps`"),
     (lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).mean() / 3, {"n": 3}, "`/ 3`"),
-    (mean_over_channels, {"n": 3}, "`/ 3`"),
     (lambda p, x, y: (((x @ p["w"]) ** 2).sum(1) / 4).mean(), N4, "`/ 4`"),
     (lambda p, x, y: regression_sum(p, x, y) / 12, {"n": 12, "fold": funcga.sum()}, "`/ 12`"),
 ]
-
-
-class Trainer:
-    grad_accum = 4
-
-    def __init__(self):
-        self.accumulate_grad_batches = 4
-
-    def loss(self, params, x, y):
-        return regression(params, x, y) / self.accumulate_grad_batches
 
 
 def hand_divided(params, x, y):
@@ -291,8 +231,15 @@ def counter_state(kit):
     return two_args(loss)(kit)
 
 
-def numpy_noise(kit):
-    return two_args(lambda params, x, y: regression(params, x, y) * float(np.random.rand() + 0.5))(kit)
+def nan_at_last(kit):
+    calls = []
+
+    def loss(params, x, y):
+        calls.append(1)
+        value = regression(params, x, y)
+        return value, value * (float("nan") if len(calls) > 2 else 1)
+
+    return two_args(loss, grad=functools.partial(funcga.value_and_grad, has_aux=True))(kit)
 
 
 def written_argument(kit):
@@ -311,21 +258,6 @@ def torch_module(*layers, loss=None, **options):
         r = np.random.default_rng(3)
         x, y = (kit.arrays(r.normal(size=s).astype("float32")) for s in ((ROWS, 3), (ROWS,)))
         return funcga.value_and_grad(pure), (dict(module.named_parameters()), x, y), options
-
-    return made
-
-
-def with_buffers(layer):
-    def made(kit):
-        torch.manual_seed(0)
-        module = torch.nn.Sequential(torch.nn.Linear(3, 4), layer(), torch.nn.Linear(4, 1))
-        pure = torch_backend.pure_loss(module, lambda m, x, y: F.mse_loss(m(x)[:, 0], y), buffers=True)
-        r = np.random.default_rng(3)
-        x, y = (kit.arrays(r.normal(size=s).astype("float32")) for s in ((ROWS, 3), (ROWS,)))
-        args = dict(module.named_parameters()), dict(module.named_buffers()), x, y
-        fold = ((funcga.mean(), funcga.carry()), funcga.mean())
-        options = {"fold": fold, "in_axes": (None, funcga.CARRY, 0, 0)}
-        return funcga.value_and_grad(pure, has_aux=True), args, options
 
     return made
 
@@ -378,27 +310,12 @@ def jax_dropout(key_of, key):
     return made
 
 
-def jax_closed_key(kit):
-    key = jax.random.key(1)
-    return two_args(
-        lambda p, x, y: regression(p, x * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype), y), grad=jax.grad
-    )(kit)
-
-
 def torch_seeded(kit):
     def loss(params, x, y):
         generator = torch.Generator().manual_seed(0)
         return regression(params, x * (torch.rand(x.shape, generator=generator) > 0.5), y)
 
     return two_args(loss)(kit)
-
-
-def summed_metric(kit):
-    def loss(params, batch):
-        return token_mean(params, batch), {"tokens": batch["mask"].sum()}
-
-    gradient = funcga.value_and_grad(loss, has_aux=True)
-    return gradient, data(kit), {"weight": count_mask}
 
 
 def per_example(kit):
@@ -424,21 +341,6 @@ def terms(params, x, y):
     return ((h / (1 + h**2)) @ params["v"] - y) ** 2
 
 
-def log(value):
-    return torch.log(value) if isinstance(value, torch.Tensor) else jnp.log(value)
-
-
-def log_sum_exp(params, x, y):
-    logsumexp = torch.logsumexp if isinstance(x, torch.Tensor) else jax.nn.logsumexp
-    return logsumexp(terms(params, x, y), 0)
-
-
-def group_losses(params, x, y):
-    """The mean of each group of rows."""
-    each, group = terms(params, x, y), y > 0
-    return [(each * part).sum() / part.sum() for part in (group, ~group)]
-
-
 def self_paced(params, x, y):
     """Rows are weighed by their own losses, through which no gradient goes."""
     weights = torch.exp(-terms(params, x, y)).detach()
@@ -462,7 +364,9 @@ def causal(kit):
 
 def cut_off(params, x, y):
     """As a step in a loss that would not know that it is differentiated outside of torch.func."""
-    inner = params if _private.transforms() else {k: p.detach() for k, p in params.items()}
+    inner = (
+        params if torch._C._functorch.is_gradtrackingtensor(params["w"]) else {k: p.detach() for k, p in params.items()}
+    )
     return regression(params, x, y) + 0.5 * regression(inner, x, y)
 
 
@@ -474,52 +378,33 @@ BY_LABELS = 'weight=lambda batch: (batch["labels"] != -100).sum()'.replace('"', 
 # name: (kits, case, the causes that it must be given, all of them, what is in the first one's fix)
 MISTAKES = {
     "uneven tokens, -100": (BOTH, case(token_mean, without=("lengths",)), ["uneven tokens"], BY_LABELS),
-    "uneven tokens, mask": ((TORCH,), case(token_mean, without=("lengths", "labels")), ["uneven tokens"], "weight=lambda batch: batch['mask'].sum()"),
-    "uneven tokens, torch.func": ((TORCH,), case(token_mean, grad=torch.func.grad, without=("lengths",)), ["uneven tokens"], BY_LABELS),
-    "uneven tokens, shifted": ((TORCH,), case(next_token, without=("lengths", "mask")), ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),
-    "weights of rows": ((TORCH,), case(class_weighted), ["uneven tokens"], "weight=lambda batch: ("),
     "sum under mean": ((TORCH,), case(token_sum), ["sum under mean"], "fold=funcga.per_weight()"),
     "sum under mean, weighted": ((TORCH,), case(token_sum, weight=count_mask), ["sum under mean"], "fold=funcga.per_weight(), or"),
     "mean under sum": ((TORCH,), case(row_mean, **SUM), ["mean under sum"], "fold=funcga.mean()"),
-    "mean under per_weight": ((TORCH,), case(row_mean, fold=funcga.per_weight()), ["mean under per_weight"], "fold=funcga.mean()"),
     "token mean under per_weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), **COUNTED), ["mean under per_weight"], "fold=funcga.mean(), weight=lambda batch: batch['mask'].sum()"),
     "len of a dict": ((TORCH,), case(row_mean, weight=len), ["weight not additive"], "drop weight="),
-    "a mean as weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), weight=lambda b: b["mask"].mean()), ["weight not additive"], "weight=lambda batch: batch['mask'].sum()"),
-    "a weight for a mean over rows": ((TORCH,), case(row_mean, weight=count_mask), ["wrong weight"], "drop weight="),
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
-    "L2 in a sum, under mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p)), ["sum under mean", "regulariser"], "per_weight"),
     "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "tokens": (b['labels'] != -100).sum()}, fold=funcga.sum()"""),
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
     "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "funcga.coupled(lambda params, x, y: means, lambda params, s: loss, n=8, fold=funcga.mean())"),
-    "batch normalisation": (BOTH, two_args(batch_normal), ["batch statistics"], "LayerNorm"),
-    "pairs of two kinds": ((TORCH,), two_args(pairs_of_two_kinds, rows=24), ["batch statistics"], "with fold=funcga.concat()"),
+    "batch normalisation": ((TORCH,), two_args(batch_normal), ["batch statistics"], "LayerNorm"),
+    "weights of classes and a mean": ((TORCH,), two_args(weights_of_classes, rows=24), ["batch statistics"], "s: loss, n=8, fold=funcga.mean())"),
+    "pairs of labels": ((TORCH,), pairs_of_labels, ["batch statistics"], "funcga.coupled("),
+    "complex numbers alone": ((TORCH,), complex_rows, ["mean under sum"], "fold=funcga.mean()"),
     "standardised": ((TORCH,), two_args(standardized), ["batch statistics"], "LayerNorm"),
-    "batch normalisation in a sum": ((TORCH,), two_args(lambda p, x, y: batch_normal(p, x, y) * len(x), SUM), ["batch statistics"], "LayerNorm"),
     "BatchNorm1d": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4), HEAD), ["batch statistics"], "module.eval()"),
-    "BatchNorm1d, buffers": ((TORCH,), with_buffers(lambda: torch.nn.BatchNorm1d(4)), ["batch statistics"], "module.eval()"),
     "InfoNCE": ((TORCH,), two_args(info_nce), ["in-batch negatives"], "funcga.coupled(lambda params, x, y: embeddings, lambda params, s: loss, n=8)"),
-    "InfoNCE, gradients alone": ((TORCH,), two_args(info_nce, grad=torch.func.grad), ["in-batch negatives"], "funcga.coupled(lambda params, x, y: embeddings, lambda params, s: loss, n=8)"),
-    "InfoNCE without self": ((TORCH,), two_args(info_nce_without_self), ["in-batch negatives"], "funcga.coupled(lambda params, x, y: embeddings, lambda params, s: loss, n=8)"),
     "neighbours": ((TORCH,), two_args(neighbours), ["row order"], "one row"),
     "products of rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).sum() ** 2) * 0.01), ["coupled rows"], "s: loss, n=8, fold=funcga.sum())"),
     "dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5), HEAD), ["randomness"], "module.eval()"),
-    "noise of NumPy": ((TORCH,), numpy_noise, ["randomness"], "per row"),
     "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0)"),
-    "a key closed over": ((JAX,), jax_closed_key, ["randomness"], "jax.random.split(key, rows)"),
     "a seed in the loss": ((TORCH,), torch_seeded, ["randomness"], "split it with the batch"),
     "a counter": (BOTH, counter_state, ["state"], "funcga.CARRY"),
+    "a value that becomes NaN": ((TORCH,), nan_at_last, ["state"], "funcga.CARRY"),
     "an argument written to": ((TORCH,), written_argument, ["state"], "x = x * 2"),
-    "/ n, a global": (BOTH, two_args(divided_by_global, N4), ["divided by n"], "drop `/ accumulation_steps`"),
     "/ n, without n": ((TORCH,), two_args(divided_by_global), ["divided by n"], "drop `/ accumulation_steps`"),
-    "/ n, an attribute": ((TORCH,), two_args(divided_by_attribute, N4), ["divided by n"], "drop `/ config.micro_batches`"),
-    "/ n, an entry": ((TORCH,), two_args(divided_by_entry, N4), ["divided by n"], 'drop `/ settings["accum"]`'),
-    "/ n, a default": ((TORCH,), two_args(divided_by_default, N4), ["divided by n"], "drop `/ n`"),
-    "/ n, a literal": ((TORCH,), two_args(divided_by_literal, N4), ["divided by n"], "drop `/ 4`"),
-    "/ n, a closure": ((TORCH,), two_args(divided_in_a_closure(), N4), ["divided by n"], "drop `/ n`"),
-    "/ n, a helper": ((TORCH,), two_args(divided_in_a_helper(), N4), ["divided by n"], "drop `/ num_micro`"),
-    "/ n, a method": ((TORCH,), two_args(Trainer().loss, N4), ["divided by n"], "drop `/ self.accumulate_grad_batches`"),
     "/ n, torch.func": ((TORCH,), two_args(divided_by_global, N4, grad=torch.func.grad_and_value), ["divided by n"], "drop"),
     "/ n, jax.jit": ((JAX,), two_args(divided_by_global, N4, grad=lambda f: jax.jit(jax.value_and_grad(f))), ["divided by n"], "drop"),
     "/ n of gradients": ((TORCH,), two_args(hand_divided, N4, grad=lambda f: f), ["divided by n"], "drop `/ accumulation_steps`"),
@@ -528,25 +413,16 @@ MISTAKES = {
     "a step by autograd": ((TORCH,), two_args(after_a_step, grad=by_autograd), ["first-order step"], "funcga.grad(outer_loss)"),
     "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
     "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
-    "outputs joined along another axis": (BOTH, two_args(with_columns, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["per-example output"], "funcga.concat(1)"),
-    "a sum among the metrics": ((TORCH,), summed_metric, ["sum under mean"], "fold=funcga.sum()"),
+    "outputs joined along another axis": ((TORCH,), two_args(with_columns, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["per-example output"], "funcga.concat(1)"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
 }  # fmt: skip
 
 
 MISTAKES |= {
-    "a norm": (BOTH, two_args(lambda p, x, y: terms(p, x, y).sum() ** 0.5), ["coupled rows"], "the square of a norm"),
-    "torch.norm": ((TORCH,), two_args(lambda p, x, y: torch.norm(x @ p["w"] @ p["v"] - y), grad=torch.func.grad), ["coupled rows"], "the square of a norm"),
-    "a sum over a root": (BOTH, two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["other normaliser"], "fold=funcga.sum(), and divide the result"),
+    "a norm": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() ** 0.5), ["coupled rows"], "the square of a norm"),
+    "a sum over a root": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["other normaliser"], "fold=funcga.sum(), and divide the result"),
     "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["other normaliser"], "count of the whole batch ** 0.5"),
-    "a root of a mean": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).mean() ** 0.5), ["batch statistics"], "funcga.coupled(lambda p, x, y: means, lambda p, s: loss"),
-    "log of a mean": (BOTH, two_args(lambda p, x, y: log(terms(p, x, y).mean())), ["batch statistics"], "grads / value"),
-    "log of a mean, per_weight()": ((TORCH,), two_args(lambda p, x, y: log(terms(p, x, y).mean()), {"fold": funcga.per_weight()}), ["batch statistics"], "grads / value"),
-    "log of a mean, and a mean": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + log(((x @ p["w"]) ** 2).mean())), ["batch statistics"], "grads / value"),
-    "log of a mean, and a sum": ((TORCH,), two_args(lambda p, x, y: regression_sum(p, x, y) + log(((x @ p["w"]) ** 2).mean()), SUM), ["batch statistics"], "grads / value"),
-    "log-sum-exp over rows": (BOTH, two_args(log_sum_exp), ["batch statistics"], "funcga.coupled(lambda params, x, y: means"),
-    "log-sum-exp of groups": ((TORCH,), two_args(lambda p, x, y: torch.logsumexp(torch.stack(group_losses(p, x, y)), 0), rows=24), ["batch statistics"], "funcga.coupled("),
-    "the worst of groups": ((TORCH,), two_args(lambda p, x, y: torch.stack(group_losses(p, x, y)).max(), rows=24), ["batch statistics"], "funcga.coupled("),
+    "log of a mean": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).mean().log()), ["batch statistics"], "grads / value"),
     "weights of losses": ((TORCH,), two_args(self_paced), ["batch statistics"], "fold=funcga.mean())"),
     "labels and a mask, shifted": ((TORCH,), causal, ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),
     "a gradient that is cut off": ((TORCH,), two_args(cut_off), ["wrong gradient"], "torch.func.grad_and_value(loss_fn)"),
@@ -597,17 +473,15 @@ def by_keyword(kit):
 
 MISTAKES |= {
     "a small sum, 64 bits": ((TORCH,), small(1e-20, lambda a: a), ["sum under mean"], "fold=funcga.per_weight()"),
-    "a small sum, 32 bits": ((TORCH,), small(1e-8, torch.Tensor.float), ["sum under mean"], "fold=funcga.per_weight()"),
     "a small sum, 16 bits": ((TORCH,), small(1e-3, low), ["not decomposable"], "float32, and do what it says there"),
     "an epsilon in a count": ((TORCH,), two_args(masked, {"weight": lambda x, m: (m**2).sum()}), ["small remainder"], ".clamp(min=1)"),
     "a count of squares": ((TORCH,), two_args(by_squares), ["uneven tokens"], "weight=lambda x, m: (m ** 2).sum()"),
     "a count not found": ((TORCH,), two_args(by_uneven_weights), ["uneven tokens"], "weight=lambda x, m: (m != -100).sum()"),
     "a count on axis 1": ((TORCH,), transposed_mask, ["uneven tokens"], "weight=lambda b: b['m'].sum()"),
-    "the largest of all rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]) ** 2).sum(1).max()), ["batch statistics"], "as for pairs or a maximum"),
     "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
     "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
     "labels of a fixed number": ((TORCH,), two_args(lambda p, x, y: F.cross_entropy(x @ p["w"] @ (x @ p["w"]).T, torch.arange(12))), ["fixed rows"], "torch.arange(len(logits))"),
-    "a reshape to a fixed number": (BOTH, two_args(lambda p, x, y: ((x @ p["w"]).reshape(12, -1) ** 2).mean()), ["fixed rows"], "x.reshape(len(x), -1)"),
+    "a reshape to a fixed number": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).reshape(12, -1) ** 2).mean()), ["fixed rows"], "x.reshape(len(x), -1)"),
     "BatchNorm1d, torch.func": ((TORCH,), in_place_in_torch_func, ["state"], "torch_backend.pure_loss(module, loss_fn)"),
 }  # fmt: skip
 
@@ -621,9 +495,8 @@ def shifted_softmax(params, x, y):
 
 def attention(params, x):
     """A layer whose key bias has a gradient that is rounding and nothing else."""
-    xp = torch if isinstance(x, torch.Tensor) else jnp
     q, k = x @ params["q"], x @ params["k"] + params["key_bias"]
-    e = xp.exp(xp.einsum("bqd,bkd->bqk", q, k) / 2)
+    e = torch.exp(torch.einsum("bqd,bkd->bqk", q, k) / 2)
     mixed = (e / e.sum(2)[:, :, None]) @ (x @ params["value"])
     return ((mixed @ params["value"].T - 0.3 * x) ** 2).mean()
 
@@ -639,59 +512,21 @@ def attended(kit):
     )
 
 
-def cancelling(kit):
-    """Each row with its opposite: every gradient is zero but for rounding."""
-    r = np.random.default_rng(6)
-    x = r.normal(size=(6, 3)).astype("float32")
-    params = {"w": r.normal(size=(3, 4)).astype("float32"), "v": r.normal(size=4).astype("float32")}
-    loss = lambda params, x: (x @ params["w"] @ params["v"]).mean()
-    return funcga.grad(loss), (kit.arrays(params), kit.arrays(np.concatenate([x, -x]))), {}
-
-
-def with_empty_rows(kit):
-    params, batch = data(kit)
-    mask = funcga.to_numpy(batch["mask"])
-    mask[2:7] = 0
-    batch = {"x": batch["x"], "mask": kit.arrays(mask)}
-    return funcga.value_and_grad(token_mean), (params, batch), {"weight": count_mask, "n": 6}
-
-
-def keys_of_rows(fold_in):
+def keys_of_rows(kit):
     def loss(params, key, x, y):
-        make = lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:])
-        if fold_in:
-            make = lambda i: jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 0.5, x.shape[1:])
-        return regression(params, x * jax.vmap(make)(key).astype(x.dtype), y)
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(key)
+        return regression(params, x * keep.astype(x.dtype), y)
 
-    def made(kit):
-        _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
-        each = jnp.arange(ROWS) if fold_in else jax.random.split(jax.random.key(3), ROWS)
-        return jax.value_and_grad(loss), (params, each, x, y), {"in_axes": (None, 0, 0, 0)}
-
-    return made
-
-
-temperature = 4
-
-
-def softened(params, x, y):
-    h = x @ params["w"] / temperature
-    return ((h / (1 + h**2)) @ params["v"] - y).mean()
-
-
-def softened_whole(params, x, y):
-    return regression(params, x, y) / temperature
-
-
-def float32_only(kit):
-    frozen = torch.nn.Linear(3, 3)
-    return two_args(lambda p, x, y: regression(p, frozen(x), y))(kit)
+    _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
+    return (
+        jax.value_and_grad(loss),
+        (params, jax.random.split(jax.random.key(3), ROWS), x, y),
+        {"in_axes": (None, 0, 0, 0)},
+    )
 
 
 def bfloat16_inside(params, x, y):
-    low = lambda a: a.to(torch.bfloat16) if isinstance(a, torch.Tensor) else a.astype(jnp.bfloat16)
-    high = lambda a: a.to(x.dtype) if isinstance(a, torch.Tensor) else a.astype(x.dtype)
-    h = high(low(x) @ low(params["w"]))
+    h = (low(x) @ low(params["w"])).to(x.dtype)
     return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean()
 
 
@@ -707,11 +542,6 @@ def metrics(kit):
     return funcga.value_and_grad(loss, has_aux=True), data(kit), options
 
 
-def spread(kit):
-    fold = (funcga.moments(), funcga.mean())
-    return two_args(regression, {"fold": fold})(kit)
-
-
 def threaded(kit):
     def gradient(params, state, x, y):
         _, grads = funcga.value_and_grad(regression)(params, x, y)
@@ -723,72 +553,23 @@ def threaded(kit):
     return gradient, (params, state, x, y), options
 
 
-def candidates_whole(kit):
-    def loss(params, x, every):
-        scores = (x @ params["w"]) @ (every @ params["w"]).T
-        xp = torch if isinstance(x, torch.Tensor) else jnp
-        return (xp.log(xp.exp(scores / 4).sum(1)) - (x @ params["w"] @ params["v"])).mean()
-
-    _, (params, x, _), _ = two_args(None, grad=lambda _: None)(kit)
-    return funcga.grad(loss), (params, x, x), {"in_axes": (None, 0, None)}
-
-
-def along_axis_1(kit):
-    _, (params, x, y), _ = two_args(None, grad=lambda _: None)(kit)
-    loss = lambda params, x, y: regression(params, x.T, y)
-    return funcga.value_and_grad(loss), (params, x.T, y), {"in_axes": (None, 1, 0)}
-
-
-def checkpointed():
-    def loss(module, x, y):
-        h = torch.utils.checkpoint.checkpoint(module[0], x, use_reentrant=False)
-        return F.mse_loss(module[1](torch.tanh(h))[:, 0], y)
-
-    return torch_module(LINEAR, HEAD, loss=loss)
-
-
-def tied(params, x, y):
-    h = x @ params["w"]
-    return (((h / (1 + h**2)) @ params["w"].T - x) ** 2).mean() + ((h @ params["v"] - y) ** 2).mean()
-
-
+# name: (kits, case), and what is in its first note.
 RIGHT = {
-    "mean": (BOTH, two_args(regression)),
+    "mean": ((TORCH,), two_args(regression)),
     "a step in a loss": ((TORCH,), two_args(after_a_step)),
-    "a step in a loss, torch.func": ((TORCH,), two_args(after_a_step, grad=torch.func.grad_and_value)),
-    "by autograd": ((TORCH,), two_args(regression, grad=by_autograd)),
-    "sum": ((TORCH,), two_args(regression_sum, SUM)),
-    "token sum": (BOTH, case(token_sum, **COUNTED)),
-    "token mean": ((TORCH,), case(token_mean, weight=count_mask)),
-    "token mean, empty rows": ((TORCH,), with_empty_rows),
-    "a sum per row": ((TORCH,), case(token_sum, fold=funcga.per_weight())),
-    "L2 in a mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + 0.1 * penalty(p), weight=count_mask)),
-    "LayerNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.LayerNorm(4), HEAD)),
-    "GroupNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.GroupNorm(2, 4), HEAD)),
     "frozen BatchNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4).eval(), HEAD)),
-    "frozen dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5).eval(), HEAD)),
-    "checkpoints": ((TORCH,), checkpointed()),
     "attention": ((TORCH,), attended),
-    "gradients that cancel": ((TORCH,), cancelling),
-    "gradients that are rounding": ((TORCH,), two_args(shifted_softmax)),
-    "a value that cancels": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + 2e10 - 2e10, {"n": (3, 5)})),
-    "tied weights": ((TORCH,), two_args(tied)),
-    "keys of rows": ((JAX,), keys_of_rows(False)),
-    "keys by index": ((JAX,), keys_of_rows(True)),
+    "gradients that are rounding": ((TORCH,), two_args(shifted_softmax), "may be nothing but rounding: these arguments cannot show"),
+    "a value that cancels": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) + 2e10 - 2e10, {"n": (3, 5)}), "though every gradient agrees. A difference this small often comes"),
+    "keys of rows": ((JAX,), keys_of_rows),
     "half of a mean, n = 2": ((TORCH,), two_args(lambda p, x, y: 0.5 * regression(p, x, y), {"n": 2})),
-    "a mean over 2, n = 2": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) / 2, {"n": 2})),
-    "a temperature of n": ((TORCH,), two_args(softened, N4)),
-    "a temperature of n around all": ((TORCH,), two_args(softened_whole, N4)),
-    "float32 alone": ((TORCH,), float32_only),
-    "bfloat16 inside": (BOTH, two_args(bfloat16_inside)),
+    "a temperature of n around all": ((TORCH,), two_args(lambda p, x, y: regression(p, x, y) / temperature, N4)),
+    "bfloat16 inside": ((TORCH,), two_args(bfloat16_inside)),
     "metrics": ((TORCH,), metrics),
-    "moments": ((TORCH,), spread),
-    "state": (BOTH, threaded),
-    "candidates passed whole": ((TORCH,), candidates_whole),
-    "rows on axis 1": ((TORCH,), along_axis_1),
+    "moments": ((TORCH,), two_args(regression, {"fold": (funcga.moments(), funcga.mean())}), "moments() are over micro-batches"),
+    "a straight-through gradient": ((TORCH,), two_args(lambda p, x, y: regression({"w": p["w"] + (p["w"].round() - p["w"]).detach(), "v": p["v"].detach()}, x, y))),
+    "state": ((TORCH,), threaded, "carried state, output[1]['mean'], is different after n micro-batches than after one"),
     "two rows": ((TORCH,), two_args(regression, rows=2)),
-    "three rows": ((TORCH,), two_args(regression, rows=3)),
     "torch.func": ((TORCH,), two_args(regression, grad=torch.func.grad_and_value)),
     "jax.jit": ((JAX,), two_args(regression, grad=lambda f: jax.jit(jax.value_and_grad(f)))),
-    "a frozen parameter": ((TORCH,), two_args(lambda p, x, y: regression({"w": p["w"], "v": p["v"].detach()}, x, y))),
-}
+}  # fmt: skip

@@ -1,22 +1,22 @@
-"""`verify`: whether accumulation is exact for a loss, and what is wrong where it is not.
+"""`verify`: whether accumulation is exact for a loss, and if not, why.
 
 Two halves, read in this order:
 
-- `exact.py`: *is it exact?* One table: several splits against the whole batch. `probe.py` is what
-  they are computed with: a function that is called with any rows of the batch.
+- `exact.py`: *is it exact?* One table: several splits against the whole batch. `probe.py` calls the
+  function with any rows of the batch.
 - `causes/`: *why not?* Questions in one table, `LOSS` below for a loss and `STEP` for a step of
-  `coupled`. Each looks for evidence, and answers with causes; their texts are in the file beside
-  it. `causes/groups.py` (what kind of function is it?) and `causes/counts.py` (what in the batch
-  counts the same?) are the instruments that they share.
+  `coupled`. Each tests for its causes and yields those it finds; their texts are in the TOML file
+  beside it. `causes/groups.py` (what kind of function is it?) and `causes/counts.py` (what in the
+  batch does it count?) are shared by several questions.
 
-`in_torch.py` and `in_jax.py` have what is asked of a framework. The package can be taken away: the
-library has its name, `funcga.verify`, and only `parity` and the command line import it. It uses
-`accumulate`, `coupled`, the folds, `to_numpy` and these seams of the core:
+`in_torch.py` and `in_jax.py` contain what only one framework can answer. The package can be
+removed: the library has its name, `funcga.verify`, and only `parity` and the command line import
+it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of the core:
 
 - `step_program(step)` and `step.coupled`: what a step computes; `Program.read`, `weigh`, `counting`
-- `Arguments.cut`: any rows of the arguments; `argument_names`, `CARRY`
+- `Arguments.cut`: any rows of the arguments; `argument_names`
 - `GradientFunction`: which arguments are differentiated, and where the gradient is
-- `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer`, `.normalizer` and `Tally`
+- `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer` and `.normalizer`
 - `leaf_paths` and a Backend's `arrays` and `trees`
 - in torch `recording_loss`, `PureLoss` and `modules_in`
 """
@@ -25,6 +25,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +53,7 @@ from funcga._verify.causes import (
     rows,
     summaries,
 )
-from funcga._verify.exact import Case, Measured
+from funcga._verify.exact import Case, Measured, first_line
 from funcga._verify.probe import Probe
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 # The questions, in the order in which they are asked.
 LOSS: tuple[Question, ...] = (
-    calls.evaluated,
+    calls.not_differentiable,
     calls.repeatable,
     outputs.small_gradients,
     outputs.per_example,
@@ -70,24 +71,21 @@ LOSS: tuple[Question, ...] = (
     outputs.unused_parameters,
     counts.of_totals,
     folds.explain,
-    calls.repeatable_at_the_end,
-    division.divided,
+    division.divided_by_n,
     outputs.wrong_gradient,
     outputs.remarks,
 )
 STEP: tuple[Question, ...] = (
-    rows.whole_is_refused,
-    calls.evaluated,
+    rows.fixed_number,
+    calls.not_differentiable,
     calls.repeatable,
     outputs.small_gradients,
-    summaries.refused,
-    outputs.unused_parameters,
     counts.of_totals,
     summaries.explain_step,
-    calls.repeatable_at_the_end,
+    outputs.unused_parameters,
     rows.of_order,
 )
-# A cause, and another one that is only what it looks like from another side.
+# A cause, and another one that it implies.
 _IMPLIED = {
     "divided by n": "mean under sum",  # a division by n makes it right, for this n
     "divided twice": "sum under mean",
@@ -126,71 +124,57 @@ class Verdict:
     gradients: bool = True
 
     def assert_exact(self) -> None:
-        """None if accumulation is exact.
+        """Raises an error unless accumulation is exact.
 
         Raises:
-            AssertionError: With the text of the verdict, if it is not.
+            AssertionError: If accumulation is not exact, with the text of the verdict.
         """
         if not self.ok:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, object]:
-        """The verdict as dicts, lists, strings, numbers and None, for JSON; a number that is not
+        """The verdict as dicts, tuples, strings, numbers and None, for JSON; a number that is not
         finite is a string.
         """
-        rows: list[dict[str, object]] = []
-        for row in self.rows:
+        rows = [
             # JSON has no numbers that are not finite.
-            difference = row.relative if row.relative < float("inf") else str(row.relative)
-            rows.append(
-                {**row._asdict(), "sizes": [*row.sizes], "relative": difference, "ok": row.ok}
-            )
-        return asdict(self) | {
-            "causes": [asdict(each) for each in self.causes],
-            "rows": rows,
-            "notes": [*self.notes],
-        }
+            row._asdict()
+            | {"ok": row.ok, "relative": row.relative if row.relative < inf else str(row.relative)}
+            for row in self.rows
+        ]
+        return asdict(self) | {"rows": rows}
 
     def __str__(self) -> str:
-        return "\n".join(line for line, _ in _lines(self))
+        return "\n".join(_lines(self))
 
     def __rich__(self) -> "Text":
         from rich.text import Text
 
-        return Text("\n").join(Text(line, style) for line, style in _lines(self))
+        first, *rest = str(self).partition("\n")
+        return Text.assemble((first, "bold green" if self.ok else "bold red"), *rest)
 
 
-def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """(line, style) of the text."""
-    if verdict.ok and not verdict.gradients:
-        yield "The values agree, and no gradient was compared: see the note.", "bold yellow"
-    elif verdict.ok:
-        yield "Accumulation is exact for this loss.", "bold green"
+def _lines(verdict: Verdict) -> Iterator[str]:
+    count = len(verdict.causes)
+    if not verdict.ok:
+        yield f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}."
+    elif verdict.gradients:
+        yield "Accumulation is exact for this loss."
     else:
-        count = len(verdict.causes)
-        yield (
-            f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}.",
-            "bold red",
-        )
+        yield "The values agree, and no gradient was compared: see the note."
     for number, each in enumerate(verdict.causes, 1):
-        yield "", ""
-        yield f"{number}. {each.name}", "bold"
-        yield from ((line, "") for line in _wrapped(each.what))
         # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
         line, *sentences = re.split(r"\. (?=[A-Z])", each.fix, maxsplit=1)
-        yield f"   Fix: {line}", "green"
-        yield from ((line, "green") for line in _wrapped("".join(sentences)))
-        yield from ((line, "dim") for line in _wrapped(f"Seen: {each.evidence}"))
+        yield from ("", f"{number}. {each.name}", *_wrapped(each.what), f"   Fix: {line}")
+        yield from _wrapped("".join(sentences))
+        yield from _wrapped(f"Seen: {each.evidence}")
     if verdict.rows:
-        yield "", ""
-        yield f"Against the whole batch, in {verdict.dtype}:", ""
+        yield from ("", f"Against the whole batch, in {verdict.dtype}:")
     for row in verdict.rows:
-        result = row.error or (
-            f"largest relative difference {row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
-        )
-        yield f"   {row.split}: {result}", "" if row.ok else "red"
+        difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
+        yield f"   {row.split}: {row.error or f'largest relative difference {difference}'}"
     for text in verdict.notes:
-        yield from ((line, "dim") for line in _wrapped(text, "Note: "))
+        yield from _wrapped(text, "Note: ")
 
 
 def _wrapped(text: str, first: str = "   ") -> list[str]:
@@ -211,12 +195,13 @@ def verify(
     bitwise: bool = False,
     **kwargs: Tree,
 ) -> Verdict:
-    """Whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact; if not, why, and the line
-    that fixes it.
+    """Checks whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact, and finds the cause
+    if it is not.
 
-    The fold over n micro-batches, in order, and over two uneven ones in another order is compared
-    with the whole batch, in float64 if grad_fn can compute in it. If the results differ, batches
-    in which groups of rows repeat show what kind of function the loss is.
+    The step over n micro-batches, in order, and over two uneven ones in another order is compared
+    with the step over the whole batch, in float64 if grad_fn can compute in it. If the results
+    differ, grad_fn is called with repeated groups of rows, to find out what kind of function of the
+    rows the loss is. Each cause comes with the line that fixes it.
 
     A step of `coupled` is compared with the same step over the whole batch as one micro-batch. If
     they differ, the summary is at fault: the causes are those of a loss, or "wrong fold", such as
@@ -281,13 +266,11 @@ def verify(
     """
     job = job_of(grad_fn)
     instead = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
+    options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
     if job is not None:
-        _check_options(fold=fold != mean(), weight=weight, in_axes=in_axes, totals=totals)
+        _check_options(options | {"fold": fold != mean()})
+        grad_fn = job.program.grad_fn
         instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
-        program = job.program
-        grad_fn, in_axes = program.grad_fn, program.in_axes
-        fold, weight = program.fold, program.weight
-        totals = program.totals.function if program.totals else None
     if owner_of(grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a gradient function, or a step, with parameters of its own choice, "
@@ -297,20 +280,18 @@ def verify(
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
     counts = _counts(n)
-    if totals is not None:
+    program = step_program(accumulate(grad_fn, 1, **options)) if job is None else job.program
+    assert program is not None
+    if program.totals is not None:
         check_no_totals(kwargs)
-    step = accumulate(grad_fn, 1, fold=fold, weight=weight, in_axes=in_axes, totals=totals)
-    chosen = step_program(step)
-    assert chosen is not None
-    probe = Probe(chosen, job, args, kwargs, precise=False)
+    probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
     _check_finite(probe, args, kwargs)
     if job is not None:
         counts = counts or _counts_of(job, probe.rows)
     questions = LOSS if job is None else STEP
     with probe.random_kept():
-        # In float64 if that is possible, where rounding hides next to nothing; else as the
-        # arguments are.
+        # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
             precise, found = _precise(probe)
             case = Case(precise, counts, seed)
@@ -320,7 +301,7 @@ def verify(
             if precise is probe:
                 found += _answers(case, questions)
             if bitwise and job is None:
-                probe.values(probe.every)
+                probe.values(probe.all_rows)
                 found += calls.same_bits(Case(probe, counts, seed))
     return _verdict(case, found)
 
@@ -334,16 +315,17 @@ def job_of(step: object) -> Coupled | None:
     return job if isinstance(job, Coupled) else None
 
 
-def _check_options(**given: object) -> None:
-    for name in (name for name, value in given.items() if value):
-        raise FuncgaError(
-            f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
-            f"funcga.verify(step, params, *batch)."
-        )
+def _check_options(options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise FuncgaError(
+                f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
+                f"funcga.verify(step, params, *batch)."
+            )
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:
-    """The numbers of micro-batches that were asked for; none for None."""
+    """The values of n, without repetitions; [] for None."""
     if n is None:
         return []
     several = n if isinstance(n, tuple | list) else [n]
@@ -356,8 +338,8 @@ def _counts(n: int | Sequence[int] | None) -> list[int]:
 
 
 def _counts_of(job: Coupled, rows: int) -> list[int]:
-    """How many micro-batches the step makes of so many rows; nothing if it makes one, or cannot
-    make so many.
+    """The number of micro-batches that the step makes of these rows; [] if that is one, or if there
+    are fewer rows.
     """
     size = job.program.microbatch_size
     n = -(-rows // size) if size else job.program.n
@@ -404,15 +386,12 @@ def _precise(probe: Probe) -> tuple[Probe, list[Answer]]:
         _ = precise.whole
     # Something that the function closes over is in another dtype than float64.
     except Exception as error:
-        first, *_ = str(error).splitlines() or [""]
-        # Torch asserts on dtypes that meet, and takes that for a bug of its own.
-        text = first.rpartition("please report a bug to PyTorch. ")[2]
-        return probe, [note("own dtypes", error=type(error).__name__, text=text[:160])]
+        return probe, [note("own dtypes", error=first_line(error))]
     return precise, []
 
 
 def _answers(case: Case, questions: Sequence[Question]) -> list[Answer]:
-    """The answers to these questions, up to one after which there are no others."""
+    """The answers to these questions, up to the first Stop."""
     found: list[Answer] = []
     for question in questions:
         found += question(case)
@@ -422,7 +401,7 @@ def _answers(case: Case, questions: Sequence[Question]) -> list[Answer]:
 
 
 def _verdict(case: Case, found: Sequence[Answer]) -> Verdict:
-    """What the answers come to."""
+    """The Verdict of all answers."""
     causes = causes_in(found)
     implied = {_IMPLIED.get(each.name) for each in causes}
     is_stopped = any(isinstance(answer, Stop) for answer in found)

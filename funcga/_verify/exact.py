@@ -1,12 +1,12 @@
-"""Is it exact: the results of several splits against that of the whole batch, in one table.
+"""Is it exact: the results of several splits against the whole batch, in one table.
 
-The fold over n micro-batches, in order, and over two uneven ones in another order are compared with
-the whole batch. What differs by more than rounding has a cause, and the causes are asked next.
+The step over n micro-batches, in order, and over two uneven ones in another order is compared with
+the step over the whole batch. A difference larger than rounding has a cause, see `causes/`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +19,12 @@ from funcga.errors import FuncgaError, TooFewRowsError
 
 
 class Limit(NamedTuple):
-    """How far two results may be apart: rounding, and no more.
+    """The largest difference between two results that counts as rounding.
 
-    A leaf is compared `relative` to the largest of what was added up to it, so that gradients which
-    cancel are not reported. The bias of an attention key has a gradient that is nothing but
-    rounding of much larger numbers, so a `share` of the largest of all leaves counts as well. A
-    `floor` is for where every gradient is zero but for rounding.
+    A difference is `relative` to the largest value that was added up to the leaf, so that gradients
+    which cancel are not reported. The bias of an attention key has a gradient that is nothing but
+    rounding of much larger numbers, so a `share` of the largest of all leaves is added. The `floor`
+    is for gradients that are all zero but for rounding.
     """
 
     relative: float
@@ -32,9 +32,7 @@ class Limit(NamedTuple):
     floor: float
 
     def scales(self, parts: Sequence[Leaves]) -> list[float]:
-        """What a difference in each leaf is relative to, from its values in several parts of the
-        batch.
-        """
+        """The scale of each leaf's differences, from its values for several parts of the batch."""
         sizes = [max(map(_largest, leaves)) for leaves in zip(*parts, strict=True)]
         arrays = [size for size, leaf in zip(sizes, parts[0], strict=True) if leaf.ndim]
         top = max(arrays or sizes, default=0.0)
@@ -46,7 +44,7 @@ class Limit(NamedTuple):
 
 
 def limit_of(eps: float) -> Limit:
-    """The Limit for what is computed with this machine epsilon.
+    """The Limit for computations with this machine epsilon.
 
     float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums
     of some thousand terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by
@@ -61,8 +59,8 @@ def limit_of(eps: float) -> Limit:
 
 
 def relative(left: Array, right: Array, scale: float) -> float:
-    """The largest difference over the scale; infinite if the shapes differ, or an element of one
-    alone is NaN.
+    """The largest difference over the scale; infinite if the shapes differ, or an element is NaN in
+    one of them only.
     """
     if left.shape != right.shape:
         return float("inf")
@@ -113,47 +111,48 @@ class Measured(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What the splits have shown, as indices of leaves.
+    """The table of the splits, and the leaves that differ, by index.
 
-    failed: those that differ, without carried state; carried: those of carried state that differ;
-    reordered: those that change when the rows of the whole batch come in another order.
+    failed: without carried state; carried: carried state.
     """
 
     rows: list[Measured]
     failed: list[int]
     carried: list[int]
-    reordered: list[int]
 
     @property
-    def agree(self) -> bool:
-        """Whether every split has the result of the whole batch."""
+    def are_exact(self) -> bool:
+        """Whether every split gives the result of the whole batch."""
         return not self.failed and not any(row.error for row in self.rows)
 
 
 def first_line(error: Exception) -> str:
     """The type of an error and its first line."""
     first, *_ = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {first[:200]}"
+    # Torch asserts on dtypes that meet, and takes that for a bug of its own.
+    text = first.rpartition("please report a bug to PyTorch. ")[2]
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 # The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has
 # as many.
 GROUP = 4
 
-# Until the first call has been seen.
+
+# Until the first call.
 _NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
 
 
 @dataclass(eq=False)
 class Case:
-    """A function, and how it is compared with the whole batch: what every cause is asked about.
+    """A function, and how it is compared with the whole batch: the argument of every question.
 
     Attributes:
-        probe: The function. A question may correct its folds for the questions after it.
+        probe: The function. A question may correct its folds for further questions.
         counts: The numbers of micro-batches that were asked for, none by default.
         seed: Of the order of rows, and of the groups that are looked at.
-        trace: What one call has shown.
-        limit: How far results may be apart.
+        trace: The trace of one call.
+        limit: Which differences count as rounding.
     """
 
     probe: Probe
@@ -163,7 +162,7 @@ class Case:
     limit: Limit = _DOUBLE
 
     def orders(self, times: int) -> list[Rows]:
-        """The rows in so many other orders."""
+        """The rows in this many random orders."""
         random = np.random.default_rng([self.seed, times])
         return [tuple(random.permutation(self.probe.rows).tolist()) for _ in range(times)]
 
@@ -189,68 +188,61 @@ class Case:
     def splits(self) -> Splits:
         """The splits: over n micro-batches, for each n, and over the two parts.
 
-        An error that grad_fn raises for a part of the batch is noted; errors of funcga's own are
-        raised.
+        An error that grad_fn raises for a part of the batch is noted in the table; those of funcga
+        are raised.
         """
-        probe, rows = self.probe, self.probe.rows
-        table: list[Measured] = []
-        # Carried state and collected rows depend on the order, and moments on the number of
-        # micro-batches.
+        probe, every, table = self.probe, self.probe.all_rows, list[Measured]()
+        # State goes through the rows in their order only.
+        order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
+        whole, permuted = probe.step_values([every, order], n=1)
+        parts = len(self.parts[0]), len(self.parts[1])
+        # What each split is called, its sizes, its rows, what they are to give, and how it is cut.
+        splits: list[tuple[str, Rows, Rows, Leaves, dict[str, int]]] = [
+            (f"n = {n}", tuple(map(len, np.array_split(every, n))), every, whole, {"n": n})
+            for n in self.counts or [min(3, probe.rows)]
+        ]
+        splits.append((name, parts, order, permuted, {"microbatch_size": parts[0]}))
+        # Moments depend on the number of micro-batches.
         compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
-        unordered = [i for i in compared if not probe.folds[i].reducer.monoid.ordered]
-        scales, whole = self._scales(), probe.folded([probe.every])
-
-        def measure(
-            split: str,
-            sizes: Rows,
-            leaves: list[int],
-            run: Callable[[], Leaves],
-            expected: Leaves = whole,
-        ) -> set[int]:
-            """The leaves that differ by more than the limit; adds the row of the split."""
-            limit = self.limit.relative
+        failed = set[int]()
+        for split, sizes, rows, expected, cut in splits:
             try:
-                result = run()
+                (result,) = probe.step_values([rows], **cut)
             except Exception as error:
                 if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
                     raise
                 text = f"it raised {first_line(error)}"
-                table.append(Measured(split, sizes, float("nan"), limit, "", text))
-                return set()
-            apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
-            worst = max(apart, key=lambda i: apart[i], default=-1)
-            path = probe.paths[worst] if leaves else ""
-            table.append(Measured(split, sizes, apart.get(worst, 0.0), limit, path))
-            return {i for i in leaves if apart[i] > limit}
-
-        failed, reordered = set[int](), set[int]()
-        for n in self.counts or [min(3, rows)]:
-            sizes = tuple(rows // n + (k < rows % n) for k in range(n))
-            run = partial(probe.accumulated, probe.every, n=n)
-            failed |= measure(f"n = {n}", sizes, compared, run)
-        # State goes through the rows in their order only.
-        sizes, order = (len(self.parts[0]), len(self.parts[1])), self.order
-        name = "uneven, permuted"
-        if probe.threaded:
-            name, order = "uneven", probe.every
-        if probe.job is not None:
-            run = partial(probe.accumulated, order, microbatch_size=sizes[0])
-            failed |= measure(name, sizes, compared, run, probe.values(order))
-        elif not probe.threaded:
-            failed |= measure(name, sizes, unordered, partial(probe.folded, self.parts))
-            # Does the order of the rows matter by itself, in one micro-batch?
-            if failed:
-                name, run = "one micro-batch, permuted", partial(probe.folded, [order])
-                reordered = measure(name, (rows,), unordered, run)
+                table.append(Measured(split, sizes, np.nan, self.limit.relative, "", text))
+            else:
+                row, apart = self.measured(split, sizes, compared, result, expected)
+                table.append(row)
+                failed |= apart
         carried = {i for i in failed if probe.folds[i].reducer.carries}
-        return Splits(table, sorted(failed - carried), sorted(carried), sorted(reordered))
+        return Splits(table, sorted(failed - carried), sorted(carried))
 
+    def measured(
+        self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves
+    ) -> tuple[Measured, set[int]]:
+        """The row of a split, and those of these leaves that differ by more than the limit."""
+        limit, scales = self.limit.relative, self._scales
+        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
+        worst = max(apart, key=lambda i: apart[i], default=-1)
+        path = self.probe.paths[worst] if leaves else ""
+        row = Measured(split, sizes, apart.get(worst, 0.0), limit, path)
+        return row, {i for i in leaves if apart[i] > limit}
+
+    @property
+    def failed(self) -> list[int]:
+        """The leaves that differ, of those whose fold adds up values."""
+        return [i for i in self.splits.failed if i in self.probe.additive()]
+
+    @cached_property
     def _scales(self) -> list[float]:
-        """What a difference in each leaf is relative to, after the fold."""
+        """The scale of each leaf's differences after the fold."""
         probe = self.probe
         some = [values for part in self.parts if (values := probe.try_values(part)) is not None]
         # per_weight() divides a sum, so that its result is smaller than what was added up.
-        total = max(probe.weigh(probe.every), 1e-300)
+        total = max(probe.weigh(probe.all_rows), 1e-300)
         scales = []
         for fold, scale in zip(probe.folds, self.limit.scales([probe.whole, *some]), strict=True):
             is_sum = fold.reducer.additive and not fold.reducer.linear

@@ -1,6 +1,4 @@
-"""What `verify` asks of JAX about a user's function: what it computes in, and what it depends
-on.
-"""
+"""The JAX side of `verify`: which dtypes a function computes in, and what it depends on."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +15,7 @@ from jax_backend import arrays, trees
 
 @contextmanager
 def precision(precise: bool) -> Iterator[None]:
-    """A context in which floats are computed with in all of their bits, and with `precise`
-    float64 exists.
-    """
+    """A context for computing in full precision; with `precise`, float64 is enabled."""
     has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     with jax.enable_x64(precise or has_x64), jax.default_matmul_precision("highest"):
         yield
@@ -44,12 +40,14 @@ def random_kept() -> AbstractContextManager[None]:
     return nullcontext()  # keys are arguments
 
 
-def watch(function: GradFn, args: Tree, kwargs: Tree) -> tuple[list[jax.Array], str, float, bool]:
+def trace_call(
+    function: GradFn, args: Tree, kwargs: Tree
+) -> tuple[list[jax.Array], str, float, bool]:
     """(values, program, eps, draws) of a call.
 
-    values, program: the constants and the text of the traced program: what it reads from outside of
-    its arguments is in these two. Tracing compiles nothing. eps: of the coarsest float dtype that
-    it computes in. draws: whether it draws random numbers.
+    values, program: the constants and the text of the traced program, which contain all that the
+    function reads besides its arguments. Nothing is compiled. eps: of the coarsest float dtype in
+    it. draws: whether it draws random numbers.
     """
     leaves, structure = trees.flatten((args, kwargs))
     is_traced = [arrays.is_array(leaf) for leaf in leaves]
@@ -97,20 +95,18 @@ def _is_program(parameter: object) -> bool:
     return isinstance(parameter, Jaxpr | ClosedJaxpr)
 
 
-def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree) -> Tree | None:
-    """What a gradient function returns, computed in another way than by a step; None where there
-    is none.
-    """
+def second_output(
+    function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree
+) -> Tree | None:
+    """The output of a gradient function, computed in a second way; None if there is none."""
     return None  # steps have jax.grad itself, and what they return can always be differentiated
 
 
 def batch_normalisers(function: Callable[..., object]) -> list[str]:
-    """What normalises over the batch among what the function closes over, by path and type."""
+    """The layers that the function closes over and that normalise over the batch."""
     return []  # functions have no parts that could be seen from outside
 
 
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
-    """The loss_fn(module, *batch) of a pure_loss whose gradient a function is; None for other
-    ones.
-    """
+    """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     return None  # there is no pure_loss

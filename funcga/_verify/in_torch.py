@@ -1,6 +1,4 @@
-"""What `verify` asks of torch about a user's function: what it computes in, and what it depends
-on.
-"""
+"""The torch side of `verify`: which dtypes a function computes in, and what it depends on."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,9 +16,7 @@ from torch_backend.modules.checks import modules_in
 
 
 def precision(precise: bool) -> AbstractContextManager[None]:
-    """A context in which floats are computed with in all of their bits, and with `precise`
-    float64 exists.
-    """
+    """A context for computing in full precision; with `precise`, float64 is enabled."""
     # Convolutions on CUDA are in TF32 by default; matrix products are not.
     return (
         torch.backends.cudnn.flags(allow_tf32=False) if torch.cuda.is_available() else nullcontext()
@@ -43,13 +39,13 @@ def random_kept() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=range(torch.cuda.device_count() if used else 0))
 
 
-def watch(
+def trace_call(
     function: GradFn, args: Tree, kwargs: Tree
 ) -> tuple[list[torch.Tensor], str, float, bool]:
     """(values, program, eps, draws) of a call.
 
-    values, program: arrays and a text that two calls of a pure function share. eps: of the coarsest
-    float dtype that it computes in. draws: whether it draws random numbers.
+    values, program: arrays and a text that are the same in all calls of a pure function. eps: of
+    the coarsest float dtype in it. draws: whether it draws random numbers.
     """
     with _Watch() as mode:
         output = function(*args, **kwargs)
@@ -78,12 +74,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree) -> Tree | None:
-    """What a gradient function returns, computed in another way than by a step; None where there is
-    none.
+def second_output(
+    function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree
+) -> Tree | None:
+    """The output of a gradient function, computed in a second way; None if there is none.
 
-    transform: torch.func's, for a gradient function of funcga's. A function of the user's own runs
-    as inside of a loss that is differentiated: steps in it then return results with a graph.
+    transform: that of torch.func, for a gradient function of funcga. Any other function is called
+    as if inside of a loss that is differentiated: then steps in it return results with a graph.
     """
     # torch.func leaves hooks of parameters out.
     if transform is not None and any(
@@ -101,7 +98,9 @@ def other_way(function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tr
 
 
 def batch_normalisers(function: Callable[..., object]) -> list[str]:
-    """What normalises over the batch among what the function closes over, by path and type."""
+    """The layers that the function closes over and that normalise over the batch, by path and
+    type.
+    """
     return [
         f"`{name or type(part).__name__}` ({type(part).__name__}, in training mode)"
         for module in _modules(function)
@@ -111,9 +110,7 @@ def batch_normalisers(function: Callable[..., object]) -> list[str]:
 
 
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
-    """The loss_fn(module, *batch) of a pure_loss whose gradient a function is; None for other
-    ones.
-    """
+    """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     pure = _pure_loss(function)
     return None if pure is None or pure.buffers else pure.loss_fn
 

@@ -20,9 +20,7 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
-from funcga._call.arguments import CARRY
 from funcga._coupled import Coupled, coupled
-from funcga._fold import Tally
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._reproducible import plain
@@ -38,8 +36,8 @@ Leaves = list[Array]
 
 
 class Trace(NamedTuple):
-    """What one call has shown: arrays and a text that all calls of a pure function share, the
-    epsilon of the coarsest dtype that it computes in, and whether it draws random numbers.
+    """What one call computes: values and a program that are the same in all calls of a pure
+    function, the epsilon of the coarsest dtype in it, and whether it draws random numbers.
     """
 
     values: Leaves
@@ -49,9 +47,8 @@ class Trace(NamedTuple):
 
 
 class Probe:
-    """A gradient function and its arguments, ready to be called with any rows of them.
-
-    Each choice of rows is computed once.
+    """A gradient function and its arguments, to be called with any rows of them. The results are
+    cached.
 
     Attributes:
         program: That of `accumulate` for the function, or for summary_fn of a step of `coupled`.
@@ -77,33 +74,48 @@ class Probe:
         self.gradient = gradient if isinstance(gradient, GradientFunction) else None
         self.args, self.kwargs = self._copied((args, kwargs))
         self.arguments = program.read(self.args, self.backend)
-        self.rows = self.arguments.rows()
-        self.every: Rows = tuple(range(self.rows))
-        self.threaded = any(axis is CARRY for _, axis in self.arguments)
+        self.all_rows: Rows = tuple(range(self.arguments.rows()))
         # Any rows get the totals of the whole batch, as a micro-batch does.
         if program.totals is not None:
-            self.kwargs = {**self.kwargs, "totals": self.count(self.every)}
-        # Under these folds a step over one micro-batch returns what grad_fn itself returns.
-        self.raw_fold = self.each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
-        self.raw = self.step(n=1, fold=self.raw_fold)
+            self.kwargs = {**self.kwargs, "totals": self.count(self.all_rows)}
+        self.raw = self.raw_step()
         self.output: Tree = None  # of the first call
         self._values: dict[Rows, Leaves] = {}
 
     def _copied(self, tree: Tree) -> Tree:
         """A copy of the tree, detached from all graphs; with `precise`, its floats in 64 bits."""
-        arrays, trees = self.backend.arrays, self.backend.trees
+        arrays = self.backend.arrays
 
         def copied(leaf: Array) -> Array:
             if not arrays.is_array(leaf):
                 return leaf
-            wide = {"float": "float64", "complex": "complex128"}.get(arrays.kind(leaf.dtype))
-            own = self.framework.copy(leaf)
-            return arrays.cast(own, arrays.as_dtype(wide)) if self.precise and wide else own
+            own, kind = self.framework.copy(leaf), arrays.kind(leaf.dtype)
+            wide = {"float": "float64", "complex": "complex128"}.get(kind) if self.precise else None
+            return arrays.cast(own, arrays.as_dtype(wide)) if wide else own
 
-        leaves, structure = trees.flatten(tree)
-        return trees.unflatten(structure, [copied(leaf) for leaf in leaves])
+        return self._map(copied, tree)
+
+    def _map(self, function: Callable[[Array], Tree], tree: Tree) -> Tree:
+        """The tree with the function applied to each leaf."""
+        leaves, structure = self.backend.trees.flatten(tree)
+        return self.backend.trees.unflatten(structure, [*map(function, leaves)])
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch."""
+        return len(self.all_rows)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether state is threaded from one micro-batch to the next."""
+        return bool(self.arguments.state)
 
     # --- calls
+
+    def raw_step(self) -> Callable[..., Tree]:
+        """The step over one micro-batch that returns what grad_fn itself returns."""
+        fold = self.each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
+        return self.step(n=1, fold=fold)
 
     def step(self, **options: Tree) -> Callable[..., Tree]:
         """The step of `accumulate`, or of `coupled`, with these options."""
@@ -123,10 +135,9 @@ class Probe:
         return without_aux
 
     def each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
-        """The tree of folds, each changed."""
-        folds, structure = self.backend.trees.flatten(self.program.fold)
-        changed = [change(fold) if isinstance(fold, Fold) else fold for fold in folds]
-        return self.backend.trees.unflatten(structure, changed)
+        """The tree of folds, with `change` applied to each."""
+        each = lambda fold: change(fold) if isinstance(fold, Fold) else fold
+        return self._map(each, self.program.fold)
 
     def take_rows(self, rows: Rows) -> tuple[Tree, ...]:
         """The arguments with these rows, in this order; rows may repeat."""
@@ -136,55 +147,44 @@ class Probe:
     def values(self, rows: Rows) -> Leaves:
         """The leaves of the output for these rows, computed once."""
         if rows not in self._values:
-            self._values[rows] = self.call(rows)
+            output = self.raw(*self.take_rows(rows), **self.kwargs)
+            # The structure of the first output is that of all.
+            if self.output is None:
+                self.output = output
+            self._values[rows] = self.numbers(output)
         return self._values[rows]
 
-    def call(self, rows: Rows) -> Leaves:
-        """The leaves of the output of another call for these rows."""
-        output = self.raw(*self.take_rows(rows), **self.kwargs)
-        # The structure of the first output is that of all.
-        if self.output is None:
-            self.output = output
-        return self.numbers(output)
-
     def try_values(self, rows: Rows) -> Leaves | None:
-        """The same; None where grad_fn raises an error, as some losses refuse some batches."""
+        """As `values`; None if grad_fn raises an error, as some losses refuse some batches."""
         try:
             return self.values(rows)
         except Exception:
             return None
 
-    def accumulated(self, rows: Rows, **cut: int) -> Leaves:
-        """The leaves of the result of the step itself, with these rows cut so."""
-        kwargs, options = self.kwargs, dict[str, Tree](cut)
+    def step_values(self, choices: Sequence[Rows], **cut: int) -> list[Leaves]:
+        """The leaves of the result of the user's step for each choice of rows; cut: n= or
+        microbatch_size=.
+        """
+        # The raw step of `coupled` over one micro-batch is the user's.
+        if self.job is not None and cut == {"n": 1}:
+            return [self.values(rows) for rows in choices]
+        kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
         if self.program.totals is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name != "totals"}
+            del kwargs["totals"]
             options["totals"] = self.program.totals.function
         fold = self.each_fold(lambda fold: _leaf_for_leaf(plain(fold)))
         step = self.step(fold=fold, weight=self.program.weight, **options)
-        return self.numbers(step(*self.take_rows(rows), **kwargs))
-
-    def folded(self, parts: Sequence[Rows]) -> Leaves:
-        """The fold over these parts, on NumPy arrays: a second implementation of the loop, if not
-        of the fold.
-        """
-        values, weights = [self.values(part) for part in parts], [*map(self.weigh, parts)]
-        return [
-            leaves[0]
-            if fold.reducer.monoid.ordered or fold.reducer.over_steps
-            else folded(fold, leaves, weights)
-            for fold, *leaves in zip(self.folds, *values, strict=True)
-        ]
+        return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
 
     def loss(self, rows: Rows) -> float:
-        """The value of the loss: in the output, or of the function that is differentiated; NaN
-        where there is none.
+        """The value of the loss, from the output or from the function that is differentiated; NaN
+        if there is none.
         """
-        scalars = [i for i in self.additive() if self.whole[i].ndim == 0]
-        is_ours = self.gradient is not None and self.job is None
+        gradients = self.gradient_leaves()
+        scalars = [i for i in self.additive() if not self.whole[i].ndim and i not in gradients]
         # What is called may not be the loss, or may refuse these rows.
         try:
-            if scalars and not is_ours:
+            if scalars:
                 return float(np.real(self.values(rows)[scalars[0]]))
             loss_fn = self.gradient.loss_fn if self.gradient else inspect.unwrap(self.grad_fn)
             numbers = self.numbers(loss_fn(*self.take_rows(rows), **self.kwargs))
@@ -197,17 +197,17 @@ class Probe:
         return float(self.program.weigh(self.arguments, self.take_rows(rows), len(rows)))
 
     def count(self, rows: Rows) -> Tree:
-        """What totals= counts of these rows."""
+        """The totals of these rows."""
         counting = self.program.counting(self.backend)
         return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
 
-    def watch(self, args: tuple[Tree, ...]) -> Trace:
-        """What one call with these arguments shows."""
-        values, program, epsilon, draws = self.framework.watch(self.raw, args, self.kwargs)
+    def trace_call(self, args: tuple[Tree, ...]) -> Trace:
+        """The Trace of one call with these arguments."""
+        values, program, epsilon, draws = self.framework.trace_call(self.raw, args, self.kwargs)
         return Trace(self.numbers(values), program, max(epsilon, 2.0**-52), draws)
 
     def layers(self) -> str:
-        """The first layers of the function that normalise over the batch, by path and type."""
+        """The first three layers that normalise over the batch, by path and type."""
         return ", ".join(self.framework.batch_normalisers(self.grad_fn)[:3])
 
     @contextmanager
@@ -221,53 +221,47 @@ class Probe:
                 np.random.set_state(of_numpy)
                 random.setstate(of_python)
 
-    # --- the same function, changed. A copy, not a new Probe: in JAX the step is compiled already.
+    # --- changed copies, which share the step that JAX has compiled
 
-    def changed(self, **attributes: Tree) -> "Probe":
-        """The same with other attributes."""
+    def with_attributes(self, **attributes: Tree) -> "Probe":
+        """A copy with other attributes."""
         changed = copy.copy(self)
         changed.__dict__ |= attributes
         return changed
 
-    def under(self, folds: list[Fold]) -> "Probe":
-        """The same with another Fold for each leaf."""
+    def with_folds(self, folds: list[Fold]) -> "Probe":
+        """A copy with another Fold for each leaf."""
         program = replace(self.program, fold=self.like_output(folds))
-        return self.changed(program=program, folds=folds)
+        return self.with_attributes(program=program, folds=folds)
 
-    def with_totals(self, change: Callable[[int, Array], Array]) -> Leaves | None:
-        """The leaves of the output of all rows with other totals, `change(index, total)` of each;
-        None where the loss refuses them.
+    def with_totals(self, factors: Sequence[int]) -> Leaves:
+        """The leaves of the output for all rows, with each total multiplied by its factor; without
+        the factors if the loss refuses such totals.
         """
-        leaves, structure = self.backend.trees.flatten(self.kwargs["totals"])
-        totals = self.backend.trees.unflatten(
-            structure, [change(index, total) for index, total in enumerate(leaves)]
-        )
-        changed = self.changed(kwargs=self.kwargs | {"totals": totals}, _values={})
-        return changed.try_values(self.every)
+        factor = iter(factors)
+        totals = self._map(lambda total: total * next(factor), self.kwargs["totals"])
+        changed = self.with_attributes(kwargs=self.kwargs | {"totals": totals}, _values={})
+        return changed.try_values(self.all_rows) or self.whole
 
     def at_other_parameters(self) -> "Probe | None":
-        """The same function at other parameters, with every array of floats moved; None where
-        those are split, or cannot be changed.
+        """A copy with other values for all floats in the parameters; None if parameters are split
+        or cannot be changed.
         """
-        arrays, trees = self.backend.arrays, self.backend.trees
-        trained = self.gradient.arg_indices(len(self.args)) if self.gradient else (0,)
-        if any(self.arguments.parts[i].axes for i in trained):
-            return None
-        args = [*self.args]
-        for i in trained:
-            leaves, structure = trees.flatten(args[i])
-            moved = [
-                leaf * 1.25 + 0.1
-                if arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex")
-                else leaf
-                for leaf in leaves
-            ]
-            args[i] = trees.unflatten(structure, moved)
+        arrays, args = self.backend.arrays, [*self.args]
+
+        def moved(leaf: Array) -> Array:
+            is_float = arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex")
+            return leaf * 1.25 + 0.1 if is_float else leaf
+
+        for i in self.gradient.arg_indices(len(args)) if self.gradient else (0,):
+            if self.arguments.parts[i].axes:
+                return None
+            args[i] = self._map(moved, args[i])
         try:
             arguments = self.program.read(tuple(args), self.backend)
         except FuncgaError:
             return None
-        return self.changed(args=tuple(args), arguments=arguments, _values={})
+        return self.with_attributes(args=tuple(args), arguments=arguments, _values={})
 
     # --- leaves
 
@@ -277,10 +271,11 @@ class Probe:
 
     def _number(self, leaf: Array) -> Array:
         arrays = self.backend.arrays
-        kind = "other"
-        if arrays.is_array(leaf) or isinstance(leaf, int | float | complex):
+        try:
             leaf = arrays.as_array(leaf)
-            kind = arrays.kind(leaf.dtype)
+        except TypeError:
+            return np.zeros(0)
+        kind = arrays.kind(leaf.dtype)
         if kind == "other":
             return np.zeros(0)
         # NumPy has no bfloat16.
@@ -291,7 +286,7 @@ class Probe:
     @property
     def whole(self) -> Leaves:
         """The leaves of the output for the whole batch."""
-        return self.values(self.every)
+        return self.values(self.all_rows)
 
     def like_output(self, leaves: list[Array]) -> Tree:
         """A tree of the structure of the output, with these leaves."""
@@ -300,7 +295,7 @@ class Probe:
 
     @cached_property
     def folds(self) -> list[Fold]:
-        """The Fold of every leaf, without exact sums: these change nothing but the rounding."""
+        """The Fold of every leaf; exact sums are replaced by plain ones."""
         fold = self.program.fold if self.job is None else sum()
         of_leaves = broadcast_folds(fold, self.output, len(self.whole), self.backend)
         return [plain(at_leaf.value) for at_leaf in of_leaves]
@@ -311,19 +306,20 @@ class Probe:
         root = "output" if self.subject == "loss" else self.subject
         return leaf_paths(self.output, self.backend.trees, root)
 
-    def additive(self, leaves: Sequence[int] | None = None) -> list[int]:
-        """Those of these leaves, or of all, whose fold adds up values, as it must for a loss and
-        its gradients.
-        """
-        indices = range(len(self.folds)) if leaves is None else leaves
-        return [i for i in indices if self.whole[i].size and self.folds[i].reducer.additive]
+    def additive(self) -> list[int]:
+        """The leaves whose fold adds up values, as it must for a loss and its gradients."""
+        return [
+            i for i, fold in enumerate(self.folds) if self.whole[i].size and fold.reducer.additive
+        ]
 
     def gradient_leaves(self) -> list[int]:
-        """The leaves that are gradients, or have the shape of a parameter as gradients have."""
+        """The leaves that are gradients, or have the shape of a parameter, for a function of the
+        user's own.
+        """
         if self.gradient is not None and self.job is None:
             numbered = self.like_output([*range(len(self.whole))])
             gradient = self.gradient.gradient_in(numbered)
-            return self.additive(self.backend.trees.flatten(gradient)[0])
+            return sorted({*self.additive()}.intersection(self.backend.trees.flatten(gradient)[0]))
         shapes = {
             leaf.shape
             for part in self.arguments.parts
@@ -348,14 +344,3 @@ def _leaf_for_leaf(fold: Fold) -> Fold:
         return xp.stack(result) if isinstance(result, tuple) else result
 
     return replace(fold, normalizer=replace(fold.normalizer, apply=stacked))
-
-
-def folded(fold: Fold, values: Sequence[Array], weights: Sequence[float]) -> Array:
-    """The fold of these NumPy arrays."""
-    with np.errstate(invalid="ignore"):
-        lifted = [fold.reducer.lift(np, *pair) for pair in zip(values, weights, strict=True)]
-        reduced = lifted[0]
-        for more in lifted[1:]:
-            reduced = fold.reducer.monoid.combine(np, reduced, more)
-        tally = Tally(math.fsum(weights), len(values))
-        return np.asarray(fold.normalizer.apply(np, reduced, tally))

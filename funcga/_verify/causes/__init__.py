@@ -1,8 +1,8 @@
 """Why not: one file for each family of causes, with its texts in the file of the same name.
 
-A question is a function of a Case. It looks for the evidence of its causes, and yields each that
-it finds, with the line that fixes it; or a Note, of what may be wrong. `funcga._verify` has the
-table of all questions, in the order in which they are asked.
+A question is a function of a Case. It tests for its causes and yields a Cause for each one found,
+with evidence and the line that fixes it, or a Note if something may be wrong. `funcga._verify` has
+the table of all questions, in the order in which they are asked.
 """
 
 import importlib.resources
@@ -32,11 +32,11 @@ class Cause:
 
 
 class Note(str):
-    """What else there is to know."""
+    """A remark that leaves the verdict as it is."""
 
 
 class Stop(Note):
-    """A note after which no other question has an answer."""
+    """A note after which no further question is asked."""
 
 
 Answer = Cause | Note
@@ -45,7 +45,7 @@ Question = Callable[[Case], Iterable[Answer]]
 
 @cache
 def texts() -> dict[str, dict[str, str]]:
-    """What is said of each cause, and the notes, by name."""
+    """The texts of the causes and of the notes, by name."""
     merged: dict[str, dict[str, str]] = {}
     for file in importlib.resources.files(__name__).iterdir():
         if file.name.endswith(".toml"):
@@ -55,7 +55,7 @@ def texts() -> dict[str, dict[str, str]]:
 
 
 def cause(key: str, **words: object) -> Cause:
-    """The Cause with the texts of this key, and these words filled in."""
+    """The Cause whose texts have this key, with `words` filled in."""
     name = key.partition(":")[0]
     entry = texts().get(name, {}) | texts()[key]
     words = {"subject": "loss"} | words
@@ -66,12 +66,12 @@ def cause(key: str, **words: object) -> Cause:
 
 
 def note(key: str, **words: object) -> Note:
-    """The note of this name, with these words filled in."""
+    """The note of this name, with `words` filled in."""
     return Note(" ".join(texts()["notes"][key].split()).format(**words))
 
 
 def stop(key: str) -> Stop:
-    """The note of this name, after which nothing else is asked."""
+    """The note of this name, as the last answer."""
     return Stop(note(key))
 
 

@@ -1,26 +1,25 @@
 """Calls that do not give the same result again.
 
-A call that writes, draws or remembers makes every comparison meaningless, so these questions come
-first. Bits are asked about the arguments as they are given, in their own dtypes, with the sizes of
-micro-batches kept: the gradient of a micro-batch depends on its size.
+If a call writes to its arguments, draws random numbers or keeps state, no two results can be
+compared, so these questions come first. Bits are compared in the arguments' own dtypes and with
+micro-batches of one size, since the gradient of a micro-batch depends on its size.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._fold.outputs import broadcast_folds
 from funcga._verify.causes import Answer, Cause, cause, note, stop
-from funcga._verify.exact import Case, Limit, limit_of
+from funcga._verify.exact import Case, limit_of
 from funcga._verify.probe import Leaves, Trace
 from funcga.errors import FuncgaError
 
 
-def evaluated(case: Case) -> Iterator[Answer]:
-    """State that a loss writes to where its framework raises: not even one gradient can be
-    computed.
-    """
+def not_differentiable(case: Case) -> Iterator[Answer]:
+    """A loss whose gradient cannot be computed, since it writes to state that it closes over."""
     probe = case.probe
     try:
         whole = probe.whole
@@ -43,16 +42,16 @@ def evaluated(case: Case) -> Iterator[Answer]:
 
 
 def repeatable(case: Case) -> Iterator[Answer]:
-    """What makes the next call different: written arguments, randomness, state.
+    """Calls with the same arguments that differ: by written arguments, randomness or state.
 
-    It keeps what the first call has shown, and the limit that follows from it.
+    Stores the trace of the first call, and the limit that follows from it, in the case.
     """
     probe = case.probe
-    args = probe.take_rows(probe.every)
+    args = probe.take_rows(probe.all_rows)
     call = (args, probe.kwargs)
     before = probe.numbers(call)
     with probe.random_kept():
-        case.trace = probe.watch(args)
+        case.trace = probe.trace_call(args)
         case.limit = limit_of(case.trace.epsilon)
         # Writing to arguments comes first, as it explains a second call that differs.
         paths = leaf_paths(call, probe.backend.trees)
@@ -61,51 +60,45 @@ def repeatable(case: Case) -> Iterator[Answer]:
                 yield cause("state: arguments", path=path.removeprefix("[0]"))
                 yield stop("no comparison")
                 return
-        distance = _distance(case.trace, probe.watch(args), case.limit)
+        distance = _distance(case, probe.trace_call(args))
     if distance > case.limit.relative:
         # A third call, with the random generators as they were for the first one.
         with probe.random_kept():
-            again = _distance(case.trace, probe.watch(args), case.limit)
-        yield _changed("randomness" if again <= case.limit.relative else "state", distance)
+            again = _distance(case, probe.trace_call(args))
+        # Infinite: another program was traced, or one result is NaN.
+        by = "altogether" if distance == inf else f"by {distance:.1e} of the largest element"
+        difference = f"two calls with the same arguments differ {by}"
+        yield cause("state" if again > case.limit.relative else "randomness", difference=difference)
         yield stop("no comparison")
     elif case.limit.relative > 1e-9:
         yield note("rounding", limit=case.limit.relative)
 
 
-def _distance(first: Trace, other: Trace, limit: Limit) -> float:
-    """The largest relative difference of two calls, each leaf relative to itself; infinite for
-    other programs.
+def _distance(case: Case, other: Trace) -> float:
+    """The largest relative difference from the first call, each leaf relative to itself; infinite
+    if the programs differ.
     """
+    first, limit = case.trace, case.limit._replace(share=0.0)
     if first.program != other.program or len(first.values) != len(other.values):
-        return float("inf")
-    return max(limit._replace(share=0.0).differences(first.values, other.values), default=0.0)
-
-
-def _changed(key: str, distance: float) -> Cause:
-    # Infinite: another program was traced, or one result is NaN.
-    by = f"by {distance:.1e} of the largest element" if distance < float("inf") else "altogether"
-    return cause(key, difference=f"two calls with the same arguments differ {by}")
-
-
-def repeatable_at_the_end(case: Case) -> Iterator[Answer]:
-    """State that shows only after calls with other rows."""
-    if case.splits.agree:
-        probe = case.probe
-        first, last = Trace(probe.whole), Trace(probe.call(probe.every))
-        distance = _distance(first, last, case.limit)
-        if distance > case.limit.relative:
-            yield _changed("state", distance)
+        return inf
+    return max(limit.differences(first.values, other.values), default=0.0)
 
 
 def by_position(case: Case) -> Iterator[Answer]:
     """Results that change with the order of the rows alone, in one micro-batch."""
-    probe, splits = case.probe, case.splits
-    if probe.additive(splits.reordered):
-        yield of_position(case, splits.rows[-1].relative, splits.rows[-1].leaf)
+    probe, added = case.probe, case.probe.additive()
+    if probe.has_state or not case.splits.failed or not added:
+        return
+    whole, permuted = probe.step_values([probe.all_rows, case.order], n=1)
+    split = "one micro-batch, permuted"
+    row, apart = case.measured(split, (probe.rows,), added, permuted, whole)
+    case.splits.rows.append(row)
+    if apart:
+        yield of_position(case, row.relative, row.leaf)
 
 
 def of_position(case: Case, difference: float, where: str) -> Cause:
-    """The Cause of what depends on a row's position in its micro-batch."""
+    """The Cause for a result that depends on a row's position in its micro-batch."""
     key = "row order"
     if case.trace.draws:
         key = f"randomness: by position, {case.probe.backend.name}"
@@ -117,16 +110,16 @@ _ORDERS = 8
 
 
 def same_bits(case: Case) -> Iterator[Answer]:
-    """Whether a step has the same bits for the same micro-batches, in any order they come."""
+    """Whether a step is bitwise reproducible: for the same micro-batches, in any order."""
     probe, program = case.probe, case.probe.program
-    if probe.threaded:
+    if probe.has_state:
         yield note("bits of state")
         return
     n = case.counts[0] if case.counts else min(3, probe.rows)
     size = probe.rows // n
     step = probe.step(microbatch_size=size, fold=program.fold, weight=program.weight)
 
-    def result(order: Iterable[int]) -> Leaves:
+    def result(order: Sequence[int]) -> Leaves:
         rows = tuple(size * k + row for k in order for row in range(size))
         return probe.numbers(step(*probe.take_rows(rows), **probe.kwargs))
 
@@ -135,14 +128,13 @@ def same_bits(case: Case) -> Iterator[Answer]:
     line = "torch.use_deterministic_algorithms(True)"
     if probe.backend.name == "jax":
         line = "deterministic kernels"
-    for order in (range(n), *(random.permutation(n).tolist() for _ in range(_ORDERS))):
-        for path, (fold, _), x, y in zip(probe.paths, folds, first, result(order), strict=True):
+    for times in range(_ORDERS + 1):
+        other = result(random.permutation(n).tolist() if times else range(n))
+        for path, (fold, _), x, y in zip(probe.paths, folds, first, other, strict=True):
             # What keeps the order, such as concat(), is to have another result in another one.
-            is_repeated = isinstance(order, range)
-            is_kept = fold.reducer.monoid.ordered and not is_repeated
-            if is_kept or np.array_equal(x, y, equal_nan=True):
-                continue
-            key = "order of kernels" if fold.reducer.of_bits else "order of sums"
-            words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
-            yield cause("bits not repeatable" if is_repeated else key, **words)
-            return
+            is_moved = times and fold.reducer.monoid.ordered
+            if not is_moved and not np.array_equal(x, y, equal_nan=True):
+                key = "order of kernels" if fold.reducer.of_bits else "order of sums"
+                words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
+                yield cause(key if times else "bits not repeatable", **words)
+                return

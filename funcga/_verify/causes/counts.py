@@ -1,12 +1,10 @@
-"""Counts: what a loss divides by, as expressions of the batch that people write; and totals=.
+"""Counts: the expressions of a batch that losses divide by; and totals=.
 
-Each expression is tried on groups of rows elsewhere: a term of a loss that is a mean weighs two
-groups by what it counts.
+`groups` tests each expression: a mean weighs two groups of rows by what it counts in them.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +20,7 @@ from funcga._verify.probe import Leaves, Probe, Rows
 
 
 class Count(NamedTuple):
-    """What some rows count, and the body of a lambda with these parameters that says so."""
+    """A count of rows, and its expression: the body of a lambda with these parameters."""
 
     parameters: str
     expression: str
@@ -30,7 +28,7 @@ class Count(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What to write for a loss that divides by it."""
+        """The fix for a loss that divides by this count."""
         if self.is_of_rows:
             return "drop weight=: by default a micro-batch weighs as many as it has rows"
         return f"weight=lambda {self.parameters}: {self.expression}"
@@ -42,43 +40,37 @@ class Count(NamedTuple):
 
 
 def counts(probe: Probe) -> Iterator[Count]:
-    """The counts that people write, of every leaf that is split: the rows, then those of labels
-    before all others, simplest first.
+    """The usual counts of every leaf that is split: the rows, then those of labels, then all
+    others, simplest first.
 
-    Labels say what a loss is over. A mask of what is attended to may well count the same in this
-    batch, and not in the next one.
+    Labels come first, since they say which items a loss is a mean over. An attention mask may count
+    the same items in this batch and others in the next one.
     """
     leaves = [*_split_leaves(probe)]
     # Of a batch of complex numbers alone there is no name.
-    parameters, rows = "", ""
-    for leaf in leaves[:1]:
-        rows = f"{leaf.name}.shape[{leaf.axis}]" if leaf.axis else f"len({leaf.name})"
-        parameters = leaf.parameters
-    yield Count(parameters, rows, len)
+    named = [(leaf.parameters, leaf.rows) for leaf in leaves] or [("", "")]
+    yield Count(*named[0], len)
     is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
     for leaf in sorted(leaves, key=is_other):
         for expression, counted in _expressions(leaf):
-            yield Count(leaf.parameters, expression, partial(_total, counted))
-
-
-def _total(counted: Array, rows: Rows) -> float:
-    return float(counted[[*rows]].sum())
+            total = lambda rows, counted=counted: float(counted[[*rows]].sum())
+            yield Count(leaf.parameters, expression, total)
 
 
 def form(probe: Probe) -> Count:
-    """The form of a count where none fits: that of labels, if anything in the batch looks like
-    labels.
+    """An example of a count, for a loss whose count was not found: of labels, if the batch seems
+    to have any.
     """
     leaves = [*_split_leaves(probe)]
     whole = [leaf for leaf in leaves if _is_whole(leaf.values)]
-    for leaf in (whole or leaves[-1:])[:1]:
-        return Count(leaf.parameters, f"({leaf.name} != -100).sum()", lambda rows: 0)
-    return Count("batch", '(batch["labels"] != -100).sum()', lambda rows: 0)
+    named = [(leaf.parameters, leaf.name) for leaf in whole or leaves[-1:]]
+    parameters, name = (named or [("batch", 'batch["labels"]')])[0]
+    return Count(parameters, f"({name} != -100).sum()", lambda rows: 0)
 
 
 class _Leaf(NamedTuple):
-    """A leaf that is split: its numbers, rows first, and how the body of a lambda with these
-    parameters calls it.
+    """A leaf that is split: its values, with the rows on axis 0, and its name in the body of a
+    lambda with these parameters.
     """
 
     values: Array
@@ -86,12 +78,15 @@ class _Leaf(NamedTuple):
     axis: int
     parameters: str
 
+    @property
+    def rows(self) -> str:
+        """The expression of its number of rows."""
+        return f"{self.name}.shape[{self.axis}]" if self.axis else f"len({self.name})"
+
 
 def with_names(names: Sequence[str]) -> list[str]:
-    """The names of arguments, with invented ones for those of *args, which have none."""
-    others = ["batch", "y", "z", *(f"x{i}" for i in range(len(names)))]
-    invented = iter([name for name in others if name not in names])
-    return [name if name.isidentifier() else next(invented) for name in names]
+    """The names of arguments; those of *args, which have none, are x0, x1 and so on."""
+    return [name if name.isidentifier() else f"x{i}" for i, name in enumerate(names)]
 
 
 def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
@@ -100,11 +95,9 @@ def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
     arguments = zip(
         argument_names(probe.grad_fn, len(probe.args)), probe.arguments.parts, strict=True
     )
-    split = {
-        name: part for name, part in arguments if any(isinstance(axis, int) for axis in part.axes)
-    }
-    names = with_names([*split])
-    for name, part in zip(names, split.values(), strict=True):
+    split = [pair for pair in arguments if any(isinstance(axis, int) for axis in pair[1].axes)]
+    names = with_names([name for name, _ in split])
+    for name, (_, part) in zip(names, split, strict=True):
         paths = leaf_paths(part.value, probe.backend.trees, name)
         for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):
             if isinstance(axis, int) and values.ndim and not np.iscomplexobj(values):
@@ -117,7 +110,7 @@ def _is_whole(values: Array) -> bool:
 
 
 def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
-    """(expression, what each element counts)."""
+    """Pairs of an expression and the array whose sum it is."""
     values, name = leaf.values, leaf.name
     # Numbers that are not whole are weights themselves, or masks of some kind.
     if values.size == 0 or not _is_whole(values):
@@ -139,11 +132,9 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
             continue
         # The usual values of what is ignored, then the most frequent one and the largest, which
         # padding may be.
-        for ignored in dict.fromkeys(
-            (-100, 0, -1, int(unique[frequency.argmax()]), int(unique[-1]))
-        ):
+        for ignored in dict.fromkeys((-100, 0, -1, unique[frequency.argmax()], unique[-1])):
             if ignored in unique:
-                yield f"({spelled} != {ignored}).sum()", part != ignored
+                yield f"({spelled} != {int(ignored)}).sum()", part != ignored
         if (part < 0).any():
             yield f"({spelled} >= 0).sum()", part >= 0
         yield f"({spelled} > 0).sum()", part > 0
@@ -153,8 +144,8 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
 
 
 def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[str, str]:
-    """The words of the line to write: totals= for terms that these counts divide, and what the
-    loss is then; `has_sum`: one is a sum.
+    """The words of the fix for terms that are divided by these counts: totals=, and the loss that
+    takes them. has_sum: whether another term is a sum.
     """
     entries: dict[str, str] = {}
     terms = ["the_sum"] if has_sum else []
@@ -176,14 +167,14 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
 
 
 def _name_of(count: Count) -> str:
-    """Tokens for what labels say, else the last word of what is counted."""
+    """A name for the count: "tokens" if it is of labels, else the last word of the expression."""
     # Of `(batch["labels"][:, 1:] != -100).sum()` the word labels.
     *_, word = re.findall(r"[A-Za-z_]\w*", re.sub(r"\.sum.*|\[:.*", "", count.expression))
     return "tokens" if re.search("label|target|mask", word, re.IGNORECASE) else word
 
 
 def at_least_one(probe: Probe, total: str) -> str:
-    """What is written where a total may be 0."""
+    """The expression of a total that may be 0, as a divisor."""
     form = {"torch": "{}.clamp(min=1)", "jax": "jnp.maximum({}, 1)"}[probe.backend.name]
     return form.format(total)
 
@@ -192,14 +183,14 @@ def at_least_one(probe: Probe, total: str) -> str:
 
 
 def of_totals(case: Case) -> Iterator[Answer]:
-    """Totals that do not add up, that divide beside the fold, or that make the loss NaN at 0."""
+    """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
     probe = case.probe
     if probe.program.totals is not None:
         paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
         parts = (*case.parts, case.order)
         counted = [probe.numbers(probe.count(rows)) for rows in parts]
         yield from _not_additive(paths, counted)
-        yield from _divided_twice(probe)
+        yield from _divided_twice(probe, paths)
         yield from _not_finite_at_zero(probe, paths, counted, [len(rows) for rows in parts])
 
 
@@ -210,9 +201,9 @@ def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[C
             return
 
 
-def _divided_twice(probe: Probe) -> Iterator[Cause]:
+def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Cause]:
     # Twice the totals halve what is divided by them.
-    halved = probe.with_totals(lambda _, total: total * 2) or probe.whole
+    halved = probe.with_totals([2] * len(paths))
     for i in probe.additive():
         is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
         if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
@@ -223,16 +214,12 @@ def _divided_twice(probe: Probe) -> Iterator[Cause]:
 def _not_finite_at_zero(
     probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
 ) -> Iterator[Cause]:
-    for index, (path, *of_parts) in enumerate(zip(paths, *counted, strict=True)):
+    for path, *of_parts in zip(paths, *counted, strict=True):
         shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
         # What every row has as much of, such as a count of rows, is never 0.
         if np.allclose(shares, shares[0], rtol=1e-6, atol=0):
             continue
-        zeroed = probe.with_totals(partial(_with_zero, index)) or probe.whole
+        zeroed = probe.with_totals([int(other != path) for other in paths])
         if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
             yield cause("total of zero", path=path, line=at_least_one(probe, path))
             return
-
-
-def _with_zero(index: int, i: int, total: Array) -> Array:
-    return total * int(i != index)

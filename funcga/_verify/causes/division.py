@@ -1,9 +1,8 @@
 """Division by the number of micro-batches in the code of the loss itself.
 
-Such a loss is as wrong for one micro-batch as for n, so no comparison of the two shows it. Its code
-is looked at instead: the numbers that it reads under a name that speaks of accumulation, or that
-are the n which is asked for. Each is doubled in a copy of the function, and nothing of the user's
-is changed.
+Such a loss is as wrong for one micro-batch as for n, so comparing the two does not show it. So its
+code is searched for numbers whose name speaks of accumulation, or that equal n. Each is doubled in
+a copy of the function; the user's own objects are not changed.
 """
 
 import copy
@@ -24,13 +23,13 @@ from funcga._verify.causes import Answer, cause, note
 from funcga._verify.exact import Case, largest, relative
 
 
-def divided(case: Case) -> Iterator[Answer]:
-    """The Cause of a loss that is divided by the number of micro-batches; a note where n may be
+def divided_by_n(case: Case) -> Iterator[Answer]:
+    """A loss that is divided by the number of micro-batches; a note if the number may equal n by
     chance.
 
-    With such a number doubled, the whole output is halved, or twice as large. Only then is it
-    reported, and only if its name says what it stands for: that a temperature or a number of
-    channels equals n is no mistake.
+    If such a number is doubled, the whole output is halved or doubled. Only then is it reported,
+    and only if its name says what it stands for: a temperature or a number of channels that equals
+    n is no mistake.
     """
     probe = case.probe
     # Metrics beside the gradients need not have the factor. A leaf of zeros has any.
@@ -41,8 +40,8 @@ def divided(case: Case) -> Iterator[Answer]:
     found = variants(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
     for variant in sorted(found, key=lambda variant: variant.doubt):
         try:
-            step = probe.changed(grad_fn=variant.function).step(n=1, fold=probe.raw_fold)
-            changed = probe.numbers(step(*probe.take_rows(probe.every)))
+            step = probe.with_attributes(grad_fn=variant.function).raw_step()
+            changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
         # The number was the length of something, and the function fails with another.
         except Exception:
             continue
@@ -55,8 +54,8 @@ def divided(case: Case) -> Iterator[Answer]:
 
 
 def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
-    """The cause, or a note where the number may stand for something else, such as an axis of the
-    batch.
+    """The cause, or a note if the number may stand for something else, such as the size of an axis
+    of the batch.
     """
     probe, name, value = case.probe, variant.name, variant.value
     split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
@@ -80,7 +79,7 @@ def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
 
 
 class Variant(NamedTuple):
-    """A function in which one number, which it calls by this name, is doubled.
+    """A copy of a function in which the number of this name is doubled.
 
     doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it
     stands, is usual for it; 2 if it merely equals n.
@@ -110,11 +109,11 @@ _DEPTH = 8
 def variants(
     value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
 ) -> Iterator[Variant]:
-    """The value, a function or what one reads, with each number doubled that may be the number of
-    micro-batches.
+    """Copies of a value, a function or something that it reads, each with one number doubled that
+    may be the number of micro-batches.
 
-    name: what the value is called. code: that of the function which reads it, by the names in which
-    settings are read.
+    name: the name of the value. code: that of the function which reads the value; its names select
+    the entries and attributes of settings.
     """
     number = _number(value)
     if number is not None:
@@ -124,21 +123,13 @@ def variants(
         return
     if depth > _DEPTH or isinstance(value, types.ModuleType | type):
         return
-    is_function = isinstance(value, types.FunctionType)
-    # In a library only functions are followed, such as the loss in the closure of
-    # torch.func.grad(loss).
-    is_library = is_function and _is_library(value.__globals__.get("__name__"))
-    is_own = is_function and not is_library
-    for parts in _parts(value, name, code):
-        for key, part in parts.values.items():
-            if is_library and not callable(part):
-                continue
-            for variant in variants(part, n, parts.label(key), parts.code, depth + 1):
-                # A function that is called may return a part of the loss: there a literal tells
-                # nothing.
-                is_in_call = is_own and variant.name == repr(variant.value)
-                doubt = 2 if is_in_call else variant.doubt
-                yield variant._replace(function=parts.put(key, variant.function), doubt=doubt)
+    is_own = isinstance(value, types.FunctionType) and not _is_library(value.__module__)
+    for part, label, reader, put in _parts(value, name, code):
+        for variant in variants(part, n, label, reader, depth + 1):
+            # A function that is called may return a part of the loss: there a literal tells
+            # nothing.
+            doubt = 2 if is_own and variant.name == repr(variant.value) else variant.doubt
+            yield variant._replace(function=put(variant.function), doubt=doubt)
     if is_own:
         yield from _literals(value, n)
 
@@ -160,7 +151,7 @@ def _number(value: Any) -> float | None:
 
 
 def _doubt(name: str, number: float, n: int | None) -> int | None:
-    """The doubt of a Variant; None if this is no number of micro-batches, nor one divided by it."""
+    """The doubt of a Variant; None if this is not a number of micro-batches, or its inverse."""
     # Losses are multiplied by 1 / n as well.
     count = number if number > 1 else 1 / number if number > 0 else 0
     if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
@@ -176,88 +167,76 @@ def _doubt(name: str, number: float, n: int | None) -> int | None:
     return 2 if _LIKELY.search(word) else None
 
 
-class _Parts(NamedTuple):
-    """What a function reads, or settings hold, by name; and `put(key, part)`: the whole with
-    another part there.
-
-    code: what names the entries and attributes of the parts that are read. label: what a part is
-    called.
-    """
-
-    values: Mapping[str, Any]
-    put: Callable[[str, Any], Any]
-    code: types.CodeType | None = None
-    label: Callable[[str], str] = str
+# What a function reads, or settings hold; what that is called; the code that names its entries and
+# attributes; and `put(other)`: the whole with another part in its place.
+_Part = tuple[object, str, types.CodeType | None, Callable[[Any], object]]
 
 
-def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Parts]:
+def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
     if isinstance(value, types.FunctionType):
         yield from _of_function(value)
     elif isinstance(value, partial):
-        put = lambda _, changed: partial(changed, *value.args, **value.keywords)
-        yield _Parts({"": value.func}, put)
-        yield _Parts(value.keywords, partial(_with_keyword, value), _code(value.func))
+        yield value.func, "", None, lambda other: partial(other, *value.args, **value.keywords)
+        code = value.func.__code__ if isinstance(value.func, types.FunctionType) else None
+        yield from _of_keywords(value, value.keywords, code)
     elif isinstance(value, types.MethodType):
         method, owner = value.__func__, value.__self__
-        yield _Parts({"": method}, lambda _, changed: types.MethodType(changed, owner))
-        for parts in _of_settings(owner, "self", _code(method)):
-            yield parts._replace(
-                put=lambda *change, parts=parts: types.MethodType(method, parts.put(*change))
-            )
+        yield method, "", None, lambda other: types.MethodType(other, owner)
+        for part, label, reader, put in _of_settings(owner, "self", method.__code__):
+            of_method = lambda other, put=put: types.MethodType(method, put(other))
+            yield part, label, reader, of_method
     # A gradient function of funcga's, or a pure_loss.
     elif is_dataclass(type(value)) and any(field.name == "loss_fn" for field in fields(value)):
-        yield _Parts({"": value.loss_fn}, lambda _, changed: replace(value, loss_fn=changed))
+        yield value.loss_fn, "", None, lambda other: replace(value, loss_fn=other)
     # What is jitted: the function as it was.
     elif callable(getattr(value, "__wrapped__", None)):
-        yield _Parts({"": value.__wrapped__}, lambda _, changed: changed)
+        yield value.__wrapped__, "", None, lambda other: other
     # An object with a __call__ of its own.
     elif isinstance(inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
-        method = types.MethodType(type(value).__call__, value)
-        yield _Parts({"": method}, lambda _, changed: changed)
+        yield types.MethodType(type(value).__call__, value), "", None, lambda other: other
     elif not callable(value):
         yield from _of_settings(value, name, code)
 
 
-def _code(function: object) -> types.CodeType | None:
-    return function.__code__ if isinstance(function, types.FunctionType) else None
+def _of_keywords(
+    function: Callable[..., object],
+    values: Mapping[str, object],
+    code: types.CodeType | None = None,
+) -> Iterator[_Part]:
+    """The parts that a keyword argument replaces: bound keyword arguments, and defaults."""
+    for name, value in values.items():
+        put = lambda other, name=name: partial(function, **{name: other})
+        yield value, name, code, put
 
 
-def _with_keyword(function: Any, name: str, value: object) -> Any:
-    return partial(function, **{name: value})
-
-
-def _of_function(function: types.FunctionType) -> Iterator[_Parts]:
-    """What a function closes over; unless it is a library's, its globals and defaults as well."""
+def _of_function(function: types.FunctionType) -> Iterator[_Part]:
+    """The variables that a function closes over, its globals and its defaults; in a library only
+    functions, such as the loss in the closure of torch.func.grad(loss).
+    """
     code, variables = function.__code__, function.__globals__
+    is_library = _is_library(function.__module__)
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    unset = types.CellType()
-    yield _Parts(
-        {name: cell.cell_contents for name, cell in cells.items() if cell != unset},
-        lambda name, changed: _rebuilt(
-            function, closure=tuple((cells | {name: types.CellType(changed)}).values())
-        ),
-        code,
-    )
-    if _is_library(variables.get("__name__")):
+    for name, cell in cells.items():
+        value = None if cell == types.CellType() else cell.cell_contents
+        if callable(value) or not is_library:
+            put = lambda other, name=name: _rebuilt(
+                function, closure=tuple((cells | {name: types.CellType(other)}).values())
+            )
+            yield value, name, code, put
+    if is_library:
         return
-    read = {name: variables[name] for name in sorted(_names(code) & variables.keys())}
-    yield _Parts(
-        {
-            name: value
-            for name, value in read.items()
-            if _number(value) is not None or not _is_library(type(value).__module__)
-        },
-        lambda name, changed: _rebuilt(function, globals={**variables, name: changed}),
-        code,
-    )
-    # A default is overridden as a keyword argument.
+    for name in sorted(_names(code) & variables.keys()):
+        value = variables[name]
+        if _number(value) is not None or not _is_library(type(value).__module__):
+            put = lambda other, name=name: _rebuilt(function, globals={**variables, name: other})
+            yield value, name, code, put
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    yield _Parts(defaults, partial(_with_keyword, function))
+    yield from _of_keywords(function, defaults)
 
 
 def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
-    """A copy of the function in which some of the parts that it is made of are others."""
+    """A copy of the function with other code, globals or closure."""
     parts: dict[str, Any] = {
         "code": function.__code__,
         "globals": function.__globals__,
@@ -271,58 +250,54 @@ def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The globals, attributes and texts, such as keys, that the code and functions inside of it
-    have.
+    """The names of globals and attributes, and the strings, such as keys, in the code and in the
+    functions inside of it.
     """
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}.union(
-        *inner
-    )
+    names = {*code.co_names}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= _names(const)
+        elif isinstance(const, str):
+            names.add(const)
+    return names
 
 
-def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Parts]:
-    """The entries of a dict, and the attributes of an object, which the code names; no
+def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
+    """The entries of a dict, or the attributes of an object, that the code names, without
     functions.
     """
-    names = sorted(_names(code)) if code else []
-    if isinstance(value, dict):
-        held = {key: value[key] for key in names if key in value}
-        put = lambda key, changed: {**value, key: changed}
-        label = lambda key: f'{name}["{key}"]'
-    elif inspect.getattr_static(value, "__dict__", None) is not None:
-        # A property is not evaluated: it might do anything.
-        held = {key: inspect.getattr_static(value, key, None) for key in names}
-        put, label = partial(_with_attribute, value), lambda key: f"{name}.{key}"
-    else:
+    is_dict = isinstance(value, dict)
+    if not is_dict and inspect.getattr_static(value, "__dict__", None) is None:
         return
-    yield _Parts({key: part for key, part in held.items() if not callable(part)}, put, code, label)
+    for key in sorted(_names(code)) if code else ():
+        # A property is not evaluated: it might do anything.
+        part = value.get(key) if is_dict else inspect.getattr_static(value, key, None)
+        if part is not None and not callable(part):
+            label = f'{name}["{key}"]' if is_dict else f"{name}.{key}"
+            yield part, label, code, partial(_with_part, value, key)
 
 
-def _with_attribute(value: Any, name: str, part: object) -> Any:
-    """A copy with another attribute; one of the class becomes one of the copy."""
+def _with_part(value: Any, key: str, part: object) -> Any:
+    """A copy with another value for an entry or an attribute, also for one of its class."""
+    if isinstance(value, dict):
+        return {**value, key: part}
     changed = copy.copy(value)
-    object.__setattr__(changed, name, part)
+    object.__setattr__(changed, key, part)
     return changed
 
 
 def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
-    """Where n is 3 or more: `/ 2` and `0.5 *` are in too many losses."""
+    """The literals that equal n, or 1 / n, for n >= 3: `/ 2` and `0.5 *` are in too many losses."""
     code = function.__code__
-    for index, value in enumerate(code.co_consts):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            is_number
-            and n is not None
-            and n >= 3
-            and (value == n or (value and abs(1 / value - n) < 1e-6))
-        ):
+    for index, value in enumerate(code.co_consts if n and n >= 3 else ()):
+        if type(value) in (int, float) and value and n in (value, round(1 / value, 6)):
             consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
             changed = _rebuilt(function, code=code.replace(co_consts=consts))
             yield Variant(repr(value), value, changed, 1 if _divides_all(code, value) else 2)
 
 
 def _divides_all(code: types.CodeType, value: float) -> bool:
-    """Whether what is returned is something divided by this literal, at once."""
+    """Whether the function returns an expression divided by this literal."""
     steps = [*dis.get_instructions(code)]
     return any(
         load.opname.startswith("LOAD_")

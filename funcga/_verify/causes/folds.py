@@ -1,8 +1,8 @@
 """Folds that are for another kind of loss, and weights that are not what the loss divides by.
 
-What two groups of rows show of the loss, its Kind, is compared with what its fold takes it for. A
-mean needs a weight that is what the loss divides by; a sum needs none; what is neither of them has
-no fold.
+The Kind of a loss, found from two groups of rows, is compared with the kind that its fold is for. A
+mean needs the weight that the loss divides by; a sum needs none; a loss of any other kind has no
+fold.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from funcga._verify.causes import Answer, Cause, Question, cause, causes_in, note
 from funcga._verify.causes.calls import by_position
 from funcga._verify.causes.counts import counts, form, totals_line
-from funcga._verify.causes.groups import Evidence, respond
+from funcga._verify.causes.groups import Evidence, compare_groups
 from funcga._verify.causes.rows import of_means, of_statistics, of_sums
 from funcga._verify.exact import Case
 from funcga._verify.probe import Probe
@@ -23,9 +23,8 @@ from funcga.folds import Fold
 
 
 def explain(case: Case) -> list[Answer]:
-    """The causes of what the splits have shown; at least one if they do not agree.
-
-    Of these questions the first one that has an answer decides.
+    """The causes of the differences in the table of splits, at least one if there are any: those
+    of the first question that has an answer.
     """
     questions: tuple[Question, ...] = (by_position, by_kind, unexplained)
     answers = next(filter(None, ([*question(case)] for question in questions)), [])
@@ -33,12 +32,13 @@ def explain(case: Case) -> list[Answer]:
 
 
 def by_kind(case: Case) -> Iterator[Cause]:
-    """The causes that groups of rows show, each name once."""
+    """The causes found from groups of rows, each name once."""
     probe, names = case.probe, set[str]()
-    for leaves in _alike(probe, probe.additive(case.splits.failed)):
+    for leaves in _alike(probe, case.failed):
         # Of the pairs of groups the first one that shows something decides.
         found = next(
-            filter(None, (causes_of(respond(case, leaves, *pair)) for pair in case.pairs)), []
+            filter(None, (causes_of(compare_groups(case, leaves, *pair)) for pair in case.pairs)),
+            [],
         )
         yield from (each for each in found if each.name not in names)
         names |= {each.name for each in found}
@@ -48,7 +48,7 @@ def by_kind(case: Case) -> Iterator[Cause]:
 
 
 def _alike(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
-    """The leaves that are looked at together: arrays under one fold in one part of the output,
+    """The leaves that are classified together: arrays under one fold in one part of the output,
     or one scalar.
     """
 
@@ -62,7 +62,7 @@ def _alike(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
 
 
 def causes_of(evidence: Evidence) -> list[Cause]:
-    """What is wrong with these leaves; nothing if the fold is exact for what they have evidence."""
+    """The causes for these leaves; none if their fold is exact for their kind."""
     kind, of_kind = evidence.kind.name, _OF_KIND.get(evidence.kind.name)
     is_by_steps = evidence.divides_by == "steps"
     if is_by_steps and kind in ("sum", "sum and constant", "mean"):
@@ -74,7 +74,7 @@ def causes_of(evidence: Evidence) -> list[Cause]:
 
 
 def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
-    """Terms with different denominators, if counts fit, which name the totals to write."""
+    """Terms with different denominators if counts fit, which give the totals to write."""
     # In less than float64 too many counts fit.
     is_precise = evidence.case.limit.relative < 1e-8
     for terms, number in {"two means": 2, "sum and mean": 1}.items() if is_precise else ():
@@ -107,7 +107,7 @@ def _of_sum(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _of_mean(evidence: Evidence) -> Iterator[Cause]:
-    """What is wrong with the fold for a mean: its weights, or that it takes sums."""
+    """A mean under a fold with other weights, or under one for sums."""
     # Only where no count explains the weights is it worth asking whether they are counts at all.
     a, b, _ = evidence.weights
     apart = abs(a - evidence.ratio * b)
@@ -121,7 +121,7 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
 
 
 def _reweighted(evidence: Evidence) -> Cause:
-    """A mean under a fold that takes means, with weights that are not those of the loss."""
+    """A mean under a fold for means, with weights other than those of the loss."""
     divisor, (weight_a, weight_b, _) = evidence.divisor, evidence.weights
     if not evidence.has_weight:
         line = (divisor or form(evidence.probe)).line
@@ -131,7 +131,7 @@ def _reweighted(evidence: Evidence) -> Cause:
 
 
 def _summed(evidence: Evidence) -> Cause:
-    """A mean under a fold that takes sums."""
+    """A mean under a fold for sums."""
     weight = f", {evidence.divisor.line if evidence.divisor else 'weight=...'}"
     if evidence.divisor and evidence.divisor.is_of_rows and not evidence.has_weight:
         weight = ""
@@ -140,15 +140,15 @@ def _summed(evidence: Evidence) -> Cause:
 
 
 def _without_count(evidence: Evidence) -> list[Cause]:
-    """Why what weighs A and B in a mean is not a count, which adds up over rows and stays the same
-    with other parameters.
+    """The causes if the weights of A and B in a mean are no counts: a count adds up over rows and
+    does not depend on the parameters.
     """
     case, a, b = evidence.case, evidence.a, evidence.b
     if evidence.reweighs():
         return [of_means(evidence)]
     # Against a third group, A and B together must weigh as much as A and as B do.
-    c = tuple(row for row in case.probe.every if row not in {*a, *b})
-    alone, together = (respond(case, evidence.leaves, rows, c) for rows in (a, a + b))
+    c = tuple(row for row in case.probe.all_rows if row not in {*a, *b})
+    alone, together = (compare_groups(case, evidence.leaves, rows, c) for rows in (a, a + b))
     for other in (alone, together):
         # A and B have hidden a second mean, in which they count as much as each other.
         if other.kind.name != "mean":
@@ -159,7 +159,7 @@ def _without_count(evidence: Evidence) -> list[Cause]:
 
 
 def _not_additive(evidence: Evidence) -> Iterator[Cause]:
-    """A weight that does not add up, where it counts."""
+    """A weight that does not add up, if the fold divides by it."""
     a, b, both = evidence.weights
     is_used = evidence.has_weight and evidence.divides_by == "weight"
     if not is_used or abs(a + b - both) <= 1e-6 * max(a + b, both):
@@ -183,16 +183,16 @@ _OF_KIND = {
 
 
 def all_weightless(case: Case) -> Iterator[Answer]:
-    """A weight of 0 for all rows, where a fold weighs a value that is not 0.
+    """A weight of 0 for all rows, although the loss is not 0.
 
-    What the weight should be is what there is to say without it, and so are all other answers.
+    All further questions, and the weight in the fix, are about the step without weight=.
     """
     probe = case.probe
-    if probe.program.weight is None or probe.weigh(probe.every) != 0:
+    if probe.program.weight is None or probe.weigh(probe.all_rows) != 0:
         return
     leaves = zip(probe.folds, probe.whole, strict=True)
     if any(fold.normalizer.divides_by == "weight" and np.any(leaf) for fold, leaf in leaves):
-        case.probe = probe.changed(program=replace(probe.program, weight=None))
+        case.probe = probe.with_attributes(program=replace(probe.program, weight=None))
         found = causes_in(by_kind(case))
         lines = [each.fix for each in found if each.name == "uneven tokens"]
         line = (lines or [next(counts(probe)).line])[0]
@@ -204,27 +204,27 @@ def all_weightless(case: Case) -> Iterator[Answer]:
 
 
 def unexplained(case: Case) -> Iterator[Cause]:
-    """A difference that no kind of loss explains, by what stands out, the most telling first."""
+    """A difference that no kind of loss explains."""
     probe, splits = case.probe, case.splits
-    if splits.agree:
+    if splits.are_exact:
         return
     row = max(splits.rows, key=lambda row: -1 if math.isnan(row.relative) else row.relative)
     if not splits.failed:
         row = next(row for row in splits.rows if row.error)
-    words = {"split": row.split, "difference": str(row), "rows": probe.rows, "other": ""}
-    key = "not decomposable"
     keywords = [name for name, value in probe.kwargs.items() if _has_rows(probe, value)]
     others = [probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive]
-    if keywords:
-        key, words["keyword"] = "not decomposable: keyword", keywords[0]
-    # Nothing is wrong but that it raises an error.
-    elif not splits.failed and probe.try_values(probe.every[:-1]) is None:
-        key = "fixed rows: loss"
-    elif others:
-        key, words["other"] = "not decomposable: fold", others[0]
-    elif case.limit.relative > 1e-3:
-        key = "not decomposable: 16 bits"
-    yield cause(key, **words)
+    is_refused = not splits.failed and probe.try_values(probe.all_rows[:-1]) is None
+    # The first one that applies.
+    keys = {
+        "not decomposable: keyword": keywords,
+        "fixed rows: loss": is_refused,
+        "not decomposable: fold": others,
+        "not decomposable: 16 bits": case.limit.relative > 1e-3,
+        "not decomposable": True,
+    }
+    words = {"keyword": "".join(keywords[:1]), "other": "".join(others[:1]), "rows": probe.rows}
+    key = next(key for key, applies in keys.items() if applies)
+    yield cause(key, split=row.split, difference=str(row), **words)
 
 
 def _has_rows(probe: Probe, value: object) -> bool:
@@ -244,17 +244,17 @@ _VAGUE = {
 
 
 def remainder(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
-    """What explains a very small difference, in the place of these causes."""
+    """A very small difference, which replaces these causes if the fold is exact apart from it."""
     probe, splits = case.probe, case.splits
     worst = max((math.inf if row.error else row.relative for row in splits.rows), default=0.0)
-    failed = probe.additive(splits.failed)
+    failed = case.failed
     is_small = case.limit.relative < worst <= _SMALL and failed == splits.failed
     if not is_small or not {each.name for each in causes} <= _VAGUE:
         return
     # Within a limit above the difference the fold must be exact for all that failed.
     loose = replace(case, limit=case.limit._replace(relative=10 * worst))
     for leaves in _alike(probe, failed):
-        evidence = respond(loose, leaves, *case.parts)
+        evidence = compare_groups(loose, leaves, *case.parts)
         if evidence.kind.name == "unknown" or causes_of(evidence):
             return
     arrays = {i for i, leaf in enumerate(probe.whole) if leaf.ndim}

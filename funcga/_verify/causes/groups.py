@@ -1,10 +1,10 @@
-"""Groups: what groups of rows show of the kind of function that a result is.
+"""Groups: which kind of function of its rows a result is, found from groups of rows.
 
 F(i, j) is the gradient of a batch that has a group A of rows i times and another one, B, j times.
 Repeating the whole batch k times separates a sum S from the rest M: F = k S + M. A sum is additive
 in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights proportional to
-what the loss counts. Anything else that repetition leaves as it is depends on statistics of the
-batch, unless it is a sum of several means: then counts in the batch explain it.
+what the loss counts. Any other F that repetition does not change depends on statistics of the
+batch, or is a sum of several means, which counts in the batch then explain.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ _SETTLING = 0.45
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The Kind of some leaves under one fold, as two groups of rows, a and b, show it."""
+    """The Kind of some leaves under one fold, found from two groups of rows, a and b."""
 
     case: Case
     leaves: Sequence[int]
@@ -87,19 +87,20 @@ class Evidence:
 
     @property
     def tolerance(self) -> float:
-        """How far apart ratios may be that are equal."""
+        """How much equal ratios may differ by rounding."""
         return max(1e-5, 100 * self.case.limit.relative)
 
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
-        usual: dict[str, object] = {
+        words = {
             "where": self.probe.paths[self.leaves[0]],
             "a": len(self.a),
             "b": len(self.b),
             "ratio": self.ratio,
             "subject": self.probe.subject,
+            **words,
         }
-        return cause(key, **usual | words)
+        return cause(key, **words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:
@@ -108,20 +109,20 @@ class Evidence:
 
     @cached_property
     def divisor(self) -> Count | None:
-        """What the loss divides by: rows, or the first expression of the batch that fits."""
+        """The count that the loss divides by: the rows, or the first expression that fits."""
         return next(iter(self.fitting(1)), None)
 
     def fitting(self, number: int, has_sum: bool = False) -> tuple[Count, ...]:
-        """The first counts, so many, of which the leaves are a sum of means, beside a sum if there
-        is one; none if none fit.
+        """The first `number` counts such that the leaves are a sum of means over these counts, plus
+        a sum if `has_sum`; () if there are none.
 
-        Three groups of rows leave few that fit by chance. Of two groups alone, a mean over pairs of
-        rows of two kinds looks like two means.
+        With three groups of rows few counts fit by chance. With two, a mean over pairs of rows of
+        two kinds looks like two means.
         """
         order, size = self.case.order, max(1, min(GROUP, self.probe.rows // 3))
         parts = [order[:size], order[size : 2 * size], order[2 * size : 3 * size]]
         points = [point for point in product((0, 1, 2), repeat=3) if 0 < sum(point) < 4]
-        vectors = _evaluated(self.case, parts, self.leaves, points)
+        vectors = _values_at(self.case, parts, self.leaves, points)
         # A loss may refuse some batches, and a few points show nothing.
         if len(vectors) <= 3 * (number + has_sum):
             return ()
@@ -143,37 +144,32 @@ class Evidence:
         return ()
 
     def reweighs(self) -> bool:
-        """Whether A weighs more or less for each B at other parameters: then no count is what
-        the loss divides by.
+        """Whether the ratio of A to B depends on the parameters: then the loss does not divide by
+        a count.
         """
         moved = self.probe.at_other_parameters()
         if moved is None:
             return False
-        kind = respond(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
+        kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
         if kind.name != self.kind.name:
             return kind.name in ("statistics", "coupled")
         return abs(self.ratio - kind.ratio) > self.tolerance * (self.ratio + kind.ratio)
 
 
-def respond(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
-    """What the groups A and B show of these leaves of the output."""
-    vectors = _evaluated(case, (a, b), leaves, _POINTS)
+def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
+    """The Evidence of the groups A and B for these leaves of the output."""
+    vectors = _values_at(case, (a, b), leaves, _POINTS)
     kind = Kind("unknown")
     if vectors.keys() >= _NEEDED:
         kind = classify(vectors, 10 * case.limit.relative)
     return Evidence(case, leaves, a, b, kind)
 
 
-def rest(case: Case, a: Rows, b: Rows) -> Rows:
-    """The rows that are in neither group."""
-    return tuple(row for row in case.probe.every if row not in {*a, *b})
-
-
-def _evaluated(
+def _values_at(
     case: Case, parts: Sequence[Rows], leaves: Sequence[int], points: Sequence[Point]
 ) -> _Points:
-    """One vector of a size of about 1 for each point where the loss can be evaluated and is
-    finite.
+    """The values of the leaves as one vector, scaled to about 1, at each point where the loss
+    can be evaluated and is finite.
     """
     values: dict[Point, list[Array]] = {}
     for point in points:
@@ -197,7 +193,7 @@ def _near(tolerance: float) -> _Near:
 
 
 def classify(f: _Points, tolerance: float) -> Kind:
-    """The Kind of a vector of a size of about 1, from its values at points (i, j)."""
+    """The Kind of a function, from its scaled values at points (i, j)."""
     near = _near(tolerance)
     # Not linear in the number of repetitions: neither a sum nor a mean.
     if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
@@ -219,8 +215,8 @@ def classify(f: _Points, tolerance: float) -> Kind:
 
 
 def _as_growth(f: _Points) -> Kind:
-    """The Kind of what grows with repetitions in another way: whether it settles, or goes on
-    growing.
+    """The Kind of any other function that grows with repetitions: "statistics" if it converges,
+    else "coupled".
     """
     first, second = (float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2))
     return Kind("statistics" if second < _SETTLING * first else "coupled")
@@ -235,7 +231,7 @@ def _is_mixture(f: _Points, ratio: float, q: float, near: _Near) -> bool:
 
 
 def _as_mean(f: _Points, near: _Near) -> Kind:
-    """The Kind of what stays as it is when the batch repeats: a mean, or another statistic."""
+    """The Kind of a function that repeating the batch does not change: "mean" or "statistics"."""
     a, b, both = f[1, 0], f[0, 1], f[1, 1]
     apart, share = a - b, 0.5
     # Where A and B differ, their mixture lies on the line between them.
@@ -249,8 +245,8 @@ def _as_mean(f: _Points, near: _Near) -> Kind:
 def _as_power(f: _Points, near: _Near) -> Kind | None:
     """The Kind of a sum over a count to some power, if it is one.
 
-    Of a sum over the root of its rows the counts are those of rows, and of a norm, which is the
-    gradient's sum over the root of a sum as well, they are sums of squares.
+    A sum over the root of the rows counts rows. The gradient of a norm is a sum over the root of
+    a sum as well, and counts sums of squares.
     """
     # All rows twice: F is 2 ** (1 - q) times as large.
     growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0

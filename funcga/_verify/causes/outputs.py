@@ -1,6 +1,6 @@
-"""Outputs for the whole batch that are not the gradient of the loss that was meant.
+"""Outputs that are not the gradient of the intended loss.
 
-What is wrong here is wrong in a micro-batch as in the whole batch, so no comparison shows it.
+They are as wrong for the whole batch as for a micro-batch, so comparing the two does not show it.
 """
 
 from collections.abc import Iterator
@@ -10,19 +10,20 @@ import numpy as np
 from funcga._types import Tree
 from funcga._verify.causes import Answer, Cause, cause, note, stop
 from funcga._verify.exact import Case, largest
-from funcga._verify.probe import Probe
 from funcga.folds import concat
 
 
 def small_gradients(case: Case) -> Iterator[Answer]:
-    """Gradients that may be nothing but rounding. If all are below the floor of the limit, it
-    shrinks.
+    """Gradients that may be nothing but rounding. If all are below the floor of the limit, the
+    floor is lowered.
 
-    A gradient is of about the size of its loss, and what rounding leaves of one that is zero of
-    that size times eps.
+    A gradient is about as large as its loss; one that is zero but for rounding, eps times as
+    large.
     """
     probe, limit = case.probe, case.limit
-    evaluated = [rows for rows in (probe.every, *case.parts) if probe.try_values(rows) is not None]
+    evaluated = [
+        rows for rows in (probe.all_rows, *case.parts) if probe.try_values(rows) is not None
+    ]
     top = max(largest(probe.values(rows)) for rows in evaluated)
     # The usual case: gradients stand out from the floor.
     if not 0 < top < limit.floor / limit.relative:
@@ -36,7 +37,7 @@ def small_gradients(case: Case) -> Iterator[Answer]:
 def per_example(case: Case) -> Iterator[Answer]:
     """Outputs that have a row for each example, added up or joined along another axis.
 
-    The questions after it are asked with concat() in its place.
+    Further questions are about the step with concat() in its place.
     """
     probe, part = case.probe, case.parts[0]
     some = probe.try_values(part)
@@ -48,8 +49,9 @@ def per_example(case: Case) -> Iterator[Answer]:
         if x.shape == y.shape:
             continue
         # The axis whose length follows the number of rows.
-        differs = [of_x != of_y for of_x, of_y in zip(x.shape, y.shape, strict=False)]
-        axis, monoid = (differs.index(True) if any(differs) else 0), folds[i].reducer.monoid
+        sizes = zip(x.shape, y.shape, strict=False)
+        axis = next((axis for axis, (of_x, of_y) in enumerate(sizes) if of_x != of_y), 0)
+        monoid = folds[i].reducer.monoid
         if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
             continue
         folds[i] = concat(axis)
@@ -67,13 +69,13 @@ def per_example(case: Case) -> Iterator[Answer]:
         )
     if found:
         yield found[0]
-        if probe.threaded:
+        if probe.has_state:
             yield stop("nothing else")
-        case.probe = probe.under(folds)
+        case.probe = probe.with_folds(folds)
 
 
 def unused_parameters(case: Case) -> Iterator[Answer]:
-    """Parameters that the loss does not use: every gradient is zero, and nothing changes with
+    """Parameters that the loss does not use: every gradient is zero, and no output depends on
     them.
     """
     probe = case.probe
@@ -86,19 +88,18 @@ def unused_parameters(case: Case) -> Iterator[Answer]:
 
 
 def wrong_gradient(case: Case) -> Iterator[Answer]:
-    """A gradient that misses a part of the loss; nothing where there is no second way to compute
-    one.
+    """A gradient that misses a part of the loss, if there is a second way to compute it.
 
-    What is cut off from its graph inside of a loss is missing from every micro-batch alike. So the
-    gradient of the whole batch is computed once more, by the framework's own transform or with
-    steps in the loss that have graphs.
+    A part of a loss that leaves the graph is missing from every micro-batch. So the gradient of
+    the whole batch is computed a second time: by the framework's own transform, or with graphs for
+    the steps in the loss.
     """
     probe, gradient, limit = case.probe, case.probe.gradient, case.limit
-    args = probe.take_rows(probe.every)
+    args = probe.take_rows(probe.all_rows)
     if gradient is not None and gradient.scaled:
         return
     transform = None if gradient is None else gradient.bound(probe.backend)
-    output = probe.framework.other_way(probe.grad_fn, transform, args, probe.kwargs)
+    output = probe.framework.second_output(probe.grad_fn, transform, args, probe.kwargs)
     if output is None:
         return
     in_gradient: Tree = gradient.gradient_in if gradient else lambda output: output
@@ -114,18 +115,13 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
 
 
 def remarks(case: Case) -> Iterator[Answer]:
-    """What was not compared, or cannot be told."""
+    """Notes about what was not compared."""
     probe, carried = case.probe, case.splits.carried
-    if not has_gradients(probe):
+    if probe.gradient is None and not probe.gradient_leaves():
         yield note("loss")
     if any(fold.reducer.over_steps for fold in probe.folds):
         yield note("moments")
     if carried:
         yield note("carried", where=probe.paths[carried[0]])
-    if probe.threaded:
+    if probe.has_state:
         yield note("threaded")
-
-
-def has_gradients(probe: Probe) -> bool:
-    """Whether there are gradients among the outputs."""
-    return probe.gradient is not None or bool(probe.gradient_leaves())

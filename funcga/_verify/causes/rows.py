@@ -1,11 +1,12 @@
-"""Rows whose loss depends on the rows beside them, on their number or their order.
+"""Losses that depend on several rows together, on their number or their order.
 
-No fold makes up for that. The remedy is a line of `coupled`, with the user's own names. How a loss
-is taken apart cannot be told from outside: the user writes its two parts in the place of two words.
+No fold is exact for such a loss. The fix is a call of `coupled` with the names of the user's
+arguments. `verify` cannot split the loss in two by itself, so the user replaces two words of the
+line by the two parts.
 
-A number of rows that is written down, such as torch.arange(8) for labels, is right for batches of
-that size alone. With another number of rows the loss raises an error, or it treats the first rows
-apart from the others: then their order makes a difference.
+A hard-coded number of rows, such as torch.arange(8) for labels, is right for batches of that size
+only. With more or fewer rows the loss raises an error, or it treats the first rows differently from
+the rest: then the order of the rows makes a difference.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from funcga._verify.causes.counts import with_names
 from funcga._verify.causes.groups import Evidence
 from funcga._verify.exact import Case, first_line
 from funcga._verify.probe import Probe, Rows
-from funcga.errors import FuncgaError
 
 # --- a loss of all rows together
 
@@ -36,24 +36,22 @@ def of_statistics(evidence: Evidence) -> Cause:
 
 
 def of_means(evidence: Evidence) -> Cause:
-    """The Cause of a loss that is made of means over rows, as a variance is."""
+    """The Cause of a loss that is a function of means over rows, as a variance is."""
     line = coupled_line(evidence.case, "means", "funcga.mean()")
     return evidence.cause("batch statistics", line=line)
 
 
 def of_sums(evidence: Evidence, growth: str = "") -> Cause:
-    """The Cause of a loss that is made of sums over rows, as the square of a sum is."""
+    """The Cause of a loss that is a function of sums over rows, as the square of a sum is."""
     line = coupled_line(evidence.case, "sums", "funcga.sum()")
     return evidence.cause("coupled rows", line=line, growth=growth)
 
 
 def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
-    """Whether the loss, or the loss a row, grows as the logarithm of how often the rows are
-    repeated.
+    """Whether the loss, or the loss per row, grows as the logarithm of the number of repetitions.
 
-    Each time that their number is doubled a logarithm grows by the same; where a row is no
-    candidate of its own, by less and less more than that. What grows as a power of it, as a norm
-    does, grows by the same factor each time.
+    Each doubling of the rows adds the same to a logarithm, or nearly so if a row is not its own
+    candidate. It multiplies a power, such as a norm, by the same factor.
     """
     times = (2, 4, 8, 16)
     values = np.array([probe.loss(rows * k) for k in times])
@@ -69,15 +67,12 @@ def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
 
 
 def coupled_line(case: Case, summary: str, fold: str = "") -> str:
-    """The call of `coupled` for this loss; `summary` says in a word what is folded, `fold` by what
-    if not concat().
+    """The call of `coupled` for this loss. summary: a word for what is folded. fold: the fold, if
+    not concat().
     """
     probe, gradient = case.probe, case.probe.gradient
     of_module = probe.framework.module_loss(probe.grad_fn)
-    names = argument_names(of_module or probe.grad_fn, len(probe.args))
-    if not names[0].isidentifier():
-        names[0] = "params"
-    names = with_names(names)
+    names = with_names(argument_names(of_module or probe.grad_fn, len(probe.args)))
     summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
     if of_module is not None:
         names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
@@ -106,42 +101,53 @@ def _options(case: Case, fold: str) -> str:
 # --- a step of `coupled` that knows a number of rows
 
 
-def whole_is_refused(case: Case) -> Iterator[Answer]:
-    """A loss that raises an error for all rows, and not for as many as a micro-batch has."""
-    probe, job = case.probe, case.probe.job
+def fixed_number(case: Case) -> Iterator[Answer]:
+    """A loss that raises an error for the whole batch, but not for a micro-batch; or for any other
+    number of rows than that of the batch.
+    """
+    probe, job, every = case.probe, case.probe.job, case.probe.all_rows
     assert job is not None
-    try:
-        probe.values(probe.every)
-    except FuncgaError:
-        return
-    except Exception as error:
+
+    def is_refused(rows: Rows) -> bool:
+        return probe.try_values(rows) is None
+
+    if is_refused(every):
         n = min(job.program.n or 1, probe.rows)
-        size = job.program.microbatch_size or -(-probe.rows // n)
-        for works in (size, probe.rows // n, probe.rows // 2):
-            if probe.try_values(probe.every[:works]) is not None:
-                yield _of_size(probe, works, probe.every, error)
-                yield stop("no gradient")
-                return
+        sizes = (job.program.microbatch_size or -(-probe.rows // n), probe.rows // n)
+        fewer = [every[:size] for size in (*sizes, probe.rows // 2)]
+        works = next((rows for rows in fewer if not is_refused(rows)), every)
+        fails = every
+    elif all(map(is_refused, (*case.parts, every[:-1]))):
+        works, fails = every, every[: probe.rows // 2]
+    else:
+        return
+    try:
+        probe.values(fails)
+    except Exception as error:
+        # Another error is not about their number.
+        if works == fails:
+            return
+        words = {"works": len(works), "fails": len(fails), "error": first_line(error)}
+        try:
+            probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
+        except Exception:
+            yield cause("fixed rows", function="summary_fn", **words)
+        else:
+            yield cause("fixed rows", function="loss_fn", **words)
+        if fails == every:
+            yield stop("no gradient")
 
 
 def of_order(case: Case) -> Iterator[Answer]:
-    """A loss that knows a number of rows, or that depends on their order."""
-    probe, every = case.probe, case.probe.every
-    if probe.threaded or not case.splits.agree:
-        return
-    # The parts have been evaluated already.
-    is_refused = all(probe.try_values(rows) is None for rows in case.parts)
-    if is_refused and probe.try_values(every[:-1]) is None:
-        fewer = every[: probe.rows // 2]
-        try:
-            probe.values(fewer)
-        except Exception as error:
-            yield _of_size(probe, probe.rows, fewer, error)
-            return
+    """A loss that treats the first rows differently from the rest; a note if it depends on the
+    order in another way.
+    """
+    probe, every = case.probe, case.probe.all_rows
     folds, twice = probe.backend.trees.flatten(probe.program.fold)[0], every + every
-    # Nothing has an order, or it makes no difference.
     has_order = any(fold.reducer.monoid.axis is not None for fold in folds)
-    if not has_order or not _differ(case, twice, tuple(sorted(twice))):
+    # Nothing has an order, it makes no difference, or the cause is known already.
+    is_known = not case.splits.are_exact or probe.try_values(every[:-1]) is None
+    if not has_order or is_known or not _differ(case, twice, tuple(sorted(twice))):
         return
     # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
     # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
@@ -154,30 +160,19 @@ def of_order(case: Case) -> Iterator[Answer]:
 
 
 def _changing(case: Case, rows: Rows) -> list[int]:
-    """The rows of which the exchange with the next one changes the loss."""
-    changing = []
-    for row in range(1, len(rows)):
-        exchanged = (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
-        if _differ(case, rows, exchanged):
-            changing.append(row)
-    return changing
+    """The rows that change the loss if they are exchanged with the next one."""
+    return [
+        row
+        for row in range(1, len(rows))
+        if _differ(case, rows, (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :]))
+    ]
 
 
-def _differ(case: Case, left: Rows, right: Rows) -> bool:
-    """Whether the loss of the same rows in two orders differs; False where it cannot be
+def _differ(case: Case, *orders: Rows) -> bool:
+    """Whether the loss differs for two orders of the same rows; False if it cannot be
     evaluated.
     """
-    one, other = case.probe.try_values(left), case.probe.try_values(right)
+    one, other = map(case.probe.try_values, orders)
     if one is None or other is None:
         return False
     return max(case.limit.differences(one, other), default=0.0) > case.limit.relative
-
-
-def _of_size(probe: Probe, works: int, fails: Rows, error: Exception) -> Cause:
-    """The Cause of a loss that works with so many rows, and raises this error for these."""
-    words = {"works": works, "fails": len(fails), "function": "loss_fn"}
-    try:
-        probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
-    except Exception:
-        words["function"] = "summary_fn"
-    return cause("fixed rows", error=first_line(error), **words)

@@ -1,22 +1,23 @@
-"""Summaries of `coupled` that do not fold to that of all rows.
+"""Summaries of `coupled` whose fold is not the summary of all rows.
 
-A step of `coupled` can differ from the gradient of the whole batch only if it does not. So
-summary_fn is looked at like any other function whose outputs are folded.
+Only then can a step of `coupled` differ from the gradient of the whole batch. So summary_fn is
+verified like any other function whose outputs are folded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from funcga import folds
+from funcga._types import Array
 from funcga._verify.causes import Answer, Cause, cause, causes_in, stop
 from funcga._verify.causes.calls import of_position
 from funcga._verify.causes.folds import by_kind, explain
 from funcga._verify.causes.outputs import per_example
-from funcga._verify.exact import Case
-from funcga._verify.probe import Probe, folded
+from funcga._verify.exact import Case, Splits
+from funcga._verify.probe import Leaves, Probe
 from funcga.errors import FuncgaError
+from funcga.folds import mean
 
 # These causes are named for a summary as for a loss. Any other means that it is no sum or mean over
 # single rows.
@@ -33,28 +34,30 @@ _AS_OF_A_LOSS = {
 }
 
 
-def refused(case: Case) -> Iterator[Answer]:
-    """What is wrong with summaries that have too few rows to be added up."""
+def explain_step(case: Case) -> Iterator[Answer]:
+    """The causes if the fold of summaries is not that of the whole batch."""
     try:
-        _ = case.splits
+        splits = case.splits
+    # The step refuses to fold summaries of different shapes.
     except FuncgaError:
-        found = _unfolded(_of_summary(case))
+        found = _without_comparison(_of_summary(case))
         if not found:
             raise
         yield from found
         yield stop("nothing else")
-
-
-def explain_step(case: Case) -> Iterator[Answer]:
-    """Why the summaries of micro-batches do not fold to that of the whole batch."""
-    if case.splits.agree:
         return
-    of_summary = _of_summary(case)
-    found = _unfolded(of_summary) or _found(of_summary)
-    row = next(row for row in case.splits.rows if not row.ok)
-    difference = f"{row.split}: {row}"
-    words = {"where": "the summary", "difference": difference}
-    yield from found or [cause("not decomposable: summary", **words)]
+    if not splits.are_exact:
+        of_summary = _of_summary(case)
+        yield from (
+            _without_comparison(of_summary)
+            or _from_splits(of_summary)
+            or [cause("not decomposable: summary", where="the summary", difference=_first(splits))]
+        )
+
+
+def _first(splits: Splits) -> str:
+    """The first split that differs, in words."""
+    return next(f"{row.split}: {row}" for row in splits.rows if not row.ok)
 
 
 def _of_summary(case: Case) -> Case:
@@ -65,21 +68,20 @@ def _of_summary(case: Case) -> Case:
     return replace(case, probe=Probe(program, None, args, kwargs, probe.precise, "summary"))
 
 
-def _unfolded(case: Case) -> list[Cause]:
-    """What needs no comparison: folds over micro-batches, and a row for each example that is not
+def _without_comparison(case: Case) -> list[Cause]:
+    """The causes that need no comparison: folds over micro-batches, and rows that are not
     collected.
     """
     summary = case.probe
-    summary.values(summary.every)
+    summary.values(summary.all_rows)
     for fold, path in zip(summary.folds, summary.paths, strict=True):
         if fold.reducer.over_steps:
             return [cause("by steps: moments", where=path)]
     return causes_in(per_example(case))
 
 
-def _found(case: Case) -> list[Cause]:
-    failed = case.splits.failed
-    added = case.probe.additive(failed)
+def _from_splits(case: Case) -> list[Cause]:
+    failed, added = case.splits.failed, case.failed
     explained = causes_in(explain(case)) if added else []
     # A summary that couples its rows has texts of its own.
     found = [each for each in explained if each.name in _AS_OF_A_LOSS]
@@ -87,7 +89,7 @@ def _found(case: Case) -> list[Cause]:
 
 
 def _of_leaf(case: Case, leaf_index: int) -> Cause:
-    """Why a leaf of the summary is not that of the whole batch."""
+    """The Cause for a leaf of the summary that differs from that of the whole batch."""
     summary, order = case.probe, case.order
     fold, path = summary.folds[leaf_index], summary.paths[leaf_index]
     whole, axis = summary.whole[leaf_index], fold.reducer.monoid.axis
@@ -101,15 +103,24 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
         place = "" if path == "summary" else f", at {path}"
         return cause("wrong fold", where=path, better=better, place=place)
     if axis is None and not fold.reducer.additive:
-        row = next(row for row in case.splits.rows if not row.ok)
-        return cause("not decomposable: summary", where=path, difference=f"{row.split}: {row}")
+        return cause("not decomposable: summary", where=path, difference=_first(case.splits))
     layers = summary.layers() or "BatchNorm in training mode or a variance"
     return cause("batch statistics: summary", where=path, layers=f", as {layers} does")
 
 
+# Each stock fold, of the values of the parts and their weights.
+_FOLDS: dict[str, Callable[[Leaves, list[float]], Array]] = {
+    "mean": lambda values, weights: np.average(values, 0, weights),
+    "sum": lambda values, weights: np.sum(values, 0),
+    "max": lambda values, weights: np.max(values, 0),
+    "min": lambda values, weights: np.min(values, 0),
+    "logsumexp": lambda values, weights: np.logaddexp(*values),
+}
+
+
 def _better_fold(case: Case, leaf_index: int) -> str | None:
-    """A stock fold under which two parts of the batch have the leaf of all rows, as it is
-    written.
+    """The expression of a stock fold under which two parts of the batch give the leaf of all
+    rows.
     """
     summary = case.probe
     whole = summary.whole[leaf_index]
@@ -117,16 +128,16 @@ def _better_fold(case: Case, leaf_index: int) -> str | None:
     if not values[0].shape == values[1].shape == whole.shape:
         return None
     weights = [summary.weigh(part) for part in case.parts]
-    for fold in (folds.mean, folds.sum, folds.max, folds.min, folds.logsumexp):
-        (difference,) = case.limit.differences([folded(fold(), values, weights)], [whole])
+    for name, fold in _FOLDS.items():
+        (difference,) = case.limit.differences([fold(values, weights)], [whole])
         if difference <= case.limit.relative:
-            return f"funcga.{fold.__name__}()"
+            return f"funcga.{name}()"
     # As a mean it may have another weight.
     of_leaves = [*summary.folds]
     if of_leaves[leaf_index].reducer.additive:
         return None
-    of_leaves[leaf_index] = folds.mean()
-    as_mean = replace(case, probe=summary.under(of_leaves))
+    of_leaves[leaf_index] = mean()
+    as_mean = replace(case, probe=summary.with_folds(of_leaves))
     for each in by_kind(as_mean):
         if each.name in ("uneven tokens", "wrong weight"):
             return f"funcga.mean(), {each.fix}"
