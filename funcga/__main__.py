@@ -262,13 +262,12 @@ def _file(text: str, suffixes: Sequence[str] = ()) -> Path:
 def _run(name: str, options: argparse.Namespace) -> int:
     # Imported only now, so that --help is quick, and a missing package is named before it is
     # needed.
-    check_installed("numpy", "rich")
+    check_installed("numpy")
     code: int = vars(import_module("funcga._cli"))[name](options)
     return code
 
 
 def _info(options: argparse.Namespace) -> int:
-    check_installed("rich")
     show()
     return 0
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from funcga import __version__
 from funcga._backend.dispatch import load
-from funcga._tables import rich_table
+from funcga._tables import text_table
 from funcga.errors import FuncgaError
 
 
@@ -118,7 +118,6 @@ PACKAGES = (
     "optax",
     "numpy",
     "ml_dtypes",
-    "rich",
     "matplotlib",
     "scikit-learn",
     "flax",
@@ -148,17 +147,17 @@ def devices() -> dict[str, list[str]]:
 
 
 def show() -> None:
-    """None; prints the versions and the devices as a table."""
-    from rich.console import Console
-
+    """Prints the versions and the devices as a table."""
     # The frameworks alone have devices.
     devices_of = devices()
-    lines = [["python", platform.python_version(), platform.platform()], ["funcga", __version__]]
+    lines = [["package", "version", "devices"]]
+    lines += [["python", platform.python_version(), platform.platform()]]
+    lines += [["funcga", __version__, ""]]
     lines += [
         [name, _version(name) or "not installed", ", ".join(devices_of.get(name, ()))]
         for name in PACKAGES
     ]
-    Console(highlight=False).print(rich_table(("package", "version", "devices"), lines))
+    print(text_table(lines))
 
 
 def check_installed(*modules: str) -> None:

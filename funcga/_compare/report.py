@@ -1,6 +1,4 @@
-"""The report of a comparison: a row for each leaf, the verdict, and its forms: text, table, JSON
-and picture.
-"""
+"""The report of a comparison: a row for each leaf and the verdict, as text, JSON or a picture."""
 
 import math
 import re
@@ -11,12 +9,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape
-from funcga._tables import rich_table, text_table
+from funcga._tables import text_table
 from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.table import Table
 
 _SHOWN = 8
 T = TypeVar("T")
@@ -27,7 +24,7 @@ class Report:
     """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left
     tree has last.
 
-    `str(report)` is the table in plain text, with the verdict; rich prints it in colour.
+    `str(report)` is the table, with the verdict.
 
     Attributes:
         rows: A Row for each leaf.
@@ -143,30 +140,6 @@ class Report:
             f"{largest:.1e}, as the gradient of a bias before a normalisation is. If it has to be "
             f"0, give atol={atol}."
         )
-
-    def table(self) -> "Table":
-        """The report as a table of rich; rows that are not close are red, and say why in their last
-        column.
-
-        Raises:
-            FuncgaError: rich is not installed.
-        """
-        try:
-            from rich.text import Text
-        except ModuleNotFoundError as error:
-            raise FuncgaError(
-                "rich is not installed, and report.table needs it. Install it: pip install "
-                "'funcga[parity]', or print the report as text: print(str(report))."
-            ) from error
-        headings = _headings(self.names)
-        caption = Text(f"{self.verdict}\n{self.tolerance}")
-        lines = [
-            [Text(cell, "" if row.ok else "bold red") for cell in _cells(row)] for row in self.rows
-        ]
-        return rich_table(headings, lines, headings[1:-1], caption=caption, caption_justify="left")
-
-    def __rich__(self) -> "Table":
-        return self.table()
 
     def __str__(self) -> str:
         return f"{_text(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"

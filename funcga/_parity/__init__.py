@@ -77,11 +77,6 @@ class Problem:
 
     @property
     def losses(self) -> dict[str, LossFn]:
-        """The losses that it has, by framework: 'torch', 'jax' or both."""
+        """The losses, by framework: 'torch', 'jax' or both."""
         losses = {"torch": self.torch_loss, "jax": self.jax_loss}
         return {framework: loss for framework, loss in losses.items() if loss is not None}
-
-    @property
-    def frameworks(self) -> list[str]:
-        """The frameworks that it has a loss for."""
-        return list(self.losses)

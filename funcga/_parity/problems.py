@@ -254,7 +254,7 @@ def chosen(choice: Choice) -> Problem:
         )
     # In a report a problem without a name goes by its variable.
     problem = value if value.name else replace(value, name=name)
-    check_installed(*problem.frameworks, *(["optax"] if problem.jax_loss is not None else []))
+    check_installed(*problem.losses, *(["optax"] if problem.jax_loss is not None else []))
     _check(problem)
     return problem
 

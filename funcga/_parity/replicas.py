@@ -78,15 +78,7 @@ def _reason(text: str) -> str:
 
 def _merged(side: Side, n: int, count: int) -> tuple[Result, Result] | None:
     """(accumulated, of the same rows at once) in the first process."""
-    problem = side.problem
-    step = partial(
-        accumulate,
-        side.gradient,
-        n,
-        fold=problem.fold,
-        weight=problem.weight,
-        in_axes=problem.in_axes,
-    )
+    step = partial(accumulate, side.gradient, n, **side.options)
     with side.running():
         merged = side.own.over_replicas(step, side.arguments, count)
         if merged is None:
@@ -105,7 +97,7 @@ def main() -> None:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         problem = chosen(Choice(*choice))
-        sides = [Side(problem, framework, dtype, device) for dtype in dtypes]
+        sides = [Side(problem, framework, dtype, n, device) for dtype in dtypes]
         results = {side.dtype: _merged(side, n, count) for side in sides}
         if None not in results.values():
             Path(file).write_bytes(pickle.dumps(results))
