@@ -13,7 +13,6 @@ from funcga import __version__
 from funcga._commands import blamed, check_installed, show
 from funcga.errors import FuncgaError
 
-PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FOLDS = ("mean", "per_weight", "sum")
 
@@ -97,8 +96,7 @@ def _add_parity(commands: Any) -> None:
             "missing package."
         ),
         epilog=(
-            "Built-in problems: digits (MLP), cnn, text (causal transformer, padded rows), "
-            "batchnorm (frozen statistics) and mixed (three losses in one)."
+            "Built-in problems: digits (an MLP), cnn and text (a causal transformer with padded rows)."
         ),
     )
     parity.add_argument(

@@ -110,37 +110,6 @@ def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
     return jnp.asarray(output + layer["bias"])
 
 
-def batchnorm_loss(
-    params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array
-) -> jax.Array:
-    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for
-    `funcga.mean()`.
-
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and
-    `bias` [width]) and `output`; statistics: the running `mean` and `var` [width] of the hidden
-    layer, the same for every micro-batch.
-    """
-    x = _linear(images, params["hidden"])
-    x = jax.nn.standardize(x, mean=statistics["mean"], variance=statistics["var"], epsilon=1e-5)
-    hidden = jnp.tanh(x * params["norm"]["weight"] + params["norm"]["bias"])
-    return _cross_entropy(_linear(hidden, params["output"]), labels)
-
-
-def mixed_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for
-    `funcga.mean()`.
-
-    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the
-    weights, which is the same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0
-    to 9; params: `hidden`, `output` and `decode`, each a `weight` [in, out] and a `bias` [out].
-    """
-    hidden = jnp.tanh(_linear(images, params["hidden"]))
-    classes = _cross_entropy(_linear(hidden, params["output"]), labels)
-    pixels = jnp.mean(jnp.square(_linear(hidden, params["decode"]) - images))
-    size = jnp.sum(jnp.stack([jnp.sum(jnp.square(layer["weight"])) for layer in params.values()]))
-    return classes + 0.5 * pixels + 1e-3 * size
-
-
 def _linear(x: jax.Array, layer: Tree) -> jax.Array:
     return jnp.asarray(x @ layer["weight"] + layer["bias"])
 

@@ -91,37 +91,6 @@ def cnn_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.
     return F.cross_entropy(logits, labels.long())
 
 
-def batchnorm_loss(
-    params: Tree, statistics: Tree, images: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for
-    `funcga.mean()`.
-
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and
-    `bias` [width]) and `output`; statistics: the running `mean` and `var` [width] of the hidden
-    layer, the same for every micro-batch.
-    """
-    x = _linear(images, params["hidden"])
-    scale, shift = params["norm"]["weight"], params["norm"]["bias"]
-    x = torch.tanh(F.batch_norm(x, statistics["mean"], statistics["var"], scale, shift))
-    return F.cross_entropy(_linear(x, params["output"]), labels.long())
-
-
-def mixed_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for
-    `funcga.mean()`.
-
-    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the
-    weights, which is the same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0
-    to 9; params: `hidden`, `output` and `decode`, each a `weight` [in, out] and a `bias` [out].
-    """
-    hidden = torch.tanh(_linear(images, params["hidden"]))
-    classes = F.cross_entropy(_linear(hidden, params["output"]), labels.long())
-    pixels = F.mse_loss(_linear(hidden, params["decode"]), images)
-    size = torch.stack([layer["weight"].square().sum() for layer in params.values()]).sum()
-    return classes + 0.5 * pixels + 1e-3 * size
-
-
 def _linear(x: torch.Tensor, layer: Tree) -> torch.Tensor:
     return F.linear(x, layer["weight"].T, layer["bias"])
 

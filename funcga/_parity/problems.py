@@ -90,50 +90,7 @@ def text(seed: int = 0) -> Problem:
     )
 
 
-def batchnorm(seed: int = 0) -> Problem:
-    """An MLP with batch normalisation on the digits, by statistics that stand still as they do in
-    evaluation.
-
-    By the statistics of each micro-batch it would be another loss, which no fold makes
-    decomposable.
-    """
-    random = np.random.default_rng(seed)
-    images, labels = _digits(_EVEN)
-    params = {"hidden": _linear(random, 64, 32), "norm": {}, "output": _linear(random, 32, 10)}
-    params["norm"] = {"weight": 1 + _normal(random, 32), "bias": _normal(random, 32)}
-    # The running statistics that stand still: those of the whole batch, by the initial weights.
-    hidden = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
-    return _problem(
-        "batchnorm",
-        "mean cross-entropy of an MLP with BatchNorm by its running statistics; fold=funcga.mean()",
-        params,
-        ({"mean": hidden.mean(0), "var": hidden.var(0)}, images, labels),
-        in_axes=(None, None, 0, 0),
-        optimizers=("adamw",),
-    )
-
-
-def mixed(seed: int = 0) -> Problem:
-    """An autoencoder on the digits: three losses in one, of rows, of pixels and of the weights."""
-    random = np.random.default_rng(seed)
-    params = {
-        "hidden": _linear(random, 64, 32),
-        "output": _linear(random, 32, 10),
-        "decode": _linear(random, 32, 64),
-    }
-    return _problem(
-        "mixed",
-        "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; "
-        "fold=funcga.mean()",
-        params,
-        _digits(_EVEN),
-        optimizers=("adamw",),
-    )
-
-
-PROBLEMS: dict[str, Callable[..., Problem]] = {
-    make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)
-}
+PROBLEMS: dict[str, Callable[..., Problem]] = {"digits": digits, "cnn": cnn, "text": text}
 
 
 def count_targets(tokens: Array) -> Array:
