@@ -96,7 +96,7 @@ def _add_parity(commands: Any) -> None:
             "missing package."
         ),
         epilog=(
-            "Built-in problems: digits (an MLP), cnn and text (a causal transformer with padded rows)."
+            "Built-in problems: digits (an MLP), cnn, and text (a transformer with padded rows)."
         ),
     )
     parity.add_argument(

@@ -5,7 +5,6 @@ The engine runs as it always does. Each storage that it makes is followed from i
 end, those of the backward pass too, so that the peak is that of the real window to the byte.
 """
 
-import bisect
 import itertools
 import math
 import warnings
@@ -344,15 +343,15 @@ class _Fakes:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: when, and when it was freed.
+    """Memory that was allocated: what for, when, and when it was freed.
 
-    `names` has the name of what it is, if a wrapper knows it. All blocks that a storage had in turn
+    `names` has the name that a wrapper has for it, if any; all blocks that a storage had in turn
     share it.
     """
 
     size: int
     granule: int
-    in_backward: bool
+    kind: str
     born: int
     names: list[str]
     died: float = math.inf
@@ -371,7 +370,6 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside: dict[int, int] = {}  # what is used, and was there before
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
-        self.ends: list[int] = []  # when backward passes ended
         self.in_backward = False
         self.replacements = Replacements()
 
@@ -422,9 +420,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed(last)
             granule, names = last.granule, last.names
         size = _rounded(storage.nbytes(), granule)
-        self.live[id(storage)] = block = _Block(
-            size, granule, _private.in_backward(), len(self.deltas), names
-        )
+        kind = "gradients" if _private.in_backward() else "activations"
+        self.live[id(storage)] = block = _Block(size, granule, kind, len(self.deltas), names)
         self.blocks.append(block)
         self.deltas.append(size)
 
@@ -436,8 +433,9 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.deltas.append(-block.size)
 
     def _noted(self) -> None:
-        """Notes the end of a backward pass, and what is held then."""
-        self.ends.append(len(self.deltas))
+        """Notes what is held at the end of a backward pass: it is the sums and the results."""
+        for block in self.live.values():
+            block.kind = "sums"
         for name, tensors in self.held().items():
             for _, storage in _storages(_tensors(tensors)):
                 if id(storage) in self.live:
@@ -445,26 +443,14 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
-        self.ends.append(len(self.deltas))
+        for block in self.live.values():
+            block.kind = "sums"
         totals = [*itertools.accumulate(self.deltas)]
         when = max(range(len(totals)), key=totals.__getitem__, default=0)
         bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
         for block in self.blocks:
             if block.born <= when < block.died:
-                # What outlives the backward pass is the sums and the results.
-                end = (
-                    self.ends[bisect.bisect_right(self.ends, block.born)]
-                    if block.born < self.ends[-1]
-                    else math.inf
-                )
-                kind = (
-                    "sums"
-                    if block.died > end
-                    else "gradients"
-                    if block.in_backward
-                    else "activations"
-                )
-                bytes_of[block.names[0] if block.names else kind] += block.size
+                bytes_of[block.names[0] if block.names else block.kind] += block.size
         return bytes_of
 
 
