@@ -359,12 +359,6 @@ def zero_bubble_of_ddp(mesh):
     funcga.accumulate(pipeline("ScheduleInterleavedZeroBubble", mesh, wrap=ddp)[0], 4)(*batch(4))
 
 
-def check_without_private_names():
-    """A schedule that tells nothing is taken as it is."""
-    assert _private.loss_of_schedule(object(), loss_fn) is loss_fn
-    assert not _private.has_weight_passes(object())
-
-
 def fails_in_loss(mesh):
     """The error is raised in every process, and the pipeline is as good as new."""
 
@@ -420,7 +414,9 @@ def everything_that_is_refused(group):
     refused(group, step_of(fold=funcga.max()), "fold is no sum")
     refused(group, lambda mesh: pipeline_value_and_grad(dict, nn.Linear(1, 1), loss_fn), "stages holds a Linear")
     refused(group, zero_bubble_of_ddp, "in passes that DDP does not see")
-    check_without_private_names()
+    # A schedule that tells nothing is taken as it is.
+    assert _private.loss_of_schedule(object(), loss_fn) is loss_fn
+    assert not _private.has_weight_passes(object())
     fails_in_loss(mesh_of(group, 1))
     other_batches(mesh_of(group, 1))
 
