@@ -128,15 +128,6 @@ def _add_parity(commands: Any) -> None:
         "--device", default="cpu", help="where both compute: cpu, cuda, cuda:1 (default: cpu)"
     )
     parity.add_argument(
-        "--ranks",
-        type=_counts,
-        default=(),
-        help=(
-            "also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in "
-            "JAX"
-        ),
-    )
-    parity.add_argument(
         "--updates", type=_whole, default="20", help="of each optimizer; 0 for none (default: 20)"
     )
     parity.add_argument(

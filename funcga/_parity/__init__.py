@@ -2,12 +2,12 @@
 
     problem = funcga.checks.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
 
-A `Problem` is in this file, the built-in ones in `problems.py`, with their losses and what else is
-the framework's own in `in_torch.py` and `in_jax.py`. A side is a problem in one framework and one
-dtype (`sides.py`); `run.py` computes and compares all sides, over replicas in processes of their
-own (`replicas.py`); `report.py` is the table, the verdict and the JSON, `page.py` the page and the
-pictures. It stands on verify, on compare and on the optimizers; the command line alone stands on
-it.
+A `Problem` is in this file, the built-in ones in `problems.py`. Their losses, and what else differs
+between the frameworks, are in `in_torch.py` and `in_jax.py`. A side is a problem in one framework
+and one dtype (`sides.py`). `run.py` computes and compares all sides; `report.py` has the table, the
+verdict and the JSON, `page.py` the page and the pictures.
+
+It stands on verify, on compare and on the optimizers; the command line alone stands on it.
 """
 
 from collections.abc import Callable, Sequence

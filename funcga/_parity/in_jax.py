@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from funcga._call.arguments import Arguments
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify import in_jax
-from funcga.errors import FuncgaError
 from jax_backend import _private
 from jax_backend.gradients import apply_updates as apply_updates
-from jax_backend.replicated import replicated
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -54,25 +51,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     code.
     """
     return jax.jit(step, compiler_options=_private.quick_to_compile())
-
-
-def over_replicas(
-    step: Callable[..., Tree], arguments: Arguments, count: int
-) -> tuple[Tree, int] | None:
-    """What `step(across=...)` returns over so many replicas, and the rows that they took; None
-    but in the first one.
-    """
-    arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
-    devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
-    if len(devices) < count:
-        raise FuncgaError(f"{count} replicas need as many devices, and JAX has {len(devices)}.")
-    mesh = jax.make_mesh((count,), ("replicas",), devices=devices[:count])
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    # Shards are of one size.
-    rows = arguments.rows() // count * count
-    args = jax.device_put(arguments.cut(0, rows, []), everywhere)
-    # Models may start a scan from zeros, which are of no replica.
-    return replicated(step(across="replicas"), mesh, check_vma=False)(*args), rows
 
 
 def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:

@@ -5,10 +5,8 @@ them.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 
-from funcga._call.arguments import Arguments, groups, starts
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify.in_torch import precision as precision
@@ -39,24 +37,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     code.
     """
     return step
-
-
-def over_replicas(
-    step: Callable[..., Tree], arguments: Arguments, count: int
-) -> tuple[Tree, int] | None:
-    """What `step(across=...)` returns over so many replicas, and the rows that they took; None
-    but in the first one.
-    """
-    device = next(
-        (leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu"
-    )
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        parts = [*starts(groups(arguments.rows(), count, None))]
-        result = step(across=dist.group.WORLD)(*arguments.cut(*parts[dist.get_rank()], []))
-        return (result, arguments.rows()) if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
 
 
 def digits_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -103,12 +103,8 @@ def _panels(findings: Findings) -> list[_Panel]:
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
 
 
-def _accumulated(findings: Findings) -> list[Compared]:
-    return [c for c in findings.of("accumulation") if c.replicas == 1]
-
-
 def _by_n(findings: Findings) -> _Panel:
-    accumulated = [c for c in _accumulated(findings) if c.n != 1]
+    accumulated = [c for c in findings.of("accumulation") if c.n != 1]
     return _Panel(
         "accumulated vs full batch",
         "n, micro-batches",
@@ -123,7 +119,7 @@ def _by_n(findings: Findings) -> _Panel:
 def _by_leaf(findings: Findings) -> _Panel:
     full = [c for c in findings.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison of the full batches.
-    full = full or [c for c in _accumulated(findings) if c.n == len(findings.rows)]
+    full = full or [c for c in findings.of("accumulation") if c.n == len(findings.rows)]
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
     return _Panel(
         f"{full[0].what}, leaf by leaf",

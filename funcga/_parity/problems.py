@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -170,29 +170,19 @@ def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Array
     return random.standard_normal(shape) / fan_in**0.5
 
 
-class Choice(NamedTuple):
-    """A problem: a built-in one by its name, or `FILE.py:NAME`, and the seed."""
+def chosen(where: str, seed: int) -> Problem:
+    """The problem that the command line names.
 
-    where: str
-    seed: int
+    Args:
+        where: A built-in problem, or `FILE.py:NAME` of a Problem or of a function that returns one.
+        seed: What a function gets that has a parameter `seed`.
 
-
-def choices(where: str, seed: int) -> list[Choice]:
-    """The Choices of the command line: all built-in problems, or one."""
-    return [Choice(name, seed) for name in (PROBLEMS if where == "all" else [where])]
-
-
-def chosen(choice: Choice) -> Problem:
-    """The Problem: a built-in one, or that of `FILE.py:NAME`, which may be a function that returns
-    one.
-
-    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is no such
-    object, or if it is not a Problem.
+    Raises:
+        FuncgaError: If there is no such object, or it is not a Problem.
     """
-    where = choice.where
     if where in PROBLEMS:
         check_installed("torch", "jax", "optax", "sklearn")
-        return PROBLEMS[where](choice.seed)
+        return PROBLEMS[where](seed)
     if ".py" not in where:
         raise FuncgaError(
             f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of "
@@ -201,9 +191,7 @@ def chosen(choice: Choice) -> Problem:
     definition = "problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...)"
     value, name, _ = load_object(where, definition, _can_be_chosen)
     if callable(value) and not isinstance(value, Problem):
-        value = (
-            value(seed=choice.seed) if "seed" in inspect.signature(value).parameters else value()
-        )
+        value = value(seed=seed) if "seed" in inspect.signature(value).parameters else value()
     if not isinstance(value, Problem):
         raise FuncgaError(
             f"{where} is of type {type(value).__name__}, and parity takes a funcga.checks.Problem, "

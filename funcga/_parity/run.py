@@ -14,8 +14,6 @@ from funcga._compare import compare
 from funcga._compare.report import Report
 from funcga._compare.tolerances import epsilon
 from funcga._parity import Problem
-from funcga._parity.problems import Choice
-from funcga._parity.replicas import over_replicas
 from funcga._parity.sides import Result, Side, fold_by_hand, fold_in_framework
 from funcga._transform.multi_steps import multi_steps
 from funcga._types import Array, Scalar, Tree
@@ -55,7 +53,6 @@ class Compared(NamedTuple):
         report: The comparison.
         framework: The framework of both results, as it is written; None for one against the other.
         micro_batch: Which micro-batch, from 0; None for all of them.
-        replicas: The number of replicas.
     """
 
     cause: str
@@ -65,7 +62,6 @@ class Compared(NamedTuple):
     report: Report
     framework: str | None = None
     micro_batch: int | None = None
-    replicas: int = 1
 
     @property
     def ok(self) -> bool:
@@ -197,14 +193,12 @@ class Plan:
         ns: The numbers of micro-batches.
         updates: The number of training updates of each optimizer.
         device: The device of both frameworks.
-        ranks: The numbers of replicas.
     """
 
     dtypes: Sequence[str]
     ns: Sequence[int]
     updates: int
     device: str = "cpu"
-    ranks: Sequence[int] = ()
 
 
 class Run:
@@ -213,14 +207,13 @@ class Run:
     Args:
         problem: The problem.
         plan: How it is run.
-        choice: What the command line named, for other processes to find the problem by.
 
     Raises:
         FuncgaError: If parts of the problem do not fit; so do the methods.
     """
 
-    def __init__(self, problem: Problem, plan: Plan, choice: Choice):
-        self.problem, self.plan, self.choice = problem, plan, choice
+    def __init__(self, problem: Problem, plan: Plan):
+        self.problem, self.plan = problem, plan
         self.n = max(plan.ns)
         self.sides = {
             dtype: [Side(problem, name, dtype, self.n, plan.device) for name in problem.losses]
@@ -237,9 +230,6 @@ class Run:
             for side in sides:
                 yield from self._folded(side, sides[0])
                 yield from self._rounded(side)
-        for count in self.plan.ranks:
-            for side in self.sides[self.plan.dtypes[0]]:
-                yield from self._over_replicas(side, count)
         if len(self.problem.losses) == 2 and self.plan.updates:
             for sides in self.sides.values():
                 for optimizer in self.problem.optimizers:
@@ -286,16 +276,6 @@ class Run:
                 report = side.report(side.whole, exact.whole, names, check_dtype=False)
                 what = f"{side.label} vs float64"
                 yield Compared("rounding", what, side.dtype, None, report, side.label)
-
-    def _over_replicas(self, first: Side, count: int) -> Iterator[Compared]:
-        # Each replica has n micro-batches, or as many as it has rows.
-        n, label, what = min(self.n, first.rows(count)[-1]), first.label, f"{count} replicas"
-        results = over_replicas(self.choice, first, self.plan.dtypes, n, count)
-        for dtype, (merged, whole) in results.items():
-            side = next(s for s in self.sides[dtype] if s.framework == first.framework)
-            report = side.report(merged, whole, (what, "full batch"))
-            text = f"{label}, {what}"
-            yield Compared("accumulation", text, dtype, n, report, label, replicas=count)
 
     def _trained(self, sides: Sequence[Side], optimizer: str) -> Trajectory:
         left, right = sides

@@ -62,15 +62,6 @@ class Framework(Protocol):
         """
         ...
 
-    def over_replicas(
-        self, step: Callable[..., Tree], arguments: Arguments, count: int
-    ) -> tuple[Tree, int] | None:
-        """What `step(across=...)` returns over so many replicas, and the rows that they took.
-
-        None in all processes but the first one.
-        """
-        ...
-
 
 class Result(NamedTuple):
     """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its

@@ -162,7 +162,7 @@ def test_errors_of_a_users_file(mine, capsys):
 
 
 def test_help_version_and_info(capsys):
-    options = ["--n", "--dtype", "--device", "--ranks", "--seed", "--json", "--html", "--plot"]
+    options = ["--n", "--dtype", "--device", "--seed", "--json", "--html", "--plot"]
     for command, shown in (([], []), (["parity"], options), (["verify"], ["--n", "--fold"]), (["plan"], ["--memory"])):
         assert main([*command, "--help"]) == 0
         out = capsys.readouterr().out

@@ -202,20 +202,6 @@ problem = funcga.checks.Problem(state, (x, y), torch_loss, other, jax_params=lik
     assert [row["path"] for row in of(problem, "model")[0]["rows"]] == ["loss", "layer.kernel", "head.kernel"]
 
 
-def test_over_replicas(tmp_path):
-    """Of a problem whose losses import their own framework, as each replica is a process that has to import it."""
-    lazy = MINE.replace("import jax, jax.numpy as jnp, numpy, torch, funcga", "import numpy, funcga")
-    lazy = lazy.replace("    return (torch", "    import torch\n    return (torch")
-    lazy = lazy.replace("    return jnp", "    import jax.numpy as jnp\n    return jnp")
-    (tmp_path / "mine.py").write_text(lazy)
-    options = "--n", 3, "--updates", 0, "--dtype", "float64", "--ranks", 2
-    code, report = found(tmp_path, f"{tmp_path}/mine.py:problem", *options)
-    assert code == 0
-    replicas = [c for c in of(report["problems"][0], "accumulation") if "replicas" in c["what"]]
-    assert [c["what"] for c in replicas] == ["torch, 2 replicas", "JAX, 2 replicas"]
-    assert all(c["ok"] and len(c["rows"]) == 3 for c in replicas)
-
-
 # Teeth: what is wrong is found, and its cause is named.
 
 WRONG = {
