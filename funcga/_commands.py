@@ -161,14 +161,13 @@ def show() -> None:
 
 
 def check_installed(*modules: str) -> None:
-    """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
-    missing = [_DISTRIBUTIONS.get(module, module) for module in modules if not _is_found(module)]
-    if missing:
-        raise FuncgaError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and "
-            f"this command needs {'it' if len(missing) == 1 else 'them'}: pip install "
-            "'funcga[parity]'"
-        )
+    """Raises FuncgaError if a module cannot be imported, with the extra that installs it."""
+    for module in modules:
+        if not _is_found(module):
+            raise FuncgaError(
+                f"{_DISTRIBUTIONS.get(module, module)} is not installed, and this command needs "
+                "it: pip install 'funcga[parity]'"
+            )
 
 
 # Where a package is not installed by the name that it is imported by.

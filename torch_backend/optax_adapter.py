@@ -8,7 +8,6 @@ on the trees of two frameworks (`funcga._trees`); nothing stands on it.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,35 +76,24 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
             "torch_backend.from_optimizer."
         )
     # With extra arguments a transform that takes none ignores them.
-    functions = _Functions(*_compiled(optax.with_extra_args_support(tx)))
-    return Transform(functions.init, functions.update)
+    compiled_init, compiled_update = _compiled(optax.with_extra_args_support(tx))
 
+    def init(params: Tree) -> Tree:
+        return in_jax(lambda arguments: compiled_init(arguments["params"]), {"params": params})
 
-@dataclass(frozen=True, eq=False)
-class _Functions:
-    """The functions of the transform, by those that JAX has compiled."""
-
-    compiled_init: Callable[[Tree], Tree]
-    compiled_update: Callable[[dict[str, Tree], object], Tree]
-
-    def init(self, params: Tree) -> Tree:
-        """The state before the first update."""
-        return in_jax(lambda arguments: self.compiled_init(arguments["params"]), {"params": params})
-
-    def update(
-        self, grads: Tree, state: Tree, params: Tree = None, **extra: object
-    ) -> tuple[Tree, Tree]:
-        """What is added to the parameters, and the state after it."""
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         check_not_differentiated("a transform of optax", (grads, params))
         # JAX compiles anew for another function, and not for other arrays and numbers.
         functions = {name: value for name, value in extra.items() if callable(value)}
         others = {name: value for name, value in extra.items() if name not in functions}
         filled = grads if params is None else _filled(grads, params)
         arguments = {"grads": filled, "state": state, "params": params, "extra": others}
-        compute = lambda arguments: self.compiled_update(arguments, tuple(functions.items()))
+        compute = lambda arguments: compiled_update(arguments, tuple(functions.items()))
         updates, after = in_jax(compute, arguments)
         leaves = matched(updates, filled, "updates", like_name="grads")
         return trees.unflatten(trees.flatten(filled)[1], leaves), after
+
+    return Transform(init, update)
 
 
 def _filled(grads: Tree, params: Tree) -> Tree:

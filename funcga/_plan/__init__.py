@@ -10,7 +10,6 @@ it by name.
 """
 
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -74,14 +73,15 @@ Measure = Callable[[int], dict[str, int]]
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What one number of micro-batches takes.
+    """The memory of a step with one number of micro-batches.
 
     Attributes:
         n: The number of micro-batches.
-        microbatch_size: How many rows the largest of them has.
-        peak_bytes: The bytes that are held when most are.
+        microbatch_size: The number of rows of the largest of them.
+        peak_bytes: The largest number of bytes held at one time: parameters, batch and state are
+            among them.
         fits: Whether that is no more than the memory.
-        parts: What these bytes are.
+        parts: The bytes by what they are.
     """
 
     n: int
@@ -92,17 +92,13 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How many micro-batches fit, and what they take. Made by `plan`; `print(plan)` shows the
-    table.
+class Plan(PlanRow):
+    """How many micro-batches fit, and what they take; `print(plan)` shows the table.
+
+    It is the `PlanRow` of the smallest number of micro-batches that fits, or of one row a
+    micro-batch if none does.
 
     Attributes:
-        n: The smallest number of micro-batches that fits; the number of rows if none does.
-        microbatch_size: How many rows the largest of them has.
-        peak_bytes: The bytes that such a step holds when it holds most: parameters, batch and state
-            are among them.
-        parts: What these bytes are.
-        fits: Whether they fit in the memory.
         memory: The bytes that there are.
         rows: A `PlanRow` for each n that was looked at.
         whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
@@ -115,11 +111,6 @@ class Plan:
         (1, 64, True)
     """
 
-    n: int
-    microbatch_size: int
-    peak_bytes: int
-    parts: dict[str, int]
-    fits: bool
     memory: int
     rows: tuple[PlanRow, ...]
     whole_batch: int | None = None
@@ -287,8 +278,13 @@ def planned(
     if memory is None:
         own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
         memory = available_memory(backend, (args, kwargs, state), own)
-    n, fits = smallest_that_fits(measure, rows, memory)
-    return _plan(n, fits, rows, memory, measured)
+    n, _ = smallest_that_fits(measure, rows, memory)
+    table = {
+        k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
+        for k, parts in sorted(measured.items())
+    }
+    whole = _whole_batch([*table.values()], rows, memory) if n > 1 else None
+    return Plan(**vars(table[n]), memory=memory, rows=tuple(table.values()), whole_batch=whole)
 
 
 def _backend(
@@ -343,34 +339,15 @@ def _size(rows: int, n: int) -> int:
     return -(-rows // n)
 
 
-def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[str, int]]) -> Plan:
-    """The Plan of what was measured."""
-    peaks = {k: sum(parts.values()) for k, parts in measured.items()}
-    table = [
-        PlanRow(k, _size(rows, k), peaks[k], peaks[k] <= memory, measured[k])
-        for k in sorted(measured)
-    ]
-    # The rows that are too many for the memory, by the line between the peaks of two other n.
-    whole = None
-    known = [row for row in table if row.n > 1]
-    if n > 1 and len(known) > 1:
-        first, last = known[0], known[-1]
-        bytes_of_row = (first.peak_bytes - last.peak_bytes) / max(
-            1, first.microbatch_size - last.microbatch_size
-        )
-        if bytes_of_row > 0:
-            whole = rows - math.ceil((peaks[1] - memory) / bytes_of_row)
-    has_whole = whole is not None and 0 < whole < rows
-    return Plan(
-        n,
-        _size(rows, n),
-        peaks[n],
-        measured[n],
-        fits,
-        memory,
-        tuple(table),
-        whole if has_whole else None,
-    )
+def _whole_batch(table: list[PlanRow], rows: int, memory: int) -> int | None:
+    """About how many rows fit without accumulation, by the line between the peaks of two n."""
+    first, second, last = table[0], table[1], table[-1]
+    more_rows = second.microbatch_size - last.microbatch_size
+    bytes_of_row = (second.peak_bytes - last.peak_bytes) / max(1, more_rows)
+    if bytes_of_row <= 0:
+        return None
+    fitting = rows - math.ceil((first.peak_bytes - memory) / bytes_of_row)
+    return fitting if 0 < fitting < rows else None
 
 
 # -- bytes
@@ -426,14 +403,9 @@ def _free_on_host() -> int:
     """
     try:
         with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+            return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
         raise FuncgaError(
             "this system does not say how much memory is free, and no memory= was given. Say it: "
             'plan(grad_fn, params, batch, memory="14 GiB").'
