@@ -19,7 +19,7 @@ from funcga._commands import Loaded, check_installed, is_function_of, load_objec
 from funcga._grad import GradientFunction
 from funcga._parity import Problem, report
 from funcga._parity.problems import PROBLEMS, chosen
-from funcga._parity.run import Compared, Findings, Plan, Run, Trajectory
+from funcga._parity.run import Compared, Findings, Run, Trajectory
 from funcga._parity.sides import Side
 from funcga._plan import plan
 from funcga._types import Tree
@@ -37,11 +37,11 @@ def run_parity(options: Namespace) -> int:
         FuncgaError: If parts of a problem do not fit, or a file cannot be written.
     """
     check_installed(*(["matplotlib"] if options.plot or options.html else []))
-    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device)
+    how = options.dtype, sorted(options.n), options.updates, options.device
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"funcga parity: {installed}")
     names = PROBLEMS if options.problem == "all" else [options.problem]
-    every = [_found(Run(chosen(name, options.seed), plan)) for name in names]
+    every = [_found(Run(chosen(name, options.seed), *how)) for name in names]
     print(f"\n{report.conclusion(every)}")
     _write_json(options, report.as_json(every))
     if options.html or options.plot:

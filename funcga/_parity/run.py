@@ -5,6 +5,7 @@ difference.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -185,39 +186,38 @@ class Findings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a problem is run.
-
-    Attributes:
-        dtypes: The dtypes, from coarse to fine; float64 is what the others are compared with.
-        ns: The numbers of micro-batches.
-        updates: The number of training updates of each optimizer.
-        device: The device of both frameworks.
-    """
-
-    dtypes: Sequence[str]
-    ns: Sequence[int]
-    updates: int
-    device: str = "cpu"
-
-
 class Run:
     """The run of a problem: take all `results`, then make the `findings`.
 
     Args:
         problem: The problem.
-        plan: How it is run.
+        dtypes: The dtypes, from coarse to fine; float64 is what the others are compared with.
+        ns: The numbers of micro-batches.
+        updates: The number of training updates of each optimizer.
+        device: The device of both frameworks.
 
     Raises:
-        FuncgaError: If parts of the problem do not fit; so do the methods.
+        FuncgaError: If parts of the problem do not fit.
     """
 
-    def __init__(self, problem: Problem, plan: Plan):
-        self.problem, self.plan = problem, plan
-        self.n = max(plan.ns)
-        self.sides = {
-            dtype: [Side(problem, name, dtype, self.n, plan.device) for name in problem.losses]
-            for dtype in plan.dtypes
+    problem: Problem
+    dtypes: Sequence[str]
+    ns: Sequence[int]
+    updates: int
+    device: str = "cpu"
+
+    @property
+    def n(self) -> int:
+        """The number of the micro-batches that are compared one by one."""
+        return max(self.ns)
+
+    @cached_property
+    def sides(self) -> dict[str, list[Side]]:
+        """The sides of the problem, by dtype."""
+        make = partial(Side, self.problem, n=self.n, device=self.device)
+        return {
+            dtype: [make(framework=name, dtype=dtype) for name in self.problem.losses]
+            for dtype in self.dtypes
         }
 
     def results(self) -> Iterator[Compared | Trajectory]:
@@ -230,14 +230,14 @@ class Run:
             for side in sides:
                 yield from self._folded(side, sides[0])
                 yield from self._rounded(side)
-        if len(self.problem.losses) == 2 and self.plan.updates:
+        if len(self.problem.losses) == 2 and self.updates:
             for sides in self.sides.values():
                 for optimizer in self.problem.optimizers:
                     yield self._trained(sides, optimizer)
 
     def _accumulated(self, side: Side) -> Iterator[Compared]:
         whole = side.whole  # first: what does not fit is described by the full batch
-        for n in self.plan.ns:
+        for n in self.ns:
             report = side.report(side.accumulated(n), whole, ("accumulated", "full batch"))
             what = f"{side.label} vs full batch"
             yield Compared("accumulation", what, side.dtype, n, report, side.label)
@@ -283,7 +283,7 @@ class Run:
         # full size.
         aside = [_zeros(side) if "adam" in optimizer else [] for side in sides]
         runs = [
-            _updates(side, optimizer, self.plan.updates, out)
+            _updates(side, optimizer, self.updates, out)
             for side, out in zip(sides, aside, strict=True)
         ]
         names, losses, reports = (left.label, right.label), [], []
@@ -298,14 +298,14 @@ class Run:
     def findings(self, results: Sequence[Compared | Trajectory]) -> Findings:
         """The Findings, from all of the results."""
         compared = [result for result in results if isinstance(result, Compared)]
-        first = self.sides[self.plan.dtypes[0]][0]
+        first = self.sides[self.dtypes[0]][0]
         losses = {
             dtype: {side.framework: float(side.whole.loss) for side in sides}
             for dtype, sides in self.sides.items()
         }
         return Findings(
             self.problem,
-            self.plan.dtypes,
+            self.dtypes,
             first.reduction,
             first.rows(self.n),
             first.weights,
@@ -318,7 +318,7 @@ class Run:
 
     def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
         # `verify` takes long, and is asked only if accumulation is not exact in the finest dtype.
-        dtype = self.plan.dtypes[-1]
+        dtype = self.dtypes[-1]
         wrong = {
             c.framework
             for c in compared
@@ -337,7 +337,7 @@ class Run:
         names = ("nearby", "at")
         return {
             dtype: max(side.report(side.nearby(dtype), side.whole, names).most for side in sides)
-            for dtype in self.plan.dtypes
+            for dtype in self.dtypes
             if dtype != "float64" and sides
         }
 
