@@ -282,10 +282,9 @@ class Side:
         """The Report of two results: the loss, then the gradients in the order in which the
         parameters were given.
         """
-        report = self.compared(
-            left.gradient, right.gradient, names, self.reduction, rules, check_dtype
-        )
-        limit = self.limit(names, self.reduction)
+        gradients, terms = (left.gradient, right.gradient), self.reduction
+        report = self.compared(*gradients, names, terms, rules, check_dtype)
+        limit = self.limit(names, terms)
         loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
         return replace(report, rows=(loss, *report.rows))
 

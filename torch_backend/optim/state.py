@@ -150,7 +150,6 @@ class UpdateArguments:
         check_parameters(self.leaves, params)
         self.kinds = [leaf if leaf is None else KIND(leaf) for leaf in self.leaves]
         slots = matched(state.slots, params, "state.slots")
-        _check_slots(slots, params)
         # Parameters that are None have slots and flags, too, so that positions are those of the
         # leaves.
         started = _in_order_of_paths(state.started.tolist(), params, back=True)
@@ -274,16 +273,6 @@ def _check(state: object, params: Tree) -> None:
             f"state is {arrays.describe(state)}, and should be what init or the update before "
             "returned: state = tx.init(params); updates, state = tx.update(grads, state, params)."
         )
-
-
-def _check_slots(slots: Sequence[object], params: Tree) -> None:
-    for index, slot in enumerate(slots):
-        if not isinstance(slot, dict):
-            raise FuncgaError(
-                f"`state.slots{leaf_paths(params, trees)[index]}` is {arrays.describe(slot)}, and "
-                "should be a dict of what the optimizer keeps for that parameter: it is the state "
-                "of others. Begin with state = tx.init(params)."
-            )
 
 
 def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
