@@ -1,10 +1,10 @@
-"""The tool that finds how many micro-batches a batch needs to fit in memory; nothing is run.
+"""The tool that finds how many micro-batches a batch needs to fit in memory, without running them.
 
     plan = funcga.plan(grad_fn, params, batch, memory="14 GiB")
     step = funcga.accumulate(grad_fn, plan.n)
 
-The search and the table are in this file. What a window holds is measured in `in_torch.py`, on
-tensors without numbers, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
+The search and the table are in this file. The memory of a window is measured in `in_torch.py`, on
+fake tensors, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
 (`funcga._call`, the backends' `loop` and `passes`); nothing stands on it, but `n="auto"` asks for
 it by name.
 """
@@ -26,26 +26,22 @@ from funcga.folds import FoldTree, mean
 
 
 class Planner(Protocol):
-    """How much memory a window takes, found without running it."""
+    """Measures the memory of a window without running it."""
 
     def is_shape(self, leaf: object) -> bool:
-        """Whether the leaf only stands for an array of this framework: it has a shape and a
-        dtype, and no numbers.
-        """
+        """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
         ...
 
     def rows(self, program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-        """How many rows the arguments of a call have."""
+        """The number of rows of the arguments of a call."""
         ...
 
     def nbytes(self, tree: Tree) -> int:
-        """The bytes that the arrays of a tree take; memory that several of them share is counted
-        once.
-        """
+        """The bytes of the arrays of a tree; shared memory is counted once."""
         ...
 
     def free_memory(self, tree: Tree) -> int | None:
-        """The bytes that are free on the device of these arrays; None if that is the host."""
+        """The free bytes on the device of these arrays; None for the host."""
         ...
 
     def peak(
@@ -56,14 +52,12 @@ class Planner(Protocol):
         kwargs: dict[str, Tree],
         backend: Backend,
     ) -> dict[str, int]:
-        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it
-        is.
-        """
+        """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
         ...
 
 
 def side(backend: Backend) -> Planner:
-    """How a framework is measured."""
+    """The Planner of a framework."""
     return cast("Planner", import_module(f"funcga._plan.in_{backend.name}"))
 
 
@@ -116,9 +110,7 @@ class Plan(PlanRow):
     whole_batch: int | None = None
 
     def table(self) -> str:
-        """A line for each n: the rows of a micro-batch, the bytes at the peak, what they are,
-        and whether they fit.
-        """
+        """A line for each n: the rows of a micro-batch, the peak, and what it consists of."""
         names = [*self.parts]
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
@@ -160,38 +152,34 @@ def plan(
     totals: TotalsFn | None = None,
     **kwargs: Tree,
 ) -> Plan:
-    """The smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory;
-    nothing is run.
+    """Finds the smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory.
 
-    In torch the step runs on tensors that have shapes and no numbers (FakeTensorMode), through the
-    same code, and each storage that it makes is followed from its allocation to its end. So the
-    peak is that of the step to the byte, in torch's own bytes: those of workspaces of libraries,
-    and of memory that the allocator cannot use because it lies in pieces, come on top. In JAX it is
-    what XLA says of the compiled step: arguments, results and temporaries, without results that lie
-    in the memory of arguments.
+    Nothing is run. In torch the step runs on fake tensors (FakeTensorMode), and every allocation is
+    recorded, so the peak is exact in torch's own bytes; workspaces of libraries and fragmentation
+    come on top. In JAX the peak is XLA's figure for the compiled step: arguments, results and
+    temporaries, without results that reuse the memory of arguments.
 
-    The peak grows with the rows of a micro-batch by a straight line, so few n are looked at: 1, 2,
-    the number of rows, and those that the line leads to, the answer among them. In JAX the line
-    bends, and a smaller n may fit as well.
+    The peak is about linear in the rows of a micro-batch, so only a few n are measured: 1, 2, the
+    number of rows, and the ones that the line suggests. In JAX it is less linear, and a smaller n
+    may fit as well.
 
-    The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`,
-    `jax.ShapeDtypeStruct`. Meta tensors are planned as on torch's default device. What
-    `torch.compile` made is planned as if it was not compiled: that usually takes more, and less
-    only where a loss has checkpoints. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
-    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may
-    plan alone, and the peak of a module is within 5 %. In JAX it is planned in
-    `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
+    The arguments may be real arrays or shapes: tensors on `torch.device("meta")`,
+    `jax.ShapeDtypeStruct`. Meta tensors are planned for torch's default device. Functions compiled
+    by `torch.compile` are planned as if they were not compiled, which usually takes more memory. A
+    loss that reads numbers, such as with `.item()`, cannot be planned, nor can a pipeline.
+
+    In torch a step with `across=`, or of a module in DDP or FSDP, is planned as if all replicas had
+    the rows of this one. Nothing is sent, so one replica may plan alone; the peak of a wrapped
+    module is within 5 %. In JAX plan `jax_backend.replicated(step, mesh)`: bytes and rows are those
+    of one device.
 
     Args:
-        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of
-            its options, in JAX also one that is replicated. Its n is ignored.
-        *args: What the step is called with: parameters and a whole batch.
-        memory: The bytes that there are for all of it, the arguments included: a number, or a
-            string such as "14 GiB" or "800 MB". By default those that are free on the device of the
-            arguments.
-        state: Any tree of arrays that is in memory beside the step, such as the state of an
-            optimizer.
+        grad_fn: As for `accumulate`; or a step made by `accumulate` or `coupled`, with its options,
+            in JAX also a replicated one. Its n is ignored.
+        *args: The arguments of the step: parameters and a whole batch.
+        memory: The available bytes, including the arguments: a number, or a string such as "14 GiB"
+            or "800 MB". By default what is free on the device of the arguments.
+        state: A tree of arrays that also have to fit, such as the state of an optimizer.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
@@ -199,11 +187,10 @@ def plan(
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
-        A Plan. Its `n` is to be given to `accumulate`.
+        A Plan. Pass its `n` to `accumulate`.
 
     Raises:
-        FuncgaError: For what `accumulate` refuses, a memory that is no number of bytes, and a step
-            that cannot be planned.
+        FuncgaError: If an argument is invalid, or the step cannot be planned.
 
     Example:
         >>> loss_fn = lambda params, x: torch.tanh(x @ params["w"]).square().mean()
@@ -254,9 +241,7 @@ def planned(
     state: Tree = None,
     job: Coupled = None,
 ) -> Plan:
-    """The Plan of a program, that of a step of `coupled` if there is a job; with memory None for
-    what is free.
-    """
+    """The Plan of a program, or of a step of `coupled` if there is a job."""
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
@@ -377,7 +362,7 @@ def read_memory(memory: int | str) -> int:
 
 
 def size_of(count: int) -> str:
-    """A number of bytes for people: `1.5 GiB`."""
+    """A readable number of bytes: `1.5 GiB`."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, _ = size / 1024, units.pop(0)
@@ -385,10 +370,7 @@ def size_of(count: int) -> str:
 
 
 def available_memory(backend: Backend, tree: Tree, own: int) -> int:
-    """The bytes that there are for a call with these arguments, what they take already included.
-
-    `own`: what the call's arguments and parameters take together.
-    """
+    """The available bytes for a call: what is free, plus `own`, the bytes of its arguments."""
     leaves = backend.trees.flatten(tree)[0]
     real = [leaf for leaf in leaves if not side(backend).is_shape(leaf)]
     free = side(backend).free_memory(real)
@@ -398,9 +380,7 @@ def available_memory(backend: Backend, tree: Tree, own: int) -> int:
 
 
 def _free_on_host() -> int:
-    """The bytes of main memory that a process can have now. Raises FuncgaError if the system
-    does not say.
-    """
+    """The available bytes of main memory. Raises FuncgaError if the system does not say."""
     try:
         with open("/proc/meminfo") as file:
             line = next(line for line in file if line.startswith("MemAvailable:"))
