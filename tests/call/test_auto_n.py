@@ -185,16 +185,3 @@ def test_a_device_that_is_really_full():
     value, grads = funcga.accumulate(funcga.value_and_grad(loss), "auto")(w, x)
     assert float(value) == pytest.approx(1.0)
     torch.testing.assert_close(grads, torch.full_like(w, 2 / large), rtol=1e-4, atol=0)
-
-
-def test_no_more_shapes_are_remembered_than_are_of_use(monkeypatch):
-    monkeypatch.setattr("funcga._accumulate._SHAPES", 3)
-    made = []
-    original = funcga._accumulate.Search.__init__
-    monkeypatch.setattr(
-        funcga._accumulate.Search, "__init__", lambda self, program: (original(self, program), made.append(self))[0]
-    )
-    step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), "auto", fold=funcga.sum())
-    for rows in (1, 2, 3, 1, 4, 5):
-        assert float(step(torch.ones(()), torch.ones(rows))) == rows
-    assert [key[2][0] for key in made[0].fitted] == [(1,), (4,), (5,)]

@@ -136,6 +136,7 @@ def test_memory_is_handed_over():
     result = adapter.in_jax(look, {"grads": grads})
     assert seen == [grads.data_ptr(), result.data_ptr()]
     assert torch.equal(result, grads + 1)
+    assert adapter.in_jax(lambda given: given["grads"], {"grads": grads}).data_ptr() != grads.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])

@@ -215,3 +215,11 @@ def test_typed_keys_of_jax_go_through_a_file(tmp_path):
     assert funcga.trees.from_state_dict(state, typed).inner[0].rng_key == state.inner[0].rng_key
     with pytest.raises(funcga.FuncgaError, match="Nothing is cast"):
         funcga.trees.from_state_dict(state, {**typed, **{path: jnp.zeros(7, "uint32") for path in keys}})
+
+
+def test_nothing_is_shared():
+    like, saved = {"w": torch.zeros(3)}, funcga.trees.to_state_dict({"w": torch.ones(3)})
+    restored = funcga.trees.from_state_dict(like, saved)
+    saved["['w']"].zero_()
+    assert (restored["w"] == 1).all()
+    assert (like["w"] == 0).all()
