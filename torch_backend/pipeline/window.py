@@ -136,8 +136,8 @@ class PipelineWindow:
         return []
 
     def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
-        """Runs steps that add nothing while other replicas have micro-batches: wrapped stages reduce
-        in every step.
+        """Runs steps that add nothing while other replicas have micro-batches: wrapped stages
+        reduce in every step.
         """
         is_wrapped = bool(self.gradient.wrapper.wrapped)
         steps = -(-(self.program.n or 1) // (self.count or 1)) if is_wrapped else 1
