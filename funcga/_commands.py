@@ -160,13 +160,13 @@ def show() -> None:
     print(text_table(lines))
 
 
-def check_installed(*modules: str) -> None:
+def check_installed(*modules: str, extra: str = "parity") -> None:
     """Raises FuncgaError if a module cannot be imported, with the extra that installs it."""
     for module in modules:
         if not _is_found(module):
             raise FuncgaError(
                 f"{_DISTRIBUTIONS.get(module, module)} is not installed, and this command needs "
-                "it: pip install 'funcga[parity]'"
+                f"it: pip install 'funcga[{extra}]'"
             )
 
 

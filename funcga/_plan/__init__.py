@@ -268,7 +268,8 @@ def planned(
         k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
         for k, parts in sorted(measured.items())
     }
-    whole = _whole_batch([*table.values()], rows, memory) if n > 1 else None
+    has_line = n > 1 and len(table) > 1
+    whole = _whole_batch([*table.values()], rows, memory) if has_line else None
     return Plan(**vars(table[n]), memory=memory, rows=tuple(table.values()), whole_batch=whole)
 
 
