@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(argv)
-        check_installed("torch", "jax", "optax", "numpy", "rich", "matplotlib")
+        check_installed("torch", "jax", "optax", "numpy", "rich", "matplotlib", extra="bench")
         return _run(options)
     except SystemExit:  # argparse, after --help
         return 0

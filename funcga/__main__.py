@@ -13,7 +13,6 @@ from funcga import __version__
 from funcga._commands import blamed, check_installed, show
 from funcga.errors import FuncgaError
 
-PROBLEMS = ("digits", "cnn", "text", "batchnorm", "mixed")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FOLDS = ("mean", "per_weight", "sum")
 
@@ -97,8 +96,7 @@ def _add_parity(commands: Any) -> None:
             "missing package."
         ),
         epilog=(
-            "Built-in problems: digits (MLP), cnn, text (causal transformer, padded rows), "
-            "batchnorm (frozen statistics) and mixed (three losses in one)."
+            "Built-in problems: digits (an MLP), cnn, and text (a transformer with padded rows)."
         ),
     )
     parity.add_argument(
@@ -128,15 +126,6 @@ def _add_parity(commands: Any) -> None:
     )
     parity.add_argument(
         "--device", default="cpu", help="where both compute: cpu, cuda, cuda:1 (default: cpu)"
-    )
-    parity.add_argument(
-        "--ranks",
-        type=_counts,
-        default=(),
-        help=(
-            "also over these numbers of replicas, such as 2 or 2,4: processes in torch, devices in "
-            "JAX"
-        ),
     )
     parity.add_argument(
         "--updates", type=_whole, default="20", help="of each optimizer; 0 for none (default: 20)"
@@ -262,13 +251,12 @@ def _file(text: str, suffixes: Sequence[str] = ()) -> Path:
 def _run(name: str, options: argparse.Namespace) -> int:
     # Imported only now, so that --help is quick, and a missing package is named before it is
     # needed.
-    check_installed("numpy", "rich")
+    check_installed("numpy")
     code: int = vars(import_module("funcga._cli"))[name](options)
     return code
 
 
 def _info(options: argparse.Namespace) -> int:
-    check_installed("rich")
     show()
     return 0
 

@@ -6,24 +6,20 @@ It stands on the tools of these names; nothing stands on it.
 
 import inspect
 import json
-import os
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-
-from rich.console import Console
-from rich.progress import Progress
 
 from funcga import folds
 from funcga._commands import Loaded, check_installed, is_function_of, load_object, versions
 from funcga._grad import GradientFunction
 from funcga._parity import Problem, report
-from funcga._parity.problems import choices, chosen
-from funcga._parity.run import Findings, Plan, Run
+from funcga._parity.problems import PROBLEMS, chosen
+from funcga._parity.run import Compared, Findings, Run, Trajectory
 from funcga._parity.sides import Side
 from funcga._plan import plan
 from funcga._types import Tree
@@ -32,24 +28,21 @@ from funcga.errors import FuncgaError
 
 
 def run_parity(options: Namespace) -> int:
-    """The exit code: 0 if every difference is within its limit, 1 if not. The report goes to
-    standard output, and the files that the options name are written besides it.
+    """Prints the report of parity, and writes the files that the options name.
 
-    Raises FuncgaError for what does not fit a problem, and if a file cannot be written.
+    Returns:
+        The exit code: 0 if every difference is within its limit, 1 if not.
+
+    Raises:
+        FuncgaError: If parts of a problem do not fit, or a file cannot be written.
     """
-    drawn = [*(["matplotlib"] if options.plot or options.html else [])]
-    check_installed(*drawn, *(["jinja2"] if options.html else []))
-    plan = Plan(options.dtype, sorted(options.n), options.updates, options.device, options.ranks)
-    problems = choices(options.problem, options.seed)
-    console = Console(highlight=False)
-    # A pipe has no width, and rich would assume 80 columns where COLUMNS does not say it.
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=report.WIDTH)
-    console.print(
-        "funcga parity: " + ", ".join(f"{name} {version}" for name, version in versions().items())
-    )
-    every = [_found(Run(chosen(choice), plan, choice), console) for choice in problems]
-    console.print("", report.conclusion(every), sep="\n")
+    check_installed(*(["matplotlib"] if options.plot or options.html else []))
+    how = options.dtype, sorted(options.n), options.updates, options.device
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    print(f"funcga parity: {installed}")
+    names = PROBLEMS if options.problem == "all" else [options.problem]
+    every = [_found(Run(chosen(name, options.seed), *how)) for name in names]
+    print(f"\n{report.conclusion(every)}")
     _write_json(options, report.as_json(every))
     if options.html or options.plot:
         from funcga._parity.page import page, picture
@@ -61,32 +54,29 @@ def run_parity(options: Namespace) -> int:
 
 
 SECONDS = 5
-"""Between two lines that say how far a run is, where there is no terminal to draw a bar in."""
+"""Between two lines that say how far a run is."""
 
 
-def _found(run: Run, console: Console) -> Findings:
-    # Progress goes to standard error, so that a report in a file has none.
-    errors = Console(stderr=True, highlight=False)
-    said = time.monotonic()
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        bar = progress.add_task(run.problem.name)
-        for done, total in run.steps():
-            progress.update(bar, completed=done, total=total)
-            if not errors.is_terminal and time.monotonic() - said >= SECONDS:
-                said = time.monotonic()
-                errors.print(f"{run.problem.name}: {done} of {total} steps are done")
-        findings = run.findings()
-    console.print("", report.as_table(findings), report.sentences(findings), sep="\n")
+def _found(run: Run) -> Findings:
+    results, last = list[Compared | Trajectory](), time.monotonic()
+    for result in run.results():
+        results.append(result)
+        if time.monotonic() - last >= SECONDS:
+            last = time.monotonic()
+            # On standard error, so that a report in a file has none.
+            print(f"{run.problem.name}: {len(results)} comparisons are done", file=sys.stderr)
+    findings = run.findings(results)
+    print(f"\n{report.as_text(findings)}")
     return findings
 
 
 def run_verify(options: Namespace) -> int:
-    """The exit code: 0 if accumulation is exact, 1 if not. The verdicts go to standard output.
+    """Prints the verdict of verify on a gradient function, or on each loss of a Problem.
 
-    args, weight: names in the file; fold: of a stock one. None: as the file has it.
+    Returns:
+        The exit code: 0 if accumulation is exact, 1 if not.
     """
-    # A Problem has its losses, arguments and fold; a gradient function has the rest of them in its
-    # file.
+    # A Problem has its losses, arguments and fold; those of a gradient function are in its file.
     where = options.grad_fn
     loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)", _can_be_verified)
     if isinstance(loaded.value, Problem):
@@ -97,15 +87,14 @@ def run_verify(options: Namespace) -> int:
                     "which has its own: leave it out."
                 )
         # In float64, where rounding hides nothing.
-        sides = [Side(loaded.value, framework, "float64") for framework in loaded.value.frameworks]
+        sides = [Side(loaded.value, framework, "float64") for framework in loaded.value.losses]
         verdicts = {side.label: side.verified(options.n, options.seed) for side in sides}
     else:
         verdicts = {loaded.name: _of_function(loaded, options)}
-    console = Console(highlight=False, soft_wrap=True)
     for name, verdict in verdicts.items():
-        console.print(f"{name}:", verdict)
+        print(f"{name}: {verdict}")
         if not verdict.gradients:
-            console.print(
+            print(
                 f"`{name}` returns no gradients, and values that agree say nothing of them. Write "
                 f"grad_fn = funcga.value_and_grad({name}) in the file, and verify "
                 f"{loaded.module.__file__}:grad_fn."
@@ -115,8 +104,8 @@ def run_verify(options: Namespace) -> int:
 
 
 def _can_be_verified(value: object, module: ModuleType) -> bool:
-    """Whether it is a Problem, a gradient function or a step of funcga's, or a transformed
-    function, as of jax.grad.
+    """Whether `verify` takes it: a Problem, a gradient function or step of funcga, or a transformed
+    function, as jax.grad returns.
     """
     if isinstance(value, Problem | GradientFunction) or job_of(value) is not None:
         return True
@@ -167,8 +156,10 @@ def _check_arguments(loaded: Loaded, names: Sequence[str]) -> None:
 
 
 def run_plan(options: Namespace) -> int:
-    """The exit code: 0 if some number of micro-batches fits in memory, 1 if none does. The table is
-    printed.
+    """Prints the table of a plan.
+
+    Returns:
+        The exit code: 0 if some number of micro-batches fits in memory, 1 if none does.
     """
     definition = "step = funcga.accumulate(grad_fn, 1)"
     loaded = load_object(options.step, definition, lambda value, _: callable(value))
@@ -176,10 +167,8 @@ def run_plan(options: Namespace) -> int:
     memory = options.memory
     if memory is not None and memory.strip().isdecimal():
         memory = int(memory)
-    errors = Console(stderr=True)
-    with errors.status("planning") if errors.is_terminal else nullcontext():
-        found = plan(loaded.value, *vars(loaded.module)[options.args], memory=memory)
-    print(found)  # noqa: T201
+    found = plan(loaded.value, *vars(loaded.module)[options.args], memory=memory)
+    print(found)
     _write_json(options, asdict(found))
     return 0 if found.fits else 1
 
@@ -190,9 +179,7 @@ def _write_json(options: Namespace, figures: object) -> None:
 
 
 def _write(options: Namespace, name: str, write: Callable[[Path], object]) -> None:
-    """None; has the file written that an option names, if it was given. Raises FuncgaError if it
-    cannot be.
-    """
+    """Has a function write the file that an option names, if it was given."""
     file = vars(options)[name]
     if file is None:
         return

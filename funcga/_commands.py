@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from funcga import __version__
 from funcga._backend.dispatch import load
-from funcga._tables import rich_table
+from funcga._tables import text_table
 from funcga.errors import FuncgaError
 
 
@@ -118,7 +118,6 @@ PACKAGES = (
     "optax",
     "numpy",
     "ml_dtypes",
-    "rich",
     "matplotlib",
     "scikit-learn",
     "flax",
@@ -148,28 +147,27 @@ def devices() -> dict[str, list[str]]:
 
 
 def show() -> None:
-    """None; prints the versions and the devices as a table."""
-    from rich.console import Console
-
+    """Prints the versions and the devices as a table."""
     # The frameworks alone have devices.
     devices_of = devices()
-    lines = [["python", platform.python_version(), platform.platform()], ["funcga", __version__]]
+    lines = [["package", "version", "devices"]]
+    lines += [["python", platform.python_version(), platform.platform()]]
+    lines += [["funcga", __version__, ""]]
     lines += [
         [name, _version(name) or "not installed", ", ".join(devices_of.get(name, ()))]
         for name in PACKAGES
     ]
-    Console(highlight=False).print(rich_table(("package", "version", "devices"), lines))
+    print(text_table(lines))
 
 
-def check_installed(*modules: str) -> None:
-    """Raises FuncgaError that names the packages which are missing, and the extra that has them."""
-    missing = [_DISTRIBUTIONS.get(module, module) for module in modules if not _is_found(module)]
-    if missing:
-        raise FuncgaError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and "
-            f"this command needs {'it' if len(missing) == 1 else 'them'}: pip install "
-            "'funcga[parity]'"
-        )
+def check_installed(*modules: str, extra: str = "parity") -> None:
+    """Raises FuncgaError if a module cannot be imported, with the extra that installs it."""
+    for module in modules:
+        if not _is_found(module):
+            raise FuncgaError(
+                f"{_DISTRIBUTIONS.get(module, module)} is not installed, and this command needs "
+                f"it: pip install 'funcga[{extra}]'"
+            )
 
 
 # Where a package is not installed by the name that it is imported by.

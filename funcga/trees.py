@@ -53,24 +53,21 @@ __all__ = [
 
 
 def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
-    """Copies the arrays of a tree into the containers and the framework of another one, matched by
-    dotted path.
+    """Copies the arrays of a tree into the structure and framework of another, matched by path.
 
     Args:
-        tree: The tree whose arrays are taken. Dtypes are its.
-        like: The tree to fill, which is left as it is: of arrays of torch, JAX or NumPy, or of what
-            stands for arrays. For a jax.ShapeDtypeStruct, as jax.eval_shape makes it, and for a
-            tensor on torch's meta device, real arrays come back. What else it holds is kept. Shapes
-            are its.
-        rules: What the leaves of `tree` are called in `like`, and how their axes lie there (see
-            `funcga.trees`).
+        tree: The tree with the arrays. Their dtypes are kept.
+        like: The tree to copy the structure of; it is not changed. Its leaves are arrays of torch,
+            JAX or NumPy, or shapes: a jax.ShapeDtypeStruct, as of jax.eval_shape, or a meta tensor.
+            Its shapes have to match; leaves that are not arrays are kept.
+        rules: How leaves of `tree` are renamed and transposed for `like`, see `funcga.trees`.
 
     Returns:
         A tree like `like`.
 
     Raises:
-        FuncgaError: A path is missing or new, or an array has another shape; the error names the
-            paths.
+        FuncgaError: If a path is missing or unexpected, or an array has another shape; the error
+            names the paths.
 
     Example:
         >>> tree = {"layer.weight": torch.ones(2, 3)}
@@ -108,9 +105,7 @@ def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
 
 
 def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of each path; FuncgaError, with what comes close, for those that are missing or
-    new.
-    """
+    """The Pair of each path. Raises FuncgaError, with similar paths, if some are missing or new."""
     matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
     missing, new = paths_apart([*expected], [*matches])
     new = [matches[path].left for path in new]
@@ -125,7 +120,7 @@ def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rul
 
 
 def _with_close(paths: list[str], others: list[str]) -> list[str]:
-    """The paths, the first of them with what comes close on the other side."""
+    """The paths, the first ones with a similar path on the other side."""
     close = [get_close_matches(path, others, n=1) for path in paths[:8]]
     hints = [
         f"`{path}`{f' (is it `{near[0]}`?)' if near else ''}"
@@ -135,7 +130,7 @@ def _with_close(paths: list[str], others: list[str]) -> list[str]:
 
 
 def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Array:
-    """A copy of the array, as the other tree has it."""
+    """A copy of the array for the other tree."""
     array = permuted(as_numpy(leaf, pair.left), pair)
     shape, wanted = tuple(array.shape), tuple(like.shape)
     if shape != wanted:
@@ -168,11 +163,10 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
     """The leaves of a tree by their dotted paths, such as `hidden.weight`; that of a single array
     is empty.
 
-    A flat dict {"hidden.weight": array} has the same paths as the nested one; dicts keep their
-    order. None and functions, as equinox modules hold for an activation, are no leaves; a box with
-    a `.value` alone, as flax puts around a parameter, is its value. Raises FuncgaError, which calls
-    the tree by `name`, for a torch module, a DTensor, an iterator or a view of a dict, and two
-    leaves of one path.
+    A flat dict {"hidden.weight": array} has the same paths as a nested one; dicts keep their order.
+    None and functions are ignored; a flax variable is its `.value`. Raises FuncgaError, in which
+    `name` is the tree, for a torch module, a DTensor, an iterator or a dict view, and for two
+    leaves with the same path.
     """
     leaves: dict[str, Array] = {}
     for path, leaf in paths_and_leaves(tree, _children_in(tree)):
@@ -188,11 +182,10 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
 
 
 def _children_in(tree: Tree) -> Children:
-    """How a tree is walked: the usual containers in their own order, all others as the framework of
-    the tree has them.
+    """A function that returns the children of a node: dicts, lists and tuples in their own order,
+    other containers as the framework of the tree has them.
 
-    Unlike in a fold, a tree may hold arrays of several frameworks, or of NumPy alone: it is only
-    looked at.
+    Unlike in a fold, a tree may hold arrays of several frameworks, or only of NumPy.
     """
     # The framework that owns an array knows the containers best; without arrays any one is asked.
     loaded = load_imported()
@@ -217,12 +210,12 @@ def _children_in(tree: Tree) -> Children:
 
 
 def _is_pathless(node: object) -> bool:
-    """Whether a node gives its items one by one, without saying what they are called."""
+    """Whether a node has items without names: an iterator, or a view of a dict."""
     return isinstance(node, Iterator | MappingView)
 
 
 def _check_leaf(leaf: object, where: str, name: str) -> None:
-    """Raises FuncgaError for what looks like a tree of arrays and is none."""
+    """Raises FuncgaError for leaves that only look like trees of arrays."""
     if hasattr(leaf, "named_parameters"):
         raise FuncgaError(
             f"{where} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
@@ -242,11 +235,10 @@ def _check_leaf(leaf: object, where: str, name: str) -> None:
 
 
 def as_numpy(leaf: Array, path: str) -> Array:
-    """An array of any framework as one of NumPy, in the same memory if it can be; another leaf as
-    it is.
+    """An array of any framework as a NumPy array, without a copy if possible; other leaves as they
+    are.
 
-    Raises FuncgaError, which calls the array by its path, for one without numbers that NumPy could
-    have.
+    Raises FuncgaError, with the path, if NumPy does not support the array.
     """
     owner = owner_of(leaf)
     if owner is None:
@@ -261,20 +253,18 @@ def as_numpy(leaf: Array, path: str) -> Array:
 
 
 def to_state_dict(tree: Tree) -> dict[str, Array]:
-    """Gathers the arrays of a tree in a flat dict, which any file format takes. They are not
-    copied.
+    """Returns the arrays of a tree as a flat dict, for any file format, without copying them.
 
     Args:
         tree: Nested containers of arrays of torch or JAX, such as the state of a transform.
 
     Returns:
-        The arrays by their paths, such as `.window.accumulated['w']`. The paths are the same in
-        both frameworks, whatever the order of their dicts. What has no arrays, None and empty
-        containers, is left out; from_state_dict takes it from the tree that it fills. Typed keys of
-        JAX are there as their data, jax.random.key_data(key), and from_state_dict makes keys of it.
+        The arrays by their paths, such as `.window.accumulated['w']`, which are the same in both
+        frameworks. None and empty containers are left out. Typed keys of JAX are stored as
+        jax.random.key_data(key), and from_state_dict restores them.
 
     Raises:
-        FuncgaError: The tree has no arrays, or arrays of two frameworks.
+        FuncgaError: If the tree has no arrays, or arrays of two frameworks.
 
     Example:
         >>> state = optax.adam(1e-3).init({"w": jnp.ones(2)})
@@ -286,19 +276,18 @@ def to_state_dict(tree: Tree) -> dict[str, Array]:
 
 
 def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
-    """Makes a tree like another one, with the arrays of a state dict, matched by path.
+    """Returns a tree like another one, with the arrays of a state dict, matched by path.
 
     Args:
-        like: A tree of the same structure, such as tx.init(params). It is left as it is.
-        state_dict: What to_state_dict returned, or what was read from a file: arrays of any
-            framework, or of NumPy.
+        like: A tree of the same structure, such as tx.init(params); it is not changed.
+        state_dict: A dict like that of to_state_dict, with arrays of any framework or NumPy.
 
     Returns:
-        The tree. Its arrays are copies, in the framework of `like`, where `like` has its own.
+        The tree. Its arrays are copies, in the framework and on the devices of those of `like`.
 
     Raises:
-        FuncgaError: A path is missing or new, or an array has another shape or dtype; the error
-            names the paths.
+        FuncgaError: If a path is missing or unexpected, or an array has another shape or dtype; the
+            error names the paths.
 
     Example:
         >>> tx = optax.adam(1e-3)

@@ -1,4 +1,4 @@
-"""The tool that runs transforms of optax on tensors of torch, computed by JAX in the same memory.
+"""The tool that runs optax transforms on torch tensors, computed by JAX in the same memory.
 
     tx = torch_backend.from_optax(optax.adamw(1e-3))
 
@@ -8,7 +8,6 @@ on the trees of two frameworks (`funcga._trees`); nothing stands on it.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,31 +28,30 @@ if TYPE_CHECKING:
 
 
 def from_optax(tx: "optax.GradientTransformation") -> Transform:
-    """Makes any transform of optax one of torch: `(init, update)`, both pure, on tensors.
+    """Turns an optax transform into one on torch tensors: two pure functions, `(init, update)`.
 
-    JAX computes it, compiled once for trees of one structure, on the tensors' own memory, which
-    DLPack exports and imports. Copied are tensors that are not contiguous or not aligned to 64
-    bytes, and results that would be in an argument's memory. 64-bit tensors are computed with in 64
-    bits, whatever JAX is set to.
+    JAX compiles the transform once per tree structure, and runs it on the memory of the tensors, by
+    DLPack. Only tensors that are not contiguous or not aligned to 64 bytes are copied, and results
+    that would share memory with an argument. 64-bit tensors stay 64-bit, whatever JAX is set to.
 
-    The state has optax's own containers with tensors for leaves, so that `funcga.to_jax(state)`
-    goes on in JAX, and `funcga.to_torch` of a state of optax here. A typed PRNG key in it is its
-    key_data: to go on in JAX, put `jax.random.wrap_key_data(key)` in its place after to_jax;
+    The state has optax's containers with tensors as leaves: `funcga.to_jax(state)` continues in
+    JAX, and `funcga.to_torch` of an optax state continues here. A typed PRNG key is stored as its
+    key_data: to continue in JAX, replace it by `jax.random.wrap_key_data(key)` after to_jax;
     from_state_dict does not fill a typed key from it.
 
-    A gradient that is None is one of zeros, as JAX has it, if params are given. Extra arguments of
-    update are the transform's own, if it takes any: tensors, numbers, None and trees of these; a
-    function is one of JAX arrays, and each new one is compiled anew.
+    If params are given, a gradient that is None counts as zeros. Extra arguments of update are
+    passed to the transform, if it takes any: tensors, numbers, None and trees of these. A function
+    among them gets JAX arrays, and is compiled anew if it is another one.
 
     Args:
-        tx: A transform of optax, such as optax.adamw(1e-3).
+        tx: An optax transform, such as optax.adamw(1e-3).
 
     Returns:
-        A transform of torch, as `from_optimizer` returns.
+        A transform like those of `from_optimizer`.
 
     Raises:
-        FuncgaError: `tx` is no transform of optax, or JAX or optax is not installed. The functions
-            raise it for DTensors, sparse tensors, and structures that differ.
+        FuncgaError: If `tx` is not an optax transform, or JAX or optax is not installed. The
+            functions raise it for DTensors, sparse tensors, and structures that differ.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
@@ -77,35 +75,24 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
             "torch_backend.from_optimizer."
         )
     # With extra arguments a transform that takes none ignores them.
-    functions = _Functions(*_compiled(optax.with_extra_args_support(tx)))
-    return Transform(functions.init, functions.update)
+    compiled_init, compiled_update = _compiled(optax.with_extra_args_support(tx))
 
+    def init(params: Tree) -> Tree:
+        return in_jax(lambda arguments: compiled_init(arguments["params"]), {"params": params})
 
-@dataclass(frozen=True, eq=False)
-class _Functions:
-    """The functions of the transform, by those that JAX has compiled."""
-
-    compiled_init: Callable[[Tree], Tree]
-    compiled_update: Callable[[dict[str, Tree], object], Tree]
-
-    def init(self, params: Tree) -> Tree:
-        """The state before the first update."""
-        return in_jax(lambda arguments: self.compiled_init(arguments["params"]), {"params": params})
-
-    def update(
-        self, grads: Tree, state: Tree, params: Tree = None, **extra: object
-    ) -> tuple[Tree, Tree]:
-        """What is added to the parameters, and the state after it."""
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         check_not_differentiated("a transform of optax", (grads, params))
         # JAX compiles anew for another function, and not for other arrays and numbers.
         functions = {name: value for name, value in extra.items() if callable(value)}
         others = {name: value for name, value in extra.items() if name not in functions}
         filled = grads if params is None else _filled(grads, params)
         arguments = {"grads": filled, "state": state, "params": params, "extra": others}
-        compute = lambda arguments: self.compiled_update(arguments, tuple(functions.items()))
+        compute = lambda arguments: compiled_update(arguments, tuple(functions.items()))
         updates, after = in_jax(compute, arguments)
         leaves = matched(updates, filled, "updates", like_name="grads")
         return trees.unflatten(trees.flatten(filled)[1], leaves), after
+
+    return Transform(init, update)
 
 
 def _filled(grads: Tree, params: Tree) -> Tree:
@@ -159,11 +146,10 @@ def _compiled(
 
 
 def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tree]) -> Tree:
-    """What a function of JAX arrays returns for trees of tensors, as tensors; no memory is copied
-    on the way.
+    """Calls a function of JAX arrays with trees of tensors, without copies, and returns tensors.
 
-    The trees keep their containers, which both frameworks must know. Nothing that comes back is in
-    the memory of an argument, or there twice. Raises FuncgaError for tensors that JAX cannot have.
+    The trees keep their containers, which both frameworks must know. No result shares memory with
+    an argument or another result. Raises FuncgaError for tensors that JAX does not support.
     """
     import jax
 
@@ -194,7 +180,7 @@ _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 
 def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
-    """The tensors of a tree; FuncgaError for one that JAX cannot have where it lies."""
+    """The tensors of a tree. Raises FuncgaError for one that JAX cannot use in place."""
     platforms, tensors = {"cpu", "meta", *side(load("jax")).platforms()}, []
     for index, leaf in enumerate(trees.flatten(tree)[0]):
         if not isinstance(leaf, torch.Tensor):

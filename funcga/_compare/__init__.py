@@ -31,36 +31,33 @@ def compare(
     names: tuple[str, str] = ("left", "right"),
     check_dtype: bool = True,
 ) -> "Report":
-    """How far left is from right, leaf by leaf: how far it may be, and where it differs most.
+    """Compares two trees of arrays leaf by leaf, with limits that rounding alone explains.
 
-    The leaves of the two trees are matched by dotted path. A leaf is close if, in every element,
-    `|left - right| <= atol + limit * max|right|`. The limit comes from the coarser of the two
-    dtypes and from `reduction`, as `4 * eps * sqrt(reduction)`: what rounding alone explains, and
-    0.5 at most. Integers and booleans are equal or not. Infinities of one sign in the same place
-    are equal, NaN is never close. Where there is no leaf to compare, nothing is close.
+    The leaves are matched by dotted path. A leaf is close if, in every element,
+    `|left - right| <= atol + limit * max|right|`. The limit is `4 * eps * sqrt(reduction)`, for the
+    coarser of the two dtypes, and at most 0.5. Integers and booleans have to be equal. Infinities
+    of the same sign are equal; NaN is never close. Trees without leaves are not close.
 
     Args:
         left: A tree of torch, JAX or NumPy arrays, on any device, in any containers: nested or flat
             dicts such as state dicts, flax variables, nnx states, equinox modules, or a single
-            array. None and functions are no leaves; a Python number is a 0-d array of 64 bits;
-            other leaves, and arrays of texts or dates, are compared by `==`.
-        right: A tree of the same kind, which the differences are relative to.
+            array. None and functions are ignored; a Python number is a 0-d array of 64 bits; other
+            leaves, and arrays of text or dates, are compared by `==`.
+        right: A tree of the same kind. Differences are relative to it.
         rtol: A limit for all leaves, instead of that of their dtypes.
-        atol: What the absolute difference may be besides. A gradient that would be 0 but for
-            rounding, such as that of a bias before a normalisation, is close to no other
-            relatively.
+        atol: An absolute tolerance, added to the limit. A gradient that is 0 except for rounding,
+            such as that of a bias before a normalisation, needs one.
         reduction: The number of terms in the longest sum that the values come from. Default: 256.
         rules: Rename and transpose the leaves of left, see `funcga.trees`.
-        names: What the report calls the two trees.
-        check_dtype: Whether leaves of two dtypes are not close; with False only values count.
+        names: The names of the two trees in the report.
+        check_dtype: Whether leaves of different dtypes are not close; if False, only values count.
 
     Returns:
-        A Report. `report.ok`, `report.assert_close()` and `print(report)` say whether they are
-        close; `report.rows`, `.worst`, `.as_dict()` and `.plot("report.png")` how far they are
-        apart.
+        A Report. `report.ok`, `report.assert_close()` and `print(report)` say whether the trees are
+        close; `report.rows`, `.worst`, `.as_dict()` and `.plot("report.png")` how they differ.
 
     Raises:
-        FuncgaError: A tree holds what cannot be compared, or an argument is out of its range.
+        FuncgaError: If a tree has a leaf that cannot be compared, or an argument is invalid.
 
     Example:
         >>> report = funcga.compare({"w": torch.ones(3)}, {"w": jnp.ones(3)})

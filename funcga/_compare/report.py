@@ -1,6 +1,4 @@
-"""The report of a comparison: a row for each leaf, the verdict, and its forms: text, table, JSON
-and picture.
-"""
+"""The report of a comparison: a row for each leaf and the verdict, as text, JSON or a picture."""
 
 import math
 import re
@@ -11,12 +9,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape
-from funcga._tables import rich_table, text_table
+from funcga._tables import text_table
 from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.table import Table
 
 _SHOWN = 8
 T = TypeVar("T")
@@ -27,7 +24,7 @@ class Report:
     """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left
     tree has last.
 
-    `str(report)` is the table in plain text, with the verdict; rich prints it in colour.
+    `str(report)` is the table, with the verdict.
 
     Attributes:
         rows: A Row for each leaf.
@@ -51,19 +48,17 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether both trees have the same leaves, one at least, and each of them is equal or
-        within its limit.
-        """
+        """Whether both trees have the same leaves, at least one, all within their limits."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     @property
     def worst(self) -> Row | None:
-        """The row that is furthest from its limit, or beyond it; None if there is none at all."""
+        """The row that is furthest beyond its limit, or closest to it; None without rows."""
         return max(self.rows, key=lambda row: row.badness, default=None)
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """How far the worst row is from its limit, to sort by."""
+        """That of the worst row, as a key for sorting."""
         return self.worst.badness if self.worst else (False, 0.0)
 
     @property
@@ -75,7 +70,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One sentence: how many leaves are not close, of how many, and which is the worst."""
+        """A sentence: how many leaves are not close, and which one is the worst."""
         worst, total, of = (
             self.worst,
             len(self.rows),
@@ -98,7 +93,7 @@ class Report:
 
     @property
     def tolerance(self) -> str:
-        """What rel may be, and why, in words."""
+        """The limits in words, and where they come from."""
         absolute = f", and abs {self.atol:g} more" if self.atol else ""
         if self.rtol is not None:
             return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
@@ -110,7 +105,7 @@ class Report:
         return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
 
     def assert_close(self) -> None:
-        """Raises AssertionError, which shows the worst leaves, unless the report is `ok`."""
+        """Raises AssertionError, with the worst leaves, unless the report is `ok`."""
         if not self.rows:
             raise AssertionError(self.verdict)
         if not self.ok:
@@ -124,8 +119,8 @@ class Report:
             raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
 
     def _advice(self) -> str:
-        """What to do if every leaf that is not close is itself as small as rounding of the
-        largest one is.
+        """The `atol` to use if every leaf that is not close is as small as the largest one's
+        rounding.
         """
         # Rounding is relative to what was added up, which cancels: the largest leaf stands for
         # that.
@@ -144,37 +139,11 @@ class Report:
             f"0, give atol={atol}."
         )
 
-    def table(self) -> "Table":
-        """The report as a table of rich; rows that are not close are red, and say why in their last
-        column.
-
-        Raises:
-            FuncgaError: rich is not installed.
-        """
-        try:
-            from rich.text import Text
-        except ModuleNotFoundError as error:
-            raise FuncgaError(
-                "rich is not installed, and report.table needs it. Install it: pip install "
-                "'funcga[parity]', or print the report as text: print(str(report))."
-            ) from error
-        headings = _headings(self.names)
-        caption = Text(f"{self.verdict}\n{self.tolerance}")
-        lines = [
-            [Text(cell, "" if row.ok else "bold red") for cell in _cells(row)] for row in self.rows
-        ]
-        return rich_table(headings, lines, headings[1:-1], caption=caption, caption_justify="left")
-
-    def __rich__(self) -> "Table":
-        return self.table()
-
     def __str__(self) -> str:
         return f"{_text(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"
 
     def as_dict(self) -> dict[str, object]:
-        """The report as JSON can hold it: figures that are not finite are None, complex ones are
-        pairs.
-        """
+        """The report for JSON: numbers that are not finite are None, complex ones are pairs."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -190,10 +159,10 @@ class Report:
         }
 
     def plot(self, file: str | PathLike[str]) -> None:
-        """Writes a picture of rel and its limit, leaf by leaf, to a file: .png, .svg or .pdf.
+        """Writes a plot of the relative differences and their limits to a .png, .svg or .pdf file.
 
         Raises:
-            FuncgaError: matplotlib is not installed, or cannot write such a file.
+            FuncgaError: If matplotlib is not installed, or cannot write the file.
         """
         try:
             # Not pyplot, which keeps every figure and may want a screen.
@@ -286,12 +255,12 @@ def _counts(row: Row) -> str:
 
 
 def figure(value: float, digits: int = 1) -> str:
-    """A figure in few characters, with so many digits after the point: `8.6e-7`."""
+    """A number with that many digits after the point, such as `8.6e-7`."""
     return "0" if value == 0 else re.sub(r"e-0?", "e-", f"{value:.{digits}e}")
 
 
 def _summary(row: Row, names: tuple[str, str]) -> str:
-    """What is to be said of a row, in half a sentence."""
+    """A row in half a sentence."""
     if row.ok or row.status == "beyond":
         # Nothing is relative to zeros: there the absolute difference counts.
         if math.isinf(row.allowed):
@@ -309,8 +278,8 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
 
 
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Leaves from top to bottom, those that are not close in red; what is 0 stands at the left
-    edge, what has no size at the right one.
+    """Draws the leaves from top to bottom, those that are not close in red; zeros are at the left
+    edge, differences that are not finite at the right one.
     """
     # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
     sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]

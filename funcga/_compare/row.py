@@ -1,6 +1,4 @@
-"""A row of a report: how far one leaf of two trees is apart, how far it may be, and whether it
-is close.
-"""
+"""A row of a report: the comparison of one leaf of two trees."""
 
 import math
 from collections.abc import Iterator
@@ -17,19 +15,27 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One leaf of two trees: how far the left is from the right, how far it may be, and its status.
+    """The comparison of one leaf. It is close if `absolute <= atol + limit * largest`.
 
-    path: dotted, as the right tree spells it; left_path: as the left tree does, before a rule
-    renamed it. shapes, dtypes: of the left, after a rule permuted its axes, and the right; None
-    where a leaf is missing. absolute: the largest `|left - right|`. relative: that over the largest
-    `|right|` of the leaf. limit: of the relative difference, and atol, what the absolute one may be
-    besides: a leaf is close if `absolute <= atol + limit * largest`. ulps: the largest distance in
-    units in the last place, of floats of one dtype. cosine: of the angle between the leaves as
-    vectors, in float64; None if one is zero. index, values: where it differs most, and (left,
-    right) there; None where nothing does. nans, infs: how many there are on the left and on the
-    right. status: 'equal' or 'within'; 'beyond' the limit; 'nan' if there is one; 'inf' if
-    infinities do not match; 'shape', 'dtype' if they differ; 'missing' on the left; 'extra' on the
-    left. largest: the largest `|right|` that is finite.
+    Attributes:
+        path: The dotted path in the right tree.
+        left_path: The path in the left tree, before rules renamed it.
+        shapes: Those of the left leaf, after rules permuted its axes, and of the right one; None
+            for a leaf that is missing.
+        dtypes: Those of the two leaves.
+        absolute: The largest `|left - right|`.
+        relative: That over the largest `|right|` of the leaf.
+        limit: The limit of the relative difference.
+        ulps: The largest difference in units in the last place, for floats of the same dtype.
+        cosine: The cosine of the angle between the leaves as vectors; None if one is zero.
+        index: Where the leaves differ most; None if they do not.
+        values: The two values there.
+        nans: The number of NaNs on the left and on the right.
+        infs: The number of infinities on the left and on the right.
+        status: 'equal', 'within' or 'beyond' the limit; 'nan' if there is one; 'inf' if infinities
+            do not match; 'shape' or 'dtype' if they differ; 'missing' or 'extra' on the left.
+        largest: The largest finite `|right|`.
+        atol: The absolute tolerance.
     """
 
     path: str
@@ -56,24 +62,20 @@ class Row:
 
     @property
     def dtype(self) -> str | None:
-        """The coarser of the two dtypes, which the limit is made for; None where a leaf is
-        missing.
-        """
+        """The coarser of the two dtypes, which sets the limit; None if a leaf is missing."""
         left, right = self.dtypes
         return left and right and tolerances.coarser(left, right)
 
     @property
     def allowed(self) -> float:
-        """What `relative` may be: the limit, and atol over `largest`; infinite if that is 0, and
-        atol not.
-        """
+        """The limit of `relative` with atol: limit + atol / largest, infinite if largest is 0."""
         if not self.atol:
             return self.limit
         return self.limit + self.atol / self.largest if self.largest else math.inf
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """To sort by: what is not close first, then how many times what is allowed it is away."""
+        """A key for sorting: whether it is not close, then the difference over the tolerance."""
         if not math.isfinite(self.absolute):
             return not self.ok, math.inf
         # Not by `relative`, which a leaf of zeros has none of.
@@ -92,12 +94,11 @@ def row_of(
     reduction: int = tolerances.TERMS,
     check_dtype: bool = True,
 ) -> Row:
-    """The Row of two NumPy arrays or numbers, or of other leaves, which are compared by `==`; None:
-    it is missing.
+    """The Row of two leaves: NumPy arrays, numbers, other objects compared by `==`, or None for a
+    missing one.
 
-    limit: of the relative difference; by default that of the coarser dtype and of sums of
-    `reduction` terms. Raises FuncgaError for arrays without numbers or text in them: masked,
-    structured, or of Python objects.
+    `limit` is that of the relative difference; by default that of the coarser dtype and of sums of
+    `reduction` terms. Raises FuncgaError for masked and structured arrays, and arrays of objects.
     """
     left, right = _as_array(left, path), _as_array(right, path)
     shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
@@ -134,7 +135,7 @@ def _as_array(leaf: Array, path: str) -> Array:
 
 
 def _unfit(leaf: Array, array: Array) -> str:
-    """Why an array cannot be compared, and what to pass instead; nothing if it can."""
+    """Why an array cannot be compared, and what to pass instead; empty if it can."""
     if isinstance(leaf, np.ma.MaskedArray):
         return (
             "masked, and what is under a mask has no value. Pass x.filled(0), or the elements "
@@ -181,7 +182,7 @@ def _of_objects(row: Row, left: Array, right: Array) -> Row:
 
 
 def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
-    """The Row of arrays one of which holds no numbers, which are equal or not."""
+    """The Row of two arrays at least one of which has no numbers: they are equal or not."""
     if left.dtype.kind != right.dtype.kind or (
         check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"
     ):
@@ -205,10 +206,9 @@ large the arrays.
 
 
 def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
-    """The Row of two arrays of one shape, in float64 or complex128, to which longdoubles are
-    rounded.
+    """The Row of two arrays of the same shape, computed in float64 or complex128.
 
-    Of integers it is exact, and beside floats it is 0 only if both are equal exactly.
+    It is exact for integers, and between integers and floats 0 only if both are exactly equal.
     """
     # One pass over the elements in chunks, so that float64 copies never take more than a chunk's
     # memory. Units in the last place are counted only between floats of one dtype.
@@ -269,9 +269,9 @@ def _largest(array: Array) -> float:
 
 
 def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
-    """`|left - right|` of every element, from what they are as floats, x and y.
+    """`|left - right|` of every element; x and y are the same as floats.
 
-    It is infinite where infinities do not match, and NaN where a NaN is.
+    It is infinite where infinities do not match, and NaN where there is a NaN.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(x - y)
@@ -294,9 +294,7 @@ def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
 
 
 def _ulps(left: Array, right: Array) -> Array:
-    """How many floats are between two, of every element, as uint64: the differences of their
-    places in the order.
-    """
+    """The distance of every two elements in the order of all floats, as uint64."""
     a, b = _ordered(left), _ordered(right)
     # What wraps around in the conversion wraps back in the subtraction.
     x, y = a.astype(np.uint64), b.astype(np.uint64)

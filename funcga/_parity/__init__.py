@@ -2,12 +2,12 @@
 
     problem = funcga.checks.Problem(params, batch, torch_loss=torch_loss, jax_loss=jax_loss)
 
-A `Problem` is in this file, the built-in ones in `problems.py`, with their losses and what else is
-the framework's own in `in_torch.py` and `in_jax.py`. A side is a problem in one framework and one
-dtype (`sides.py`); `run.py` computes and compares all sides, over replicas in processes of their
-own (`replicas.py`); `report.py` is the table, the verdict and the JSON, `page.py` the page and the
-pictures. It stands on verify, on compare and on the optimizers; the command line alone stands on
-it.
+A `Problem` is in this file, the built-in ones in `problems.py`. Their losses, and what else differs
+between the frameworks, are in `in_torch.py` and `in_jax.py`. A side is a problem in one framework
+and one dtype (`sides.py`). `run.py` computes and compares all sides; `report.py` has the table, the
+verdict and the JSON, `page.py` the page and the pictures.
+
+It stands on verify, on compare and on the optimizers; the command line alone stands on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,34 +23,31 @@ OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 @dataclass(frozen=True)
 class Problem:
-    """What `python -m funcga parity FILE.py:NAME` compares: the same loss, parameters and batch in
-    two frameworks.
+    """The same loss, parameters and batch in two frameworks, for `python -m funcga parity`.
 
     Args:
         params: A tree of float arrays: NumPy's, torch's or JAX's. Floats are cast to every dtype of
             the run.
         batch: The arguments after params, a tuple of trees of arrays, split into micro-batches as
             `in_axes` says. Integers are int64 in torch and, where they fit, int32 in JAX.
-        torch_loss: `loss(params, *batch)` -> a real scalar in the dtype of its params. Either loss
-            may be None, and then the other one is compared with itself alone.
+        torch_loss: `loss(params, *batch)` -> a real scalar in the dtype of params. If one loss is
+            None, the other one is only compared with itself.
         jax_loss: The same in JAX; it is jitted.
         fold: As of `accumulate`: mean(), per_weight() or sum().
-        weight: As of `accumulate`, one function for both frameworks. For averages over tokens it is
-            what counts them; for sums, with fold=funcga.per_weight().
+        weight: As of `accumulate`, one function for both frameworks.
         in_axes: As of `accumulate`. Default: each argument of the batch on axis 0.
-        jax_params: The tree of parameters as jax_loss takes it, if that is another one, such as
-            flax's: the values are those of params, matched by path under the rules; those of
-            jax_params are not looked at.
+        jax_params: The parameters as jax_loss takes them, if their tree is another one, such as
+            flax's. Only its structure counts: the values are those of params, matched by path.
         rules: How paths and layouts of params become those of jax_params, see `funcga.trees`.
-        reduction: How many terms each element of a gradient is a sum of, for the tolerances.
-            Default: the rows of the batch, or the numbers in its largest array of integers, such as
-            tokens, and the longest axis of a parameter.
-        optimizers: What the training at the end uses: any of sgd, momentum, adam and adamw.
-        name: What the report calls the problem.
-        about: A line that says what it is.
+        reduction: The number of terms in the sums of a gradient, for the tolerances. Default: the
+            rows of the batch, or the size of its largest array of integers, such as tokens, plus
+            the longest axis of a parameter.
+        optimizers: The optimizers of the training: any of sgd, momentum, adam and adamw.
+        name: The name of the problem in the report.
+        about: A line of description.
 
     Raises:
-        FuncgaError: where parity runs it and something does not fit: a loss that is not a scalar,
+        FuncgaError: When parity runs it, if the parts do not fit: a loss that is not a scalar,
             another fold, trees that do not match, NaN in the data.
 
     Example:
@@ -77,11 +74,6 @@ class Problem:
 
     @property
     def losses(self) -> dict[str, LossFn]:
-        """The losses that it has, by framework: 'torch', 'jax' or both."""
+        """The losses, by framework: 'torch', 'jax' or both."""
         losses = {"torch": self.torch_loss, "jax": self.jax_loss}
         return {framework: loss for framework, loss in losses.items() if loss is not None}
-
-    @property
-    def frameworks(self) -> list[str]:
-        """The frameworks that it has a loss for."""
-        return list(self.losses)

@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
 
-from funcga._call.arguments import Arguments
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify import in_jax
-from funcga.errors import FuncgaError
 from jax_backend import _private
 from jax_backend.gradients import apply_updates as apply_updates
-from jax_backend.replicated import replicated
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
@@ -56,25 +53,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     return jax.jit(step, compiler_options=_private.quick_to_compile())
 
 
-def over_replicas(
-    step: Callable[..., Tree], arguments: Arguments, count: int
-) -> tuple[Tree, int] | None:
-    """What `step(across=...)` returns over so many replicas, and the rows that they took; None
-    but in the first one.
-    """
-    arrays = (leaf for leaf, _ in arguments if isinstance(leaf, jax.Array))
-    devices = jax.devices(next(device.platform for leaf in arrays for device in leaf.devices()))
-    if len(devices) < count:
-        raise FuncgaError(f"{count} replicas need as many devices, and JAX has {len(devices)}.")
-    mesh = jax.make_mesh((count,), ("replicas",), devices=devices[:count])
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    # Shards are of one size.
-    rows = arguments.rows() // count * count
-    args = jax.device_put(arguments.cut(0, rows, []), everywhere)
-    # Models may start a scan from zeros, which are of no replica.
-    return replicated(step(across="replicas"), mesh, check_vma=False)(*args), rows
-
-
 def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for
     `funcga.mean()`.
@@ -108,37 +86,6 @@ def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
         x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions
     )
     return jnp.asarray(output + layer["bias"])
-
-
-def batchnorm_loss(
-    params: Tree, statistics: Tree, images: jax.Array, labels: jax.Array
-) -> jax.Array:
-    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for
-    `funcga.mean()`.
-
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and
-    `bias` [width]) and `output`; statistics: the running `mean` and `var` [width] of the hidden
-    layer, the same for every micro-batch.
-    """
-    x = _linear(images, params["hidden"])
-    x = jax.nn.standardize(x, mean=statistics["mean"], variance=statistics["var"], epsilon=1e-5)
-    hidden = jnp.tanh(x * params["norm"]["weight"] + params["norm"]["bias"])
-    return _cross_entropy(_linear(hidden, params["output"]), labels)
-
-
-def mixed_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for
-    `funcga.mean()`.
-
-    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the
-    weights, which is the same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0
-    to 9; params: `hidden`, `output` and `decode`, each a `weight` [in, out] and a `bias` [out].
-    """
-    hidden = jnp.tanh(_linear(images, params["hidden"]))
-    classes = _cross_entropy(_linear(hidden, params["output"]), labels)
-    pixels = jnp.mean(jnp.square(_linear(hidden, params["decode"]) - images))
-    size = jnp.sum(jnp.stack([jnp.sum(jnp.square(layer["weight"])) for layer in params.values()]))
-    return classes + 0.5 * pixels + 1e-3 * size
 
 
 def _linear(x: jax.Array, layer: Tree) -> jax.Array:

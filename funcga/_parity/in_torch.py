@@ -5,10 +5,8 @@ them.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 
-from funcga._call.arguments import Arguments, groups, starts
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify.in_torch import precision as precision
@@ -41,24 +39,6 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     return step
 
 
-def over_replicas(
-    step: Callable[..., Tree], arguments: Arguments, count: int
-) -> tuple[Tree, int] | None:
-    """What `step(across=...)` returns over so many replicas, and the rows that they took; None
-    but in the first one.
-    """
-    device = next(
-        (leaf.device.type for leaf, _ in arguments if isinstance(leaf, torch.Tensor)), "cpu"
-    )
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        parts = [*starts(groups(arguments.rows(), count, None))]
-        result = step(across=dist.group.WORLD)(*arguments.cut(*parts[dist.get_rank()], []))
-        return (result, arguments.rows()) if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
-
-
 def digits_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for
     `funcga.mean()`.
@@ -89,37 +69,6 @@ def cnn_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.
     )
     logits = F.linear(x.mean((2, 3)), params["output"]["weight"], params["output"]["bias"])
     return F.cross_entropy(logits, labels.long())
-
-
-def batchnorm_loss(
-    params: Tree, statistics: Tree, images: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """The mean cross-entropy of an MLP with batch normalisation by statistics that stand still: for
-    `funcga.mean()`.
-
-    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden`, `norm` (`weight` and
-    `bias` [width]) and `output`; statistics: the running `mean` and `var` [width] of the hidden
-    layer, the same for every micro-batch.
-    """
-    x = _linear(images, params["hidden"])
-    scale, shift = params["norm"]["weight"], params["norm"]["bias"]
-    x = torch.tanh(F.batch_norm(x, statistics["mean"], statistics["var"], scale, shift))
-    return F.cross_entropy(_linear(x, params["output"]), labels.long())
-
-
-def mixed_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Three losses of an autoencoder in one: classes, pixels and the size of the weights: for
-    `funcga.mean()`.
-
-    The mean cross-entropy, half the mean squared error, and 1e-3 of the sum of squares of the
-    weights, which is the same for every micro-batch. images: float[rows, 64]; labels: int[rows], 0
-    to 9; params: `hidden`, `output` and `decode`, each a `weight` [in, out] and a `bias` [out].
-    """
-    hidden = torch.tanh(_linear(images, params["hidden"]))
-    classes = F.cross_entropy(_linear(hidden, params["output"]), labels.long())
-    pixels = F.mse_loss(_linear(hidden, params["decode"]), images)
-    size = torch.stack([layer["weight"].square().sum() for layer in params.values()]).sum()
-    return classes + 0.5 * pixels + 1e-3 * size
 
 
 def _linear(x: torch.Tensor, layer: Tree) -> torch.Tensor:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -90,50 +90,7 @@ def text(seed: int = 0) -> Problem:
     )
 
 
-def batchnorm(seed: int = 0) -> Problem:
-    """An MLP with batch normalisation on the digits, by statistics that stand still as they do in
-    evaluation.
-
-    By the statistics of each micro-batch it would be another loss, which no fold makes
-    decomposable.
-    """
-    random = np.random.default_rng(seed)
-    images, labels = _digits(_EVEN)
-    params = {"hidden": _linear(random, 64, 32), "norm": {}, "output": _linear(random, 32, 10)}
-    params["norm"] = {"weight": 1 + _normal(random, 32), "bias": _normal(random, 32)}
-    # The running statistics that stand still: those of the whole batch, by the initial weights.
-    hidden = images @ params["hidden"]["weight"] + params["hidden"]["bias"]
-    return _problem(
-        "batchnorm",
-        "mean cross-entropy of an MLP with BatchNorm by its running statistics; fold=funcga.mean()",
-        params,
-        ({"mean": hidden.mean(0), "var": hidden.var(0)}, images, labels),
-        in_axes=(None, None, 0, 0),
-        optimizers=("adamw",),
-    )
-
-
-def mixed(seed: int = 0) -> Problem:
-    """An autoencoder on the digits: three losses in one, of rows, of pixels and of the weights."""
-    random = np.random.default_rng(seed)
-    params = {
-        "hidden": _linear(random, 64, 32),
-        "output": _linear(random, 32, 10),
-        "decode": _linear(random, 32, 64),
-    }
-    return _problem(
-        "mixed",
-        "cross-entropy + squared error of the pixels + weight decay, of an autoencoder; "
-        "fold=funcga.mean()",
-        params,
-        _digits(_EVEN),
-        optimizers=("adamw",),
-    )
-
-
-PROBLEMS: dict[str, Callable[..., Problem]] = {
-    make.__name__: make for make in (digits, cnn, text, batchnorm, mixed)
-}
+PROBLEMS: dict[str, Callable[..., Problem]] = {"digits": digits, "cnn": cnn, "text": text}
 
 
 def count_targets(tokens: Array) -> Array:
@@ -213,29 +170,19 @@ def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Array
     return random.standard_normal(shape) / fan_in**0.5
 
 
-class Choice(NamedTuple):
-    """A problem: a built-in one by its name, or `FILE.py:NAME`, and the seed."""
+def chosen(where: str, seed: int) -> Problem:
+    """The problem that the command line names.
 
-    where: str
-    seed: int
+    Args:
+        where: A built-in problem, or `FILE.py:NAME` of a Problem or of a function that returns one.
+        seed: What a function gets that has a parameter `seed`.
 
-
-def choices(where: str, seed: int) -> list[Choice]:
-    """The Choices of the command line: all built-in problems, or one."""
-    return [Choice(name, seed) for name in (PROBLEMS if where == "all" else [where])]
-
-
-def chosen(choice: Choice) -> Problem:
-    """The Problem: a built-in one, or that of `FILE.py:NAME`, which may be a function that returns
-    one.
-
-    A function that has a parameter `seed` is called with it. Raises FuncgaError if there is no such
-    object, or if it is not a Problem.
+    Raises:
+        FuncgaError: If there is no such object, or it is not a Problem.
     """
-    where = choice.where
     if where in PROBLEMS:
         check_installed("torch", "jax", "optax", "sklearn")
-        return PROBLEMS[where](choice.seed)
+        return PROBLEMS[where](seed)
     if ".py" not in where:
         raise FuncgaError(
             f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of "
@@ -244,9 +191,7 @@ def chosen(choice: Choice) -> Problem:
     definition = "problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...)"
     value, name, _ = load_object(where, definition, _can_be_chosen)
     if callable(value) and not isinstance(value, Problem):
-        value = (
-            value(seed=choice.seed) if "seed" in inspect.signature(value).parameters else value()
-        )
+        value = value(seed=seed) if "seed" in inspect.signature(value).parameters else value()
     if not isinstance(value, Problem):
         raise FuncgaError(
             f"{where} is of type {type(value).__name__}, and parity takes a funcga.checks.Problem, "
@@ -254,7 +199,7 @@ def chosen(choice: Choice) -> Problem:
         )
     # In a report a problem without a name goes by its variable.
     problem = value if value.name else replace(value, name=name)
-    check_installed(*problem.frameworks, *(["optax"] if problem.jax_loss is not None else []))
+    check_installed(*problem.losses, *(["optax"] if problem.jax_loss is not None else []))
     _check(problem)
     return problem
 

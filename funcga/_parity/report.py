@@ -1,94 +1,87 @@
-"""The report: a table and a verdict for each problem, and the same as JSON."""
+"""The report of a run: a table and a verdict for each problem, and the same as JSON."""
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-from rich.table import Table
-from rich.text import Text
 
 from funcga._commands import versions
-from funcga._compare.report import Report
-from funcga._compare.report import figure as figure
+from funcga._compare.report import Report, figure
 from funcga._compare.row import Row
 from funcga._parity.run import CAUSES, Compared, Findings, Trajectory
 from funcga._parity.sides import named
-from funcga._tables import rich_table
-
-WIDTH = 100
-"""The columns that the tables need."""
+from funcga._tables import text_table
 
 
-class Line(NamedTuple):
-    """A line of a table: comparisons of one kind, by the one of them in each dtype that differs
-    most.
+def as_text(findings: Findings) -> str:
+    """What a problem is, its table and its verdict."""
+    headings = ["cause", "what is compared", *findings.dtypes, "worst at", ""]
+    sentences = [f"{findings.problem.name}: {sentence}" for sentence in verdict(findings)]
+    table = text_table([headings, *_lines(findings)])
+    return "\n".join([_title(findings), table, *sentences])
 
-    figures: by dtype, the largest relative difference against its limit. status: 'within',
-    'BEYOND', or 'rounding' for what is beyond its limit in less than float64 alone.
+
+def _title(findings: Findings) -> str:
+    problem, rows, weights = findings.problem, findings.rows, findings.weights
+    about = f"{problem.name}: {problem.about}" if problem.about else problem.name
+    each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
+    weighted = "" if problem.weight is None else f", of weights {_span(weights)}"
+    return f"{about}\n{each}{weighted}"
+
+
+def _span(sizes: Sequence[float]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
+
+
+def _lines(findings: Findings) -> Iterator[list[str]]:
+    """The cells of a line for all comparisons of one kind: in each dtype the one that differs most
+    is shown, against its limit.
     """
+    kinds: dict[tuple[str, str], list[Compared]] = {}
+    for cause in CAUSES:
+        for compared in findings.of(cause):
+            kinds.setdefault((cause, compared.what), []).append(compared)
+    for (cause, what), kind in kinds.items():
+        kind = sorted(kind, key=lambda c: c.report.badness)
+        # The last one of each dtype, the worst, is the one that stays in the dict.
+        reports = {c.dtype: c.report for c in kind}
+        yield _line(findings, cause, what, reports, _where(kind[-1]), kind)
+    for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
+        runs = [t for t in findings.trajectories if t.optimizer == optimizer]
+        # The first to diverge, in whichever dtype; one that does not is behind all that do.
+        first = min(runs, key=lambda t: t.diverges or len(t.reports) + 1)
+        where = f"{_path(first.decisive)}, update {first.diverges or len(first.reports)}"
+        reports = {t.dtype: t.decisive for t in runs}
+        what = f"{optimizer}, {len(first.reports)} updates"
+        yield _line(findings, "training", what, reports, where, runs)
 
-    cause: str
-    what: str
-    figures: dict[str, str]
-    where: str
-    status: str
 
-
-def lines(findings: Findings) -> list[Line]:
-    """The Lines of a problem, in the order of CAUSES."""
-    return [line for cause in CAUSES for line in _of_cause(findings, cause)] + _of_training(
-        findings
-    )
-
-
-def _of_cause(findings: Findings, cause: str) -> Iterator[Line]:
-    for what in dict.fromkeys(compared.what for compared in findings.of(cause)):
-        kind = [compared for compared in findings.of(cause) if compared.what == what]
-        # Sorted, so that in the dict the last one of each dtype, the worst, is the one that stays.
-        worst = {c.dtype: c for c in sorted(kind, key=lambda c: c.report.badness)}
-        figures = {dtype: against(c.report) for dtype, c in worst.items()}
-        status = _status(findings, kind)
-        yield Line(
-            cause,
-            what,
-            figures,
-            _where(max(worst.values(), key=lambda c: c.report.badness)),
-            status,
-        )
+def _line(
+    findings: Findings,
+    cause: str,
+    what: str,
+    reports: dict[str, Report],
+    where: str,
+    kind: Sequence[Compared | Trajectory],
+) -> list[str]:
+    figures = [_figures(reports[dtype]) if dtype in reports else "" for dtype in findings.dtypes]
+    wrong = any(not result.ok and not findings.is_explained(result) for result in kind)
+    within = all(result.ok for result in kind)
+    status = "within" if within else "BEYOND" if wrong else "rounding"
+    return [cause, what, *figures, where, status]
 
 
 def _where(compared: Compared) -> str:
-    path = compared.report.worst.path if compared.report.worst else ""
+    path = _path(compared.report)
     if compared.micro_batch is not None:
         return f"{path}, micro-batch {compared.micro_batch + 1}"
     return f"{path}, n={compared.n}" if compared.cause == "accumulation" else path
 
 
-def _of_training(findings: Findings) -> list[Line]:
-    lines = []
-    for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
-        kind = [t for t in findings.trajectories if t.optimizer == optimizer]
-        # The first to diverge, in whichever dtype; one that does not is behind all that do.
-        first = min(kind, key=lambda t: t.diverges or len(t.reports) + 1)
-        worst = first.decisive.worst
-        where = f"{worst.path if worst else ''}, update {first.diverges or len(first.reports)}"
-        figures = {t.dtype: against(t.decisive) for t in kind}
-        what = f"{optimizer}, {len(kind[0].reports)} updates"
-        lines.append(Line("training", what, figures, where, _status(findings, kind)))
-    return lines
+def _path(report: Report) -> str:
+    return report.worst.path if report.worst else ""
 
 
-def _status(findings: Findings, kind: Sequence[Compared | Trajectory]) -> str:
-    if all(result.ok for result in kind):
-        return "within"
-    return (
-        "rounding"
-        if all(result.ok or findings.is_explained(result) for result in kind)
-        else "BEYOND"
-    )
-
-
-def against(report: Report) -> str:
+def _figures(report: Report) -> str:
     """The largest relative difference against its limit, such as `8.6e-7 < 2e-5`."""
     # A leaf with NaN, or of another shape, has no figure: its status stands in its place.
     row = report.worst
@@ -100,71 +93,24 @@ def against(report: Report) -> str:
     return f"{figure(row.relative)}{limit}"
 
 
-def as_table(findings: Findings) -> Table:
-    """The table of a problem: a line for everything that is compared, by the cause that a
-    difference would have.
-    """
-    cells: list[list[str | Text]] = []
-    last = ""
-    for line in lines(findings):
-        style = {"within": "green", "rounding": "yellow"}.get(line.status, "bold red")
-        # A cause is written once, above the lines that have it.
-        cause = line.cause if line.cause != last else ""
-        figures = [line.figures.get(dtype, "") for dtype in findings.dtypes]
-        cells.append([cause, line.what, *figures, line.where, Text(line.status, style)])
-        last = line.cause
-    return rich_table(
-        ("cause", "what is compared", *findings.dtypes, "worst at", ""),
-        cells,
-        ("cause", *findings.dtypes),
-        title=Text(title(findings), style="bold"),
-        title_justify="left",
-    )
-
-
-def title(findings: Findings) -> str:
-    """What a problem is, and how its rows are split."""
-    problem, rows, weights = findings.problem, findings.rows, findings.weights
-    text = f"{problem.name}: {problem.about}" if problem.about else problem.name
-    each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
-    if problem.weight is not None:
-        each += f", of weights {_span(weights)}"
-    return f"{text}\n{each}"
-
-
-def _span(sizes: Sequence[float]) -> str:
-    least, most = min(sizes), max(sizes)
-    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
-
-
-def sentences(findings: Findings) -> Text:
-    """The verdict on a problem."""
-    result = verdict(findings)
-    style = "bold green" if result.ok else "bold red"
-    return Text("\n".join(f"{findings.problem.name}: {line}" for line in result.sentences), style)
-
-
-def conclusion(every: Sequence[Findings]) -> Text:
+def conclusion(every: Sequence[Findings]) -> str:
     """The last line: whether all problems are the same."""
-    wrong = [findings.problem.name for findings in every if not findings.ok]
-    if wrong:
-        return Text(f"Verdict: DIFFERENT: {', '.join(wrong)}.", "bold red")
+    different = [findings.problem.name for findings in every if not findings.ok]
+    if different:
+        return f"Verdict: DIFFERENT: {', '.join(different)}."
     # Of every leaf in everything that was compared, update by update.
     reports = [c.report for f in every for c in f.compared]
     reports += [report for f in every for t in f.trajectories for report in t.reports]
     within = [row.ok for report in reports for row in report.rows]
     if all(within):
-        text = f"All {len(within):,} differences of a leaf are within their limits."
+        count, others = f"All {len(within):,}", ""
     else:
-        text = (
-            f"{sum(within):,} of {len(within):,} differences of a leaf are within their limits, "
-            "the others rounding."
-        )
-    return Text(f"Verdict: the same. {text}", "bold green")
+        count, others = f"{sum(within):,} of {len(within):,}", ", the others rounding"
+    return f"Verdict: the same. {count} differences of a leaf are within their limits{others}."
 
 
 def as_json(every: Sequence[Findings]) -> dict[str, object]:
-    """Everything that was found, as JSON has it: a figure that is not finite is None."""
+    """All results as JSON has them: a figure that is not finite is None."""
     return {
         "ok": all(findings.ok for findings in every),
         "versions": versions(),
@@ -174,77 +120,68 @@ def as_json(every: Sequence[Findings]) -> dict[str, object]:
 
 
 def _findings_as_json(findings: Findings) -> dict[str, object]:
+    losses = findings.losses.items()
     return {
         "problem": findings.problem.name,
         "about": findings.problem.about,
         "fold": repr(findings.problem.fold),
         "ok": findings.ok,
-        "verdict": verdict(findings).sentences,
+        "verdict": verdict(findings),
         "reduction": findings.reduction,
         "microbatch_rows": findings.rows,
         "microbatch_weights": findings.weights,
-        "losses": {
-            d: {f: _finite(loss) for f, loss in losses.items()}
-            for d, losses in findings.losses.items()
-        },
-        "compared": [_compared_as_json(findings, compared) for compared in findings.compared],
-        "training": [_trajectory_as_json(findings, t) for t in findings.trajectories],
+        "losses": {d: {f: _finite(loss) for f, loss in each.items()} for d, each in losses},
+        "compared": [
+            {**_fields(findings, compared, "report"), **compared.report.as_dict()}
+            for compared in findings.compared
+        ],
+        "training": [
+            {
+                **_fields(findings, t, "reports", "aside"),
+                "losses": [_finite(loss) for loss in t.losses],
+                "diverges": t.diverges,
+                "worst": [_finite(report.most) for report in t.reports],
+                "last": t.reports[-1].as_dict(),
+            }
+            for t in findings.trajectories
+        ],
     }
 
 
-def _compared_as_json(findings: Findings, c: Compared) -> dict[str, object]:
-    about = {name: value for name, value in c._asdict().items() if name != "report"}
-    return {**about, "explained": not c.ok and findings.is_explained(c), **c.report.as_dict()}
-
-
-def _trajectory_as_json(findings: Findings, t: Trajectory) -> dict[str, object]:
-    return {
-        "optimizer": t.optimizer,
-        "dtype": t.dtype,
-        "n": t.n,
-        "ok": t.ok,
-        "explained": not t.ok and findings.is_explained(t),
-        "parts": t.diverges,
-        "losses": [_finite(loss) for loss in t.losses],
-        "worst": [_finite(report.most) for report in t.reports],
-        "last": t.reports[-1].as_dict(),
-    }
+def _fields(findings: Findings, result: Compared | Trajectory, *but: str) -> dict[str, object]:
+    fields = {name: value for name, value in result._asdict().items() if name not in but}
+    return {**fields, "ok": result.ok, "explained": not result.ok and findings.is_explained(result)}
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Verdict(NamedTuple):
-    """Whether a problem is the same in both frameworks, whole and accumulated, and sentences
-    that say why not.
-    """
-
-    ok: bool
-    sentences: list[str]
-
-
-def verdict(findings: Findings) -> Verdict:
-    """The Verdict. The first sentence is on the first cause that is found: what comes after may
-    be its consequence.
+def verdict(findings: Findings) -> list[str]:
+    """The verdict in sentences. The first one is on the first cause that is found: the others may
+    follow from it.
     """
     if findings.ok:
-        return Verdict(True, [_agreement(findings), *_aside(findings)])
-    accumulation, model = list(_accumulation(findings)), list(_model(findings))
+        return [_agreement(findings), *_aside(findings)]
+    accumulation, model = [*_accumulation(findings)], [*_model(findings)]
     # A loss that decomposes in one framework alone is another loss there.
     first = [*model, *accumulation] if _is_in_one(findings) else [*accumulation, *model]
     causes = [*_fold(findings), *first, *_rounding(findings), *_training(findings)]
-    return Verdict(False, [*causes, *_aside(findings)])
+    return [*causes, *_aside(findings)]
+
+
+def _wrong(findings: Findings, cause: str) -> list[Compared]:
+    return [c for c in findings.wrong if isinstance(c, Compared) and c.cause == cause]
 
 
 def _is_in_one(findings: Findings) -> bool:
     # The full batches differ too, so one loss is not the other.
-    wrong = {compared.framework for compared in _unexplained(findings, "accumulation")}
-    return len(wrong) == 1 and bool(_unexplained(findings, "model"))
+    frameworks = {compared.framework for compared in _wrong(findings, "accumulation")}
+    return len(frameworks) == 1 and bool(_wrong(findings, "model"))
 
 
 def _fold(findings: Findings) -> Iterator[str]:
-    wrong = _unexplained(findings, "fold")
+    wrong = _wrong(findings, "fold")
     if wrong:
         worst = _most(wrong)
         yield (
@@ -254,16 +191,13 @@ def _fold(findings: Findings) -> Iterator[str]:
 
 
 def _accumulation(findings: Findings) -> Iterator[str]:
-    wrong = _unexplained(findings, "accumulation")
+    wrong = _wrong(findings, "accumulation")
     if not wrong:
         return
     worst = _most(wrong)
     labels = list(dict.fromkeys(str(compared.framework) for compared in wrong))
-    where = (
-        "this loss"
-        if len(labels) == len(findings.problem.frameworks)
-        else f"the loss of {labels[0]}"
-    )
+    is_all = len(labels) == len(findings.problem.losses)
+    where = "this loss" if is_all else f"the loss of {labels[0]}"
     text = (
         f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by "
         f"{_worst(worst)}"
@@ -290,7 +224,7 @@ def _accumulation(findings: Findings) -> Iterator[str]:
 
 
 def _model(findings: Findings) -> Iterator[str]:
-    wrong = _unexplained(findings, "model")
+    wrong = _wrong(findings, "model")
     if not wrong:
         return
     # The run ends with float64: the finest dtype in which they differ says most.
@@ -298,11 +232,8 @@ def _model(findings: Findings) -> Iterator[str]:
     wrong = [compared for compared in wrong if compared.dtype == finest]
     where = _which([compared for compared in findings.of("model") if compared.dtype == finest])
     text = f"The models differ, in {finest}: {where}. {_how(wrong)}"
-    yield (
-        text
-        if finest == findings.finest
-        else f"{text} In {findings.finest} they agree, so it is not mere rounding."
-    )
+    agree = f" In {findings.finest} they agree, so it is not mere rounding."
+    yield text if finest == findings.finest else text + agree
 
 
 def _which(compared: list[Compared]) -> str:
@@ -356,11 +287,8 @@ def _how(wrong: list[Compared]) -> str:
 
 def _most_in(leaves: list[Row]) -> str:
     worst = sorted(leaves, key=lambda row: row.relative, reverse=True)[:3]
-    return (
-        f"; most in {', '.join(f'{row.path} ({row.relative:.1e})' for row in worst)}"
-        if worst
-        else ""
-    )
+    most = ", ".join(f"{row.path} ({row.relative:.1e})" for row in worst)
+    return f"; most in {most}" if most else ""
 
 
 def _hint(beyond: list[Row], leaves: list[Row]) -> str:
@@ -391,13 +319,12 @@ def _factor(rows: list[Row]) -> float | None:
     alike = len(ratios) == len(rows) > 0 and all(
         math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios
     )
-    return (
-        ratios[0] if straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4) else None
-    )
+    is_factor = straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4)
+    return ratios[0] if is_factor else None
 
 
 def _rounding(findings: Findings) -> Iterator[str]:
-    wrong = [c for c in _unexplained(findings, "rounding") if math.isfinite(c.report.most)]
+    wrong = [c for c in _wrong(findings, "rounding") if math.isfinite(c.report.most)]
     if wrong:
         worst = _most(wrong)
         yield (
@@ -408,30 +335,18 @@ def _rounding(findings: Findings) -> Iterator[str]:
 
 
 def _training(findings: Findings) -> Iterator[str]:
-    wrong = [t for t in findings.trajectories if not t.ok and not findings.is_explained(t)]
+    wrong = [result for result in findings.wrong if isinstance(result, Trajectory)]
     if not wrong:
         return
-    first = min(wrong, key=lambda t: t.diverges or 0)
-    worst = first.decisive.worst
-    others = "".join(f", {t.optimizer} ({t.dtype}) {_since(t)}" for t in wrong if t is not first)
-    where = f"; first {worst.path}" if worst else ""
-    text = (
-        f"The training diverges: {first.optimizer} ({first.dtype}) {_since(first)}{others}{where}."
-    )
-    same = not _unexplained(findings, "model")
-    yield (
-        f"{text} The gradients agree, so compare what the two optimizers do with them."
-        if same
-        else text
-    )
-
-
-def _since(t: Trajectory) -> str:
-    return f"from update {t.diverges} on"
+    wrong.sort(key=lambda t: t.diverges or 0)
+    each = ", ".join(f"{t.optimizer} ({t.dtype}) from update {t.diverges} on" for t in wrong)
+    text = f"The training diverges: {each}; first {_path(wrong[0].decisive)}."
+    same = " The gradients agree, so compare what the two optimizers do with them."
+    yield text if _wrong(findings, "model") else text + same
 
 
 def _aside(findings: Findings) -> Iterator[str]:
-    """Which parameters the training has no say on."""
+    """The parameters that are left out of the training."""
     aside = dict.fromkeys(path for t in findings.trajectories for path in t.aside)
     if aside:
         names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
@@ -441,39 +356,24 @@ def _aside(findings: Findings) -> Iterator[str]:
         )
 
 
-def _unexplained(findings: Findings, cause: str) -> list[Compared]:
-    return [
-        compared
-        for compared in findings.of(cause)
-        if not compared.ok and not findings.is_explained(compared)
-    ]
-
-
 def _agreement(findings: Findings) -> str:
-    """What a problem is told that is the same everywhere."""
-    figures = {
-        cause: max(
-            (c.report.most for c in findings.of(cause) if c.dtype == findings.finest), default=None
-        )
-        for cause in ("accumulation", "model")
-    }
-    accumulation = figures["accumulation"] or 0
-    text = f"The same. In {findings.finest} accumulated is the full batch to {accumulation:.0e}"
-    if figures["model"] is not None:
-        text += f", and torch is JAX to {figures['model']:.0e}"
-    if any(c.dtype != findings.finest for c in findings.compared):
+    """The verdict on a problem that is the same everywhere."""
+    finest = [c for c in findings.compared if c.dtype == findings.finest]
+    accumulated = [c.report.most for c in finest if c.cause == "accumulation"]
+    between = [c.report.most for c in finest if c.cause == "model"]
+    text = f"The same. In {findings.finest} accumulated is the full batch to {max(accumulated):.0e}"
+    if between:
+        text += f", and torch is JAX to {max(between):.0e}"
+    if len(finest) < len(findings.compared):
         text += "; what is left in less precision is rounding"
-    # Beyond its limit, and explained, or the problem would not be the same.
+    # What is beyond its limit is explained, or the problem would not be the same.
     large = [c for c in findings.of("rounding") if not c.ok]
     if large:
-        text += (
-            f", which this loss makes large: {_worst(_most(large))}, as it does that of its "
-            "arguments"
-        )
-    grown = [t for t in findings.trajectories if not t.ok]
+        text += f", which this loss makes large: {_worst(_most(large))}, as rounded arguments do"
+    grown = next((t for t in findings.trajectories if not t.ok), None)
     if grown:
-        first = grown[0]
-        text += f", which training makes larger ({first.optimizer}, {first.dtype}: {_since(first)})"
+        where = f"{grown.optimizer}, {grown.dtype}: from update {grown.diverges} on"
+        text += f", which training makes larger ({where})"
     return text + "."
 
 

@@ -62,15 +62,6 @@ class Framework(Protocol):
         """
         ...
 
-    def over_replicas(
-        self, step: Callable[..., Tree], arguments: Arguments, count: int
-    ) -> tuple[Tree, int] | None:
-        """What `step(across=...)` returns over so many replicas, and the rows that they took.
-
-        None in all processes but the first one.
-        """
-        ...
-
 
 class Result(NamedTuple):
     """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its
@@ -91,31 +82,43 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """One framework's side of a problem in one dtype. Every run is made in the precision that the
-    dtype asks for.
+    """One framework's side of a problem in one dtype, and in the precision that the dtype needs.
 
-    Raises FuncgaError where the loss, the fold or the weight do not fit their arguments, and says
-    in which framework.
+    Args:
+        problem: The problem.
+        framework: "torch" or "jax".
+        dtype: The dtype of all floats.
+        n: The number of `micro_batches`.
+        device: The device of the arrays.
+
+    Raises:
+        FuncgaError: If the loss, the fold or the weight do not fit their arguments; the error says
+            in which framework.
     """
 
     problem: Problem
     framework: str
     dtype: str
+    n: int = 1
     device: str = "cpu"
 
-    def full(self, rows: int | None = None) -> Result:
-        """The loss and gradients of the whole batch, or its first rows, divided by hand: no fold
-        has a part in it.
+    @cached_property
+    def whole(self) -> Result:
+        """The loss and gradients of the whole batch."""
+        return self.full(self.arguments.rows())
+
+    def full(self, rows: int) -> Result:
+        """The loss and gradients of the first rows of the batch, divided by hand: no fold takes
+        part.
         """
         with self.running():
             # This is what accumulation is measured by, so it uses none of it: one call and one
             # division.
-            rows = rows or self.arguments.rows()
             return self._full(self.arguments.cut(0, rows, []), rows)
 
     def nearby(self, dtype: str) -> Result:
-        """`full` at arguments of which every float is moved by up to half an epsilon of a dtype,
-        as rounding would.
+        """The loss and gradients of the whole batch at arguments whose floats are moved by up to
+        half an epsilon of a dtype, as rounding would.
         """
         random = np.random.default_rng(0)
 
@@ -123,16 +126,13 @@ class Side:
             if not isinstance(leaf, np.ndarray | np.generic) or not is_float(leaf.dtype):
                 return leaf
             # Relative to each element, at most half a unit in its last place in that dtype.
-            return leaf * (
-                1 + tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)
-            ).astype(leaf.dtype)
+            shift = tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)
+            return leaf * (1 + shift).astype(leaf.dtype)
 
         with self.running():
             leaves, structure = self.backend.trees.flatten(to_numpy(self.args))
-            args = self.placed(
-                self.backend.trees.unflatten(structure, [moved(leaf) for leaf in leaves])
-            )
-            return self._full(args, self.arguments.rows())
+            args = self.backend.trees.unflatten(structure, [*map(moved, leaves)])
+            return self._full(self.placed(args), self.arguments.rows())
 
     def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
         divisor = divisor_of(self.problem, float(self.weight(args, rows)))
@@ -142,23 +142,28 @@ class Side:
     def accumulated(self, n: int) -> Result:
         """The loss and gradients, accumulated over n micro-batches."""
         with self.running():
-            problem = self.problem
-            step = accumulate(
-                self.gradient, n, fold=problem.fold, weight=problem.weight, in_axes=problem.in_axes
-            )
+            step = accumulate(self.gradient, n, **self.options)
             return self.result(self.own.compiled(step)(*self.args))
 
-    def micro_batches(self, n: int) -> list[Result]:
-        """What grad_fn itself returns for each of n micro-batches: nothing is folded, or
-        divided.
+    @property
+    def options(self) -> dict[str, Array]:
+        """The options of `accumulate` and `verify` that the problem has."""
+        problem = self.problem
+        return {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
+
+    @cached_property
+    def micro_batches(self) -> list[Result]:
+        """What the gradient function itself returns for each of n micro-batches, neither folded
+        nor divided.
         """
         with self.running():
-            return [self.result(self.compiled(*args)) for args, _ in self.parts(n)]
+            return [self.result(self.compiled(*args)) for args, _ in self.parts(self.n)]
 
-    def weights(self, n: int) -> list[float]:
+    @property
+    def weights(self) -> list[float]:
         """The weight of each of n micro-batches."""
         with self.running():
-            return [float(self.weight(args, rows)) for args, rows in self.parts(n)]
+            return [float(self.weight(args, rows)) for args, rows in self.parts(self.n)]
 
     def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
@@ -277,10 +282,9 @@ class Side:
         """The Report of two results: the loss, then the gradients in the order in which the
         parameters were given.
         """
-        report = self.compared(
-            left.gradient, right.gradient, names, self.reduction, rules, check_dtype
-        )
-        limit = self.limit(names, self.reduction)
+        gradients, terms = (left.gradient, right.gradient), self.reduction
+        report = self.compared(*gradients, names, terms, rules, check_dtype)
+        limit = self.limit(names, terms)
         loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
         return replace(report, rows=(loss, *report.rows))
 
@@ -326,15 +330,9 @@ class Side:
         return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
 
     def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
-        """What `verify` says of the loss and the fold."""
-        problem = self.problem
-        options: dict[str, Array] = {
-            "fold": problem.fold,
-            "weight": problem.weight,
-            "in_axes": problem.in_axes,
-        }
+        """The verdict of `verify` on the loss and the fold."""
         with self.running():
-            return verify(self.gradient, *self.args, n=n, seed=seed, **options)
+            return verify(self.gradient, *self.args, n=n, seed=seed, **self.options)
 
     def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""

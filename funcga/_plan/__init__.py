@@ -1,16 +1,15 @@
-"""The tool that finds how many micro-batches a batch needs to fit in memory; nothing is run.
+"""The tool that finds how many micro-batches a batch needs to fit in memory, without running them.
 
     plan = funcga.plan(grad_fn, params, batch, memory="14 GiB")
     step = funcga.accumulate(grad_fn, plan.n)
 
-The search and the table are in this file. What a window holds is measured in `in_torch.py`, on
-tensors without numbers, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
+The search and the table are in this file. The memory of a window is measured in `in_torch.py`, on
+fake tensors, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
 (`funcga._call`, the backends' `loop` and `passes`); nothing stands on it, but `n="auto"` asks for
 it by name.
 """
 
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,26 +26,22 @@ from funcga.folds import FoldTree, mean
 
 
 class Planner(Protocol):
-    """How much memory a window takes, found without running it."""
+    """Measures the memory of a window without running it."""
 
     def is_shape(self, leaf: object) -> bool:
-        """Whether the leaf only stands for an array of this framework: it has a shape and a
-        dtype, and no numbers.
-        """
+        """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
         ...
 
     def rows(self, program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-        """How many rows the arguments of a call have."""
+        """The number of rows of the arguments of a call."""
         ...
 
     def nbytes(self, tree: Tree) -> int:
-        """The bytes that the arrays of a tree take; memory that several of them share is counted
-        once.
-        """
+        """The bytes of the arrays of a tree; shared memory is counted once."""
         ...
 
     def free_memory(self, tree: Tree) -> int | None:
-        """The bytes that are free on the device of these arrays; None if that is the host."""
+        """The free bytes on the device of these arrays; None for the host."""
         ...
 
     def peak(
@@ -57,14 +52,12 @@ class Planner(Protocol):
         kwargs: dict[str, Tree],
         backend: Backend,
     ) -> dict[str, int]:
-        """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it
-        is.
-        """
+        """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
         ...
 
 
 def side(backend: Backend) -> Planner:
-    """How a framework is measured."""
+    """The Planner of a framework."""
     return cast("Planner", import_module(f"funcga._plan.in_{backend.name}"))
 
 
@@ -74,14 +67,15 @@ Measure = Callable[[int], dict[str, int]]
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What one number of micro-batches takes.
+    """The memory of a step with one number of micro-batches.
 
     Attributes:
         n: The number of micro-batches.
-        microbatch_size: How many rows the largest of them has.
-        peak_bytes: The bytes that are held when most are.
+        microbatch_size: The number of rows of the largest of them.
+        peak_bytes: The largest number of bytes held at one time: parameters, batch and state are
+            among them.
         fits: Whether that is no more than the memory.
-        parts: What these bytes are.
+        parts: The bytes by what they are.
     """
 
     n: int
@@ -92,17 +86,13 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How many micro-batches fit, and what they take. Made by `plan`; `print(plan)` shows the
-    table.
+class Plan(PlanRow):
+    """How many micro-batches fit, and what they take; `print(plan)` shows the table.
+
+    It is the `PlanRow` of the smallest number of micro-batches that fits, or of one row a
+    micro-batch if none does.
 
     Attributes:
-        n: The smallest number of micro-batches that fits; the number of rows if none does.
-        microbatch_size: How many rows the largest of them has.
-        peak_bytes: The bytes that such a step holds when it holds most: parameters, batch and state
-            are among them.
-        parts: What these bytes are.
-        fits: Whether they fit in the memory.
         memory: The bytes that there are.
         rows: A `PlanRow` for each n that was looked at.
         whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
@@ -115,19 +105,12 @@ class Plan:
         (1, 64, True)
     """
 
-    n: int
-    microbatch_size: int
-    peak_bytes: int
-    parts: dict[str, int]
-    fits: bool
     memory: int
     rows: tuple[PlanRow, ...]
     whole_batch: int | None = None
 
     def table(self) -> str:
-        """A line for each n: the rows of a micro-batch, the bytes at the peak, what they are,
-        and whether they fit.
-        """
+        """A line for each n: the rows of a micro-batch, the peak, and what it consists of."""
         names = [*self.parts]
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
@@ -169,38 +152,34 @@ def plan(
     totals: TotalsFn | None = None,
     **kwargs: Tree,
 ) -> Plan:
-    """The smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory;
-    nothing is run.
+    """Finds the smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory.
 
-    In torch the step runs on tensors that have shapes and no numbers (FakeTensorMode), through the
-    same code, and each storage that it makes is followed from its allocation to its end. So the
-    peak is that of the step to the byte, in torch's own bytes: those of workspaces of libraries,
-    and of memory that the allocator cannot use because it lies in pieces, come on top. In JAX it is
-    what XLA says of the compiled step: arguments, results and temporaries, without results that lie
-    in the memory of arguments.
+    Nothing is run. In torch the step runs on fake tensors (FakeTensorMode), and every allocation is
+    recorded, so the peak is exact in torch's own bytes; workspaces of libraries and fragmentation
+    come on top. In JAX the peak is XLA's figure for the compiled step: arguments, results and
+    temporaries, without results that reuse the memory of arguments.
 
-    The peak grows with the rows of a micro-batch by a straight line, so few n are looked at: 1, 2,
-    the number of rows, and those that the line leads to, the answer among them. In JAX the line
-    bends, and a smaller n may fit as well.
+    The peak is about linear in the rows of a micro-batch, so only a few n are measured: 1, 2, the
+    number of rows, and the ones that the line suggests. In JAX it is less linear, and a smaller n
+    may fit as well.
 
-    The arguments may be real arrays or shapes alone: tensors on `torch.device("meta")`,
-    `jax.ShapeDtypeStruct`. Meta tensors are planned as on torch's default device. What
-    `torch.compile` made is planned as if it was not compiled: that usually takes more, and less
-    only where a loss has checkpoints. A loss that asks for numbers, such as `.item()`, cannot be
-    planned, nor can a pipeline. In torch a step with `across=`, or of a module in DDP or FSDP, is
-    planned as if all replicas had the rows of this one; nothing is sent, so that one replica may
-    plan alone, and the peak of a module is within 5 %. In JAX it is planned in
-    `jax_backend.replicated(step, mesh)`: the bytes and the rows are those of one device.
+    The arguments may be real arrays or shapes: tensors on `torch.device("meta")`,
+    `jax.ShapeDtypeStruct`. Meta tensors are planned for torch's default device. Functions compiled
+    by `torch.compile` are planned as if they were not compiled, which usually takes more memory. A
+    loss that reads numbers, such as with `.item()`, cannot be planned, nor can a pipeline.
+
+    In torch a step with `across=`, or of a module in DDP or FSDP, is planned as if all replicas had
+    the rows of this one. Nothing is sent, so one replica may plan alone; the peak of a wrapped
+    module is within 5 %. In JAX plan `jax_backend.replicated(step, mesh)`: bytes and rows are those
+    of one device.
 
     Args:
-        grad_fn: As for `accumulate`; or a step that `accumulate` or `coupled` has made, with all of
-            its options, in JAX also one that is replicated. Its n is ignored.
-        *args: What the step is called with: parameters and a whole batch.
-        memory: The bytes that there are for all of it, the arguments included: a number, or a
-            string such as "14 GiB" or "800 MB". By default those that are free on the device of the
-            arguments.
-        state: Any tree of arrays that is in memory beside the step, such as the state of an
-            optimizer.
+        grad_fn: As for `accumulate`; or a step made by `accumulate` or `coupled`, with its options,
+            in JAX also a replicated one. Its n is ignored.
+        *args: The arguments of the step: parameters and a whole batch.
+        memory: The available bytes, including the arguments: a number, or a string such as "14 GiB"
+            or "800 MB". By default what is free on the device of the arguments.
+        state: A tree of arrays that also have to fit, such as the state of an optimizer.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
@@ -208,11 +187,10 @@ def plan(
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
-        A Plan. Its `n` is to be given to `accumulate`.
+        A Plan. Pass its `n` to `accumulate`.
 
     Raises:
-        FuncgaError: For what `accumulate` refuses, a memory that is no number of bytes, and a step
-            that cannot be planned.
+        FuncgaError: If an argument is invalid, or the step cannot be planned.
 
     Example:
         >>> loss_fn = lambda params, x: torch.tanh(x @ params["w"]).square().mean()
@@ -263,9 +241,7 @@ def planned(
     state: Tree = None,
     job: Coupled = None,
 ) -> Plan:
-    """The Plan of a program, that of a step of `coupled` if there is a job; with memory None for
-    what is free.
-    """
+    """The Plan of a program, or of a step of `coupled` if there is a job."""
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
@@ -287,8 +263,14 @@ def planned(
     if memory is None:
         own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
         memory = available_memory(backend, (args, kwargs, state), own)
-    n, fits = smallest_that_fits(measure, rows, memory)
-    return _plan(n, fits, rows, memory, measured)
+    n, _ = smallest_that_fits(measure, rows, memory)
+    table = {
+        k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
+        for k, parts in sorted(measured.items())
+    }
+    has_line = n > 1 and len(table) > 1
+    whole = _whole_batch([*table.values()], rows, memory) if has_line else None
+    return Plan(**vars(table[n]), memory=memory, rows=tuple(table.values()), whole_batch=whole)
 
 
 def _backend(
@@ -343,34 +325,15 @@ def _size(rows: int, n: int) -> int:
     return -(-rows // n)
 
 
-def _plan(n: int, fits: bool, rows: int, memory: int, measured: dict[int, dict[str, int]]) -> Plan:
-    """The Plan of what was measured."""
-    peaks = {k: sum(parts.values()) for k, parts in measured.items()}
-    table = [
-        PlanRow(k, _size(rows, k), peaks[k], peaks[k] <= memory, measured[k])
-        for k in sorted(measured)
-    ]
-    # The rows that are too many for the memory, by the line between the peaks of two other n.
-    whole = None
-    known = [row for row in table if row.n > 1]
-    if n > 1 and len(known) > 1:
-        first, last = known[0], known[-1]
-        bytes_of_row = (first.peak_bytes - last.peak_bytes) / max(
-            1, first.microbatch_size - last.microbatch_size
-        )
-        if bytes_of_row > 0:
-            whole = rows - math.ceil((peaks[1] - memory) / bytes_of_row)
-    has_whole = whole is not None and 0 < whole < rows
-    return Plan(
-        n,
-        _size(rows, n),
-        peaks[n],
-        measured[n],
-        fits,
-        memory,
-        tuple(table),
-        whole if has_whole else None,
-    )
+def _whole_batch(table: list[PlanRow], rows: int, memory: int) -> int | None:
+    """About how many rows fit without accumulation, by the line between the peaks of two n."""
+    first, second, last = table[0], table[1], table[-1]
+    more_rows = second.microbatch_size - last.microbatch_size
+    bytes_of_row = (second.peak_bytes - last.peak_bytes) / max(1, more_rows)
+    if bytes_of_row <= 0:
+        return None
+    fitting = rows - math.ceil((first.peak_bytes - memory) / bytes_of_row)
+    return fitting if 0 < fitting < rows else None
 
 
 # -- bytes
@@ -400,7 +363,7 @@ def read_memory(memory: int | str) -> int:
 
 
 def size_of(count: int) -> str:
-    """A number of bytes for people: `1.5 GiB`."""
+    """A readable number of bytes: `1.5 GiB`."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, _ = size / 1024, units.pop(0)
@@ -408,10 +371,7 @@ def size_of(count: int) -> str:
 
 
 def available_memory(backend: Backend, tree: Tree, own: int) -> int:
-    """The bytes that there are for a call with these arguments, what they take already included.
-
-    `own`: what the call's arguments and parameters take together.
-    """
+    """The available bytes for a call: what is free, plus `own`, the bytes of its arguments."""
     leaves = backend.trees.flatten(tree)[0]
     real = [leaf for leaf in leaves if not side(backend).is_shape(leaf)]
     free = side(backend).free_memory(real)
@@ -421,19 +381,12 @@ def available_memory(backend: Backend, tree: Tree, own: int) -> int:
 
 
 def _free_on_host() -> int:
-    """The bytes of main memory that a process can have now. Raises FuncgaError if the system
-    does not say.
-    """
+    """The available bytes of main memory. Raises FuncgaError if the system does not say."""
     try:
         with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+            return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
         raise FuncgaError(
             "this system does not say how much memory is free, and no memory= was given. Say it: "
             'plan(grad_fn, params, batch, memory="14 GiB").'

@@ -1,4 +1,4 @@
-"""The memory of a window, found without running it: as XLA lays out the compiled program."""
+"""The memory of a window in JAX: what XLA says of the compiled program, which is not run."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,12 @@ from jax_backend import trees
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether the leaf only stands for an array of this framework: it has a shape and a dtype,
-    and no numbers.
-    """
+    """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """How many rows the arguments of a call have."""
+    """The number of rows of the arguments of a call."""
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
@@ -35,9 +33,7 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes that the arrays of a tree take; memory that several of them share is counted
-    once.
-    """
+    """The bytes of the arrays of a tree; shared memory is counted once."""
     return sum({id(leaf): _size(leaf) for leaf in _Call((tree,), {}).arrays}.values())
 
 
@@ -50,7 +46,7 @@ def _size(leaf: Any, sharding: Any = None) -> int:
 
 
 def free_memory(tree: Tree) -> int | None:
-    """The bytes that are free on the device of these arrays; None if that is the host."""
+    """The free bytes on the device of these arrays; None for the host."""
     held = [leaf for leaf in _Call((tree,), {}).arrays if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
     stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
@@ -64,7 +60,7 @@ def peak(
     kwargs: dict[str, Tree],
     backend: Backend,
 ) -> dict[str, int]:
-    """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it is."""
+    """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
     if program.across is not None and program.on_each is None:
         raise FuncgaError(
             "the plan of a step with across= was asked for, whose axis has a meaning inside of "

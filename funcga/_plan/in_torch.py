@@ -1,11 +1,9 @@
-"""The memory of a window, found without running it: the window is folded on tensors that have
-shapes and no numbers.
+"""The memory of a window in torch: the window runs on fake tensors, which have shapes but no data.
 
-The engine runs as it always does. Each storage that it makes is followed from its allocation to its
-end, those of the backward pass too, so that the peak is that of the real window to the byte.
+The engine runs as usual. Every storage is recorded from its allocation to its end, also in the
+backward pass, so the peak is exactly that of the real window.
 """
 
-import bisect
 import itertools
 import math
 import warnings
@@ -43,26 +41,22 @@ _ENOUGH = 2
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether the leaf only stands for an array of this framework: it has a shape and a dtype,
-    and no numbers.
-    """
+    """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """How many rows the arguments of a call have."""
+    """The number of rows of the arguments of a call."""
     return program.read(args, backend).rows()
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes that the arrays of a tree take; memory that several of them share is counted
-    once.
-    """
+    """The bytes of the arrays of a tree; shared memory is counted once."""
     return sum(_sizes(trees.flatten(tree)[0]).values())
 
 
 def free_memory(tree: Tree) -> int | None:
-    """The bytes that are free on the device of these arrays; None if that is the host."""
+    """The free bytes on the device of these arrays; None for the host."""
     devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
     try:
         return min([_free_on(device) for device in devices if device.type != "cpu"], default=None)
@@ -87,7 +81,7 @@ def peak(
     kwargs: dict[str, Tree],
     backend: Backend,
 ) -> dict[str, int]:
-    """What `window(program)(args, kwargs)` holds when it holds most, in bytes, by what it is."""
+    """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
     mode = _mode(program)
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
@@ -138,7 +132,7 @@ def peak(
 
 
 def _mode(program: Program) -> Any:
-    """A mode in which tensors have no numbers. Raises FuncgaError for what cannot be planned."""
+    """A FakeTensorMode. Raises FuncgaError if the program cannot be planned."""
     # Those of pipelines are another class.
     if not isinstance(owner_of(program.grad_fn), ModuleGradient | None):
         raise FuncgaError(
@@ -170,9 +164,7 @@ def _mode(program: Program) -> Any:
 
 @contextmanager
 def _planning() -> Iterator[None]:
-    """A context in which all replicas are as this one, nothing travels between them, and nothing
-    is compiled.
-    """
+    """A context in which all replicas are like this one, without communication or compilation."""
     token = PLANNED.set(_Echo)
     try:
         # What torch.compile sees in such a mode it would leave as it is in real steps, too.
@@ -183,9 +175,7 @@ def _planning() -> Iterator[None]:
 
 
 class _Echo(Channel):
-    """A channel on which every replica says what this one says. It is the carrier of arrays,
-    too.
-    """
+    """A channel on which all replicas send what this one sends, also for arrays."""
 
     def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
         """What arrays travel over."""
@@ -220,7 +210,7 @@ class _Echo(Channel):
 
 
 def _modules(program: Program) -> list[torch.nn.Module]:
-    """The modules whose tensors the gradient function is seen to use."""
+    """The modules that the gradient function is known to use."""
     owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
     loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
     modules = [owner.module] if isinstance(owner, ModuleGradient) else []
@@ -236,10 +226,9 @@ def _wrapper(program: Program) -> Wrapper | None:
 def _first(
     program: Program, args: tuple[Tree, ...], backend: Backend
 ) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches, and of the last if that differs; and how many these
-    are.
+    """The arguments of the first micro-batches, and the last one if it differs; their number.
 
-    Those between are like the second.
+    The others are like the second one.
     """
     arguments, n = program.read(args, backend), program.n
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
@@ -266,9 +255,7 @@ def _reads_numbers(error: BaseException) -> FuncgaError:
 
 
 class _Fakes:
-    """Tensors that have shapes and no numbers, one for each real one. What shares memory shares
-    it here.
-    """
+    """A fake tensor for each real one. Tensors that share memory have fakes that share memory."""
 
     def __init__(self, mode: Any):
         self.mode = mode
@@ -318,10 +305,10 @@ class _Fakes:
 
     @contextmanager
     def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
-        """A context in which the attributes of these objects, and their lists and tables, have such
-        tensors.
+        """A context in which the tensors in the attributes of these objects, and in lists and dicts
+        there, are fakes.
 
-        Afterwards the attributes, lists and tables are as before, whatever has become of them.
+        Afterwards attributes, lists and dicts are as before.
         """
         before: dict[int, tuple[Any, Any]] = {}
         for attributes in map(vars, holders):
@@ -344,24 +331,24 @@ class _Fakes:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: when, and when it was freed.
+    """Memory that was allocated: what for, when, and when it was freed.
 
-    `names` has the name of what it is, if a wrapper knows it. All blocks that a storage had in turn
+    `names` has the name that a wrapper has for it, if any; all blocks that a storage had in turn
     share it.
     """
 
     size: int
     granule: int
-    in_backward: bool
+    kind: str
     born: int
     names: list[str]
     died: float = math.inf
 
 
 class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage that is made while it is entered, from its allocation to its end.
+    """Records every storage that is allocated while it is entered, until it is freed.
 
-    `held()` tells what is held that has a name of its own, by that name.
+    `held()` returns the tensors that a wrapper holds, by their names in a plan.
     """
 
     def __init__(self, known: dict[int, int], held: Callable[[], Held]):
@@ -371,7 +358,6 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside: dict[int, int] = {}  # what is used, and was there before
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
-        self.ends: list[int] = []  # when backward passes ended
         self.in_backward = False
         self.replacements = Replacements()
 
@@ -422,9 +408,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed(last)
             granule, names = last.granule, last.names
         size = _rounded(storage.nbytes(), granule)
-        self.live[id(storage)] = block = _Block(
-            size, granule, _private.in_backward(), len(self.deltas), names
-        )
+        kind = "gradients" if _private.in_backward() else "activations"
+        self.live[id(storage)] = block = _Block(size, granule, kind, len(self.deltas), names)
         self.blocks.append(block)
         self.deltas.append(size)
 
@@ -436,8 +421,9 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.deltas.append(-block.size)
 
     def _noted(self) -> None:
-        """Notes the end of a backward pass, and what is held then."""
-        self.ends.append(len(self.deltas))
+        """Notes what is held at the end of a backward pass: it is the sums and the results."""
+        for block in self.live.values():
+            block.kind = "sums"
         for name, tensors in self.held().items():
             for _, storage in _storages(_tensors(tensors)):
                 if id(storage) in self.live:
@@ -445,26 +431,14 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
-        self.ends.append(len(self.deltas))
+        for block in self.live.values():
+            block.kind = "sums"
         totals = [*itertools.accumulate(self.deltas)]
         when = max(range(len(totals)), key=totals.__getitem__, default=0)
         bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
         for block in self.blocks:
             if block.born <= when < block.died:
-                # What outlives the backward pass is the sums and the results.
-                end = (
-                    self.ends[bisect.bisect_right(self.ends, block.born)]
-                    if block.born < self.ends[-1]
-                    else math.inf
-                )
-                kind = (
-                    "sums"
-                    if block.died > end
-                    else "gradients"
-                    if block.in_backward
-                    else "activations"
-                )
-                bytes_of[block.names[0] if block.names else kind] += block.size
+                bytes_of[block.names[0] if block.names else block.kind] += block.size
         return bytes_of
 
 

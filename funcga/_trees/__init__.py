@@ -1,4 +1,4 @@
-"""The tool that takes whole trees from one framework to another, in new memory or in the same.
+"""The tool that converts trees of arrays between frameworks, with or without copies.
 
     jax_params = funcga.to_jax(module.state_dict(), copy=None)
     flax_params = funcga.trees.match(module.state_dict(), like, rules=funcga.trees.torch_to_flax)
@@ -22,34 +22,32 @@ from funcga.errors import FuncgaError, listed
 
 
 def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
-    """Converts every array of a tree, of torch, JAX or NumPy, to a torch tensor of the same shape
-    and dtype, detached.
+    """Converts every array of a tree to a torch tensor of the same shape and dtype, detached.
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that
-    are no arrays stay as they are. A tensor that is in the tree twice comes back as two copies, or
-    where memory is shared, as two in one.
+    The tree keeps its containers. Leaves that are not arrays of torch, JAX or NumPy stay as they
+    are. A tensor that is in the tree twice becomes two copies; without a copy, two tensors that
+    share memory.
 
     Args:
         tree: Nested containers of arrays.
-        copy: True makes one copy of each array, in memory of its own. None shares the memory where
-            that is possible and copies elsewhere. False shares it, or raises. What shares memory
-            sees what is written to it:
+        copy: True copies each array once. None shares memory where possible and copies elsewhere.
+            False shares memory, or raises. If memory is shared, writes are visible in both:
 
             - A JAX array is shared unless it is sharded. Do not write to the tensor: JAX relies on
               its arrays never changing.
             - A NumPy array is shared unless it is read-only, or has negative strides or bytes in
               another order. Write where you like.
             - A tensor is always shared, as by `x.detach()`. Write where you like.
-        device: A torch.device or its name. By default arrays stay where they lie, which is the CPU
-            where torch has no such device. Another device is a copy.
+        device: A torch.device or its name. By default arrays stay on their device, or move to the
+            CPU if torch does not have it. Moving to another device copies.
 
     Returns:
         A tree of the same structure, with tensors.
 
     Raises:
-        FuncgaError: An array, which the error names, is one that torch cannot have: of a dtype such
-            as int4, a typed key of JAX (convert `jax.random.key_data(key)`), traced by jit, or
-            donated. Or there is no such device.
+        FuncgaError: If torch does not support an array, which the error names: a dtype such as
+            int4, a typed key of JAX (convert `jax.random.key_data(key)`), a traced or a donated
+            array. Or if there is no such device.
 
     Example:
         >>> funcga.to_torch({"w": jnp.ones(2)})
@@ -59,17 +57,15 @@ def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> 
 
 
 def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
-    """Converts every array of a tree, of torch, JAX or NumPy, to a JAX array of the same shape and
-    dtype.
+    """Converts every array of a tree to a JAX array of the same shape and dtype.
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that
-    are no arrays stay as they are. Inside of jit, what is traced stays as it is.
+    The tree keeps its containers. Leaves that are not arrays of torch, JAX or NumPy stay as they
+    are, and so do traced arrays inside of jit.
 
     Args:
         tree: Nested containers of arrays.
-        copy: True makes one copy of each array, in memory of its own, finished when this returns.
-            None shares the memory where that is possible and copies elsewhere. False shares it, or
-            raises:
+        copy: True copies each array once, and waits until that is done. None shares memory where
+            possible and copies elsewhere. False shares memory, or raises:
 
             - A tensor is shared unless it is not contiguous, or a slice that begins at no multiple
               of 64 bytes. Do not write to it afterwards.
@@ -77,20 +73,20 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
               elsewhere. Do not write to it afterwards.
             - A JAX array stays the same array.
 
-            JAX relies on its arrays never changing, and may read them later than it is called. An
+            JAX relies on its arrays never changing, and may read them after a call has returned. An
             array that shares memory can be donated: JAX gives it up and writes elsewhere.
         device: A jax.Device, a Sharding, or a name such as "cpu" or "gpu:1". By default JAX arrays
-            and CUDA tensors stay where they lie, if JAX has that device, and all else goes to JAX's
-            default device, uncommitted. Another device is a copy.
+            and CUDA tensors stay on their device, if JAX has it; everything else goes to JAX's
+            default device, uncommitted. Moving to another device copies.
 
     Returns:
         A tree of the same structure, with JAX arrays.
 
     Raises:
-        FuncgaError: An array, which the error names, has 64 bits while JAX has these switched off
-            and would narrow it silently; or is one that JAX cannot have: a DTensor, a sparse
-            tensor, a dtype such as torch.int4, a tensor of a running torch.func transform. Or there
-            is no such device.
+        FuncgaError: If an array, which the error names, has 64 bits while these are disabled in
+            JAX, which would narrow it silently; if JAX does not support it: a DTensor, a sparse
+            tensor, a dtype such as torch.int4, a tensor of a running torch.func transform; or if
+            there is no such device.
 
     Example:
         >>> funcga.to_jax({"w": torch.ones(2)})
@@ -100,17 +96,15 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
 
 
 def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
-    """Converts every array of a tree, of torch, JAX or NumPy, to a NumPy array of the same shape
-    and dtype.
+    """Converts every array of a tree to a NumPy array of the same shape and dtype.
 
-    The tree is walked by the framework that its containers belong to, and keeps them. Leaves that
-    are no arrays stay as they are, and so do NumPy's scalars. bfloat16 and float8 are the dtypes of
-    ml_dtypes.
+    The tree keeps its containers. Leaves that are not arrays of torch, JAX or NumPy stay as they
+    are, and so do NumPy scalars. bfloat16 and float8 become the dtypes of ml_dtypes.
 
     Args:
         tree: Nested containers of arrays.
-        copy: True makes one copy of each array, in memory of its own. None shares the memory where
-            that is possible and copies elsewhere. False shares it, or raises:
+        copy: True copies each array once. None shares memory where possible and copies elsewhere.
+            False shares memory, or raises:
 
             - A JAX array is shared unless it is not on the CPU, or on several devices. NumPy's
               array is read-only.
@@ -122,8 +116,8 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
         A tree of the same structure, with NumPy arrays.
 
     Raises:
-        FuncgaError: An array, which the error names, has no numbers that NumPy could have, as in
-            `to_torch` and `to_jax`.
+        FuncgaError: If NumPy does not support an array, which the error names; see `to_torch` and
+            `to_jax`.
 
     Example:
         >>> funcga.to_numpy({"w": torch.ones(2)}, copy=None)
@@ -146,20 +140,18 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
 
 
 class Transfer(NamedTuple):
-    """An array on its way to another framework, and why it was copied: None where it is in its
-    owner's memory.
-    """
+    """An array on its way to another framework, and why it was copied; None if it was not."""
 
     array: Array
     copied: str | None = None
 
 
 class ExportError(Exception):
-    """What an array is, and why another framework cannot have it; the caller knows its path."""
+    """Says why another framework does not support an array; the caller adds its path."""
 
 
 class DLPack(Protocol):
-    """How a framework exports its arrays to others, NumPy among them, and imports theirs."""
+    """How a framework exports arrays to other frameworks and NumPy, and imports theirs."""
 
     def platforms(self) -> set[str]:
         """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so
@@ -207,7 +199,7 @@ class DLPack(Protocol):
 
 
 def side(backend: Backend) -> DLPack:
-    """How a framework exports and imports arrays."""
+    """The DLPack of a framework."""
     return cast("DLPack", import_module(f"funcga._trees.in_{backend.name}"))
 
 
@@ -219,10 +211,10 @@ def converted(
     platforms: Collection[str] = (),
     name: str = "tree",
 ) -> Tree:
-    """The tree with the arrays of a framework; `to_torch` and `to_jax` say how.
+    """The tree converted to a framework, as by `to_torch` and `to_jax`.
 
-    Arrays on these platforms are committed to where they lie, as those on the framework's own are.
-    Errors call the tree by `name`.
+    Arrays on these platforms stay there, like those on the framework's own. `name` is the name of
+    the tree in errors.
     """
     _check_copy(copy)
     target_device = None if device is None else target.arrays.device(device)
@@ -275,22 +267,21 @@ def _export_numpy(leaf: Array) -> Transfer:
 
 
 def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
-    """Tells which arrays of two trees share memory, so that writing to one may be seen in the
-    other.
+    """Returns, by path, whether the arrays of two trees share memory.
 
-    Addresses are compared from an array's first byte to its last, so rows that alternate in one
-    memory count as shared. An array without numbers, traced, fake or empty, shares nothing.
+    The address ranges are compared, so two arrays of alternating rows count as shared. Traced, fake
+    and empty arrays share nothing.
 
     Args:
         left: A tree of arrays of torch, JAX or NumPy.
         right: Another one, of any framework, whose arrays have the same paths.
 
     Returns:
-        Whether memory is shared, by path. Paths are written as in `to_state_dict`; leaves that are
-        no arrays are left out.
+        Whether memory is shared, by path as in `to_state_dict`. Leaves that are not arrays are left
+        out.
 
     Raises:
-        FuncgaError: One tree has arrays that the other has not; the error names their paths.
+        FuncgaError: If one tree has arrays that the other does not have; the error names them.
 
     Example:
         >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
@@ -319,9 +310,7 @@ Extent = tuple[int, int]
 
 
 def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
-    """The Extent of a strided array whose first element is at `start`; strides are in bytes, and
-    may be negative.
-    """
+    """The Extent of a strided array with its first element at `start`; strides are in bytes."""
     # Along each axis the last element lies this far from the first; with a negative stride, before
     # it.
     spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
@@ -349,8 +338,8 @@ def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
 
 
 class _Walk(NamedTuple):
-    """A tree as one framework walks it, and who owns the arrays among its leaves: None for
-    NumPy's, by leaf index.
+    """A tree as a framework flattens it, and the owners of its arrays by leaf index, None for
+    NumPy.
     """
 
     tree: Tree
@@ -361,12 +350,12 @@ class _Walk(NamedTuple):
     name: str
 
     def path(self, leaf_index: int) -> str:
-        """The path of a leaf, as one would write it in code."""
+        """The path of a leaf, as it is written in code."""
         return leaf_paths(self.tree, self.walker.trees, self.name)[leaf_index]
 
     def exports(self, export: Callable[[Array, Backend | None], Transfer]) -> list[Transfer]:
-        """What a function returns for every array and its owner; FuncgaError, with the path, for
-        an ExportError.
+        """Calls a function with every array and its owner. An ExportError becomes a FuncgaError
+        with the path.
         """
         transfers = []
         for index, owner in self.owners.items():
@@ -377,7 +366,7 @@ class _Walk(NamedTuple):
         return transfers
 
     def rebuilt(self, transfers: list[Transfer], copy: bool | None) -> Tree:
-        """The tree with these arrays; FuncgaError where one was copied and must not be."""
+        """The tree with these arrays. Raises FuncgaError if one was copied despite copy=False."""
         leaves = [*self.leaves]
         for index, (array, copied) in zip(self.owners, transfers, strict=True):
             if copy is False and copied is not None:
@@ -390,8 +379,8 @@ class _Walk(NamedTuple):
 
 
 def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
-    """The tree as a framework has it that knows all its containers; if none does, as the one
-    that finds most arrays.
+    """The tree flattened by a framework that knows all its containers, or else by the one that
+    finds the most arrays.
     """
     # Each framework has its own containers: torch does not look into a flax module, nor JAX into a
     # torch one.
@@ -419,14 +408,10 @@ def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
 
 
 def walkers() -> list[Backend]:
-    """The frameworks that are imported; if none is, one that is installed, to walk a tree of
-    NumPy's arrays.
-    """
+    """The imported frameworks; if there is none, an installed one, for trees of NumPy arrays."""
     return load_imported() or [load("torch" if find_spec("torch") else "jax")]
 
 
 def owner_of(leaf: object) -> Backend | None:
-    """The framework, of those that are imported, that an array belongs to; None for NumPy's, and
-    for anything else.
-    """
+    """The imported framework that an array belongs to; None for NumPy and anything else."""
     return next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)

@@ -30,11 +30,10 @@ def fails(error):
     return isinstance(error, Full)
 
 
-@pytest.mark.parametrize("most", [1, 7, 40])
-@pytest.mark.parametrize("known", [None, 3, 100])
+@pytest.mark.parametrize(("most", "known"), [(1, None), (40, None), (40, 3), (7, 100)])
 def test_the_smallest_is_found(most, known, monkeypatch):
     monkeypatch.setattr("funcga._accumulate.gc.collect", lambda: 0)  # takes a tenth of a second
-    for limit in range(1, most + 1):
+    for limit in range(known or 1, most + 1):  # what once fitted is not tried below
         tried = []
 
         def run(n, limit=limit, tried=tried):
@@ -43,33 +42,21 @@ def test_the_smallest_is_found(most, known, monkeypatch):
                 raise Full
             return f"of {n}"
 
-        if known is not None and known > limit:
-            continue  # what once fitted is not tried below
         assert smallest(run, most, fails, known) == (limit, f"of {limit}")
         assert len(tried) <= 2 * most.bit_length() + 3
+        assert known != limit or tried == [known]  # what is remembered is tried first
 
 
-def test_what_is_remembered_is_tried_first():
-    tried = []
-    assert smallest(lambda n: tried.append(n), 40, fails, 7) == (7, None)
-    assert tried == [7]
+def test_what_is_raised():
+    """When one row does not fit the error with a note, and other errors at once."""
+    for error in (Full("too large"), KeyError("mine")):
 
+        def run(n, error=error):
+            raise error
 
-def test_when_one_row_does_not_fit_the_error_is_raised_with_a_note():
-    def run(n):
-        raise Full("too large")
-
-    with pytest.raises(Full, match="too large") as caught:
-        smallest(run, 5, fails)
-    assert "one row a micro-batch" in caught.value.__notes__[0]
-
-
-def test_other_errors_are_raised_at_once():
-    def run(n):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        smallest(run, 5, fails)
+        with pytest.raises(type(error)) as caught:
+            smallest(run, 5, fails)
+        assert getattr(caught.value, "__notes__", [""])[0].count("one row a micro-batch") == (type(error) is Full)
 
 
 def exhausted(kit):
@@ -78,7 +65,7 @@ def exhausted(kit):
     return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory (injected)")
 
 
-@pytest.mark.parametrize("limit", [12, 5, 1])
+@pytest.mark.parametrize("limit", [5, 1])
 def test_the_largest_microbatch_that_fits(kit, limit):
     params, batch, loss = problems.regression(rows=12)
     params, batch = kit.arrays(params), kit.arrays(batch)
@@ -119,9 +106,7 @@ class FailsInBackward(torch.autograd.Function):
         return grad, None, None
 
 
-@pytest.mark.parametrize(
-    ("fold", "at"), [("mean", 1), ("mean", 6), ("mean", 12), ("per_weight", 5), ("moments", 7), ("max", 2)]
-)
+@pytest.mark.parametrize(("fold", "at"), [("mean", 1), ("mean", 12), ("per_weight", 5), ("moments", 7), ("max", 2)])
 def test_a_failure_in_any_layer_of_any_backward_pass(at, fold):
     """Of three layers some have added their gradients when another fails: nothing is counted twice."""
     torch.manual_seed(0)
@@ -148,7 +133,7 @@ def test_a_failure_in_any_layer_of_any_backward_pass(at, fold):
         assert difference(TORCH, result, before) <= LIMITS["float32"]
 
 
-@pytest.mark.parametrize("at", range(1, 5))
+@pytest.mark.parametrize("at", [1, 4])
 def test_a_failure_in_any_forward_pass(kit, at):
     params, batch, loss = problems.regression(rows=8)
     params, batch = kit.arrays(params), kit.arrays(batch)
@@ -200,16 +185,3 @@ def test_a_device_that_is_really_full():
     value, grads = funcga.accumulate(funcga.value_and_grad(loss), "auto")(w, x)
     assert float(value) == pytest.approx(1.0)
     torch.testing.assert_close(grads, torch.full_like(w, 2 / large), rtol=1e-4, atol=0)
-
-
-def test_no_more_shapes_are_remembered_than_are_of_use(monkeypatch):
-    monkeypatch.setattr("funcga._accumulate._SHAPES", 3)
-    made = []
-    original = funcga._accumulate.Search.__init__
-    monkeypatch.setattr(
-        funcga._accumulate.Search, "__init__", lambda self, program: (original(self, program), made.append(self))[0]
-    )
-    step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), "auto", fold=funcga.sum())
-    for rows in (1, 2, 3, 1, 4, 5):
-        assert float(step(torch.ones(()), torch.ones(rows))) == rows
-    assert [key[2][0] for key in made[0].fitted] == [(1,), (4,), (5,)]

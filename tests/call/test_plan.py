@@ -18,7 +18,6 @@ from funcga._plan import smallest_that_fits
 from funcga._plan.in_torch import peak
 from tests.processes import processes
 from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
-from torch_backend import _private as torch_private
 
 MEMORY = 400_000  # of which the transformer below needs more for n = 1
 
@@ -102,6 +101,7 @@ STEPS = {
     "moments": of_params(mean_loss, fold=(funcga.mean(), funcga.moments())),
     "exact": of_params(mean_loss, fold=funcga.reproducible(funcga.mean())),
     "noise": of_params(mean_loss, observe=funcga.gradient_noise()),
+    "narrow": of_params(mean_loss, torch.bfloat16),
     "totals": of_params(shared_loss, fold=funcga.sum(), totals=lambda x, y: len(x)),
 }
 
@@ -125,8 +125,9 @@ def predicted(step, args):
     return sum(peak(program, window, args, {}, BACKEND).values())
 
 
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("problem", [mlp, cnn, transformer, lambda: transformer(recomputes=True)])
+@pytest.mark.parametrize(
+    ("problem", "n"), [(mlp, 1), (cnn, 5), (transformer, 1), (lambda: transformer(recomputes=True), 5)]
+)
 def test_the_peak_is_that_of_the_real_window(problem, n):
     model, batch = problem()
     model.eval()  # BatchNorm of one row
@@ -134,21 +135,14 @@ def test_the_peak_is_that_of_the_real_window(problem, n):
     assert predicted(step, (*params, *batch)) == counted(step, (*params, *batch))
 
 
-@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "module"])
-def test_whatever_is_folded_the_peak_is_that_of_the_real_window(name, n):
-    model, batch = mlp()
-    step, params = STEPS[name](model, n)
-    # Numbers that weigh, or are counted, are 0-d tensors, of which there may be some more or less.
-    assert abs(predicted(step, (*params, *batch)) - counted(step, (*params, *batch))) <= 8 * (n + 4)
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_parameters_in_16_bits(n):
+def test_whatever_is_folded_the_peak_is_that_of_the_real_window(name):
     model, (x, y) = mlp()
-    step, params = of_params(mean_loss, torch.bfloat16)(model, n)
-    args = (*params, x.bfloat16(), y)
-    assert abs(predicted(step, args) - counted(step, args)) <= 64
+    n = 1 if name == "uneven" else 3
+    step, params = STEPS[name](model, n)
+    args = (*params, x.bfloat16() if name == "narrow" else x, y)
+    # Numbers that weigh, or are counted, are 0-d tensors, of which there may be some more or less.
+    assert abs(predicted(step, args) - counted(step, args)) <= 8 * (n + 4)
 
 
 def test_nothing_is_changed():
@@ -171,6 +165,8 @@ def test_the_smallest_that_fits_and_no_larger_one():
     at_most = lambda n: counted(funcga.accumulate(gradient, n), batch) <= MEMORY
     assert [at_most(n) for n in (plan.n - 1, plan.n)] == [False, True]
     assert plan.peak_bytes == sum(plan.parts.values()) == counted(funcga.accumulate(gradient, plan.n), batch)
+    assert plan.parts["sums"] >= 4 * sum(p.numel() for p in model.parameters())
+    assert plan.parts["gradients"] > 0
     assert 0 < plan.whole_batch < 23
     rows = [a[: plan.whole_batch] for a in batch]
     assert counted(funcga.accumulate(gradient, 1), rows) <= MEMORY
@@ -209,7 +205,7 @@ def test_jax_from_shapes():
     assert plan.peak_bytes == expected - sizes.alias_size_in_bytes
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_search(seed):
     """Of peaks on a line, and of bent ones, whatever n = 1 takes."""
     draw = random.Random(seed)
@@ -268,13 +264,6 @@ def test_memory_is_read_and_shown():
             of_one_row(text)
 
 
-def test_what_cannot_be_planned():
-    model, batch = mlp()
-    reads = lambda module, x, y: mean_loss(module, x, y) * x.sum().item()
-    with pytest.raises(funcga.FuncgaError, match="asks for numbers that are computed"):
-        funcga.plan(module_value_and_grad(model, reads), *batch)
-
-
 def over_replicas(group, make, n, how):
     """(what was predicted, what the first window and the next ones took), and what was sent while planning."""
     model, batch = make()
@@ -295,73 +284,71 @@ def over_replicas(group, make, n, how):
     return sum(parts.values()) - parts["parameters"] - parts["batch"], taken, planning.collectives
 
 
-@pytest.mark.parametrize(("how", "n"), [("plain", 1), ("wire", 4), ("max", 4)])
-def test_over_replicas(n, how):
+def over_replicas_in_all_ways(group):
+    return [over_replicas(group, transformer, n, how) for how, n in (("plain", 1), ("wire", 4), ("max", 4))]
+
+
+def test_over_replicas():
     """The plan is that of the first window, in which the sums of all leaves begin before the first gradient."""
-    for predicted, taken, sent in processes().run(over_replicas, transformer, n, how, size=2):
-        assert predicted == max(taken)
-        assert sent == []
+    for found in processes().run(over_replicas_in_all_ways, size=2):
+        for predicted, taken, sent in found:
+            assert predicted == max(taken)
+            assert sent == []
 
 
-@pytest.mark.parametrize("compiled", ["loss", "module"])
-def test_what_is_compiled_stays_so_after_a_plan(compiled):
-    graphs, (model, batch) = [], mlp()
-    torch._dynamo.reset()
-    compile = lambda function: torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph)
-    gradient = module_value_and_grad(
-        compile(model) if compiled == "module" else model, compile(mean_loss) if compiled == "loss" else mean_loss
-    )
-    plan = funcga.plan(gradient, *batch, memory=10**9)
-    assert not graphs
-    assert plan == funcga.plan(module_value_and_grad(model, mean_loss), *batch, memory=10**9)
-    funcga.accumulate(gradient, 1)(*batch)
-    assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("options", [{"weight": len}, {"in_axes": 0}, {"fold": funcga.sum()}, {"totals": len}])
-def test_options_beside_a_step_are_refused(options):
+def test_what_is_compiled_stays_so_after_a_plan():
     model, batch = mlp()
-    step, params = of_params(mean_loss)(model, 2)
-    with pytest.raises(funcga.FuncgaError, match="plan was given a step, which has options of its own"):
-        funcga.plan(step, *params, *batch, **options)
-    assert funcga.plan(step, *params, *batch, memory="1 GiB").n == 1
+    expected = funcga.plan(module_value_and_grad(model, mean_loss), *batch, memory=10**9)
+    graphs = []
+    compiled = lambda function: torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph)
+    for make in (lambda: (compiled(model), mean_loss), lambda: (model, compiled(mean_loss))):
+        torch._dynamo.reset()
+        graphs.clear()
+        gradient = module_value_and_grad(*make())
+        assert funcga.plan(gradient, *batch, memory=10**9) == expected
+        assert not graphs
+        funcga.accumulate(gradient, 1)(*batch)
+        assert len(graphs) == 1
 
 
-def test_errors_of_the_loss_pass():
+def test_what_cannot_be_planned(monkeypatch):
     def broken(module, x, y):
         raise KeyError("mine")
 
     model, batch = mlp()
+    step, params = of_params(mean_loss)(model, 2)
+    for options in ({"weight": len}, {"in_axes": 0}, {"fold": funcga.sum()}, {"totals": len}):
+        with pytest.raises(funcga.FuncgaError, match="plan was given a step, which has options of its own"):
+            funcga.plan(step, *params, *batch, **options)
+    assert funcga.plan(step, *params, *batch, memory="1 GiB").n == 1
+    reads = lambda module, x, y: mean_loss(module, x, y) * x.sum().item()
+    with pytest.raises(funcga.FuncgaError, match="asks for numbers that are computed"):
+        funcga.plan(module_value_and_grad(model, reads), *batch)
     with pytest.raises(KeyError, match="mine"):
         funcga.plan(module_value_and_grad(model, broken), *batch)
-
-
-def test_a_torch_without_fake_tensors(monkeypatch):
-    monkeypatch.setattr(torch_private, "_FAKE_MODE", None)
-    model, batch = mlp()
+    monkeypatch.setattr("torch_backend._private._FAKE_MODE", None)
     with pytest.raises(funcga.FuncgaError, match="no FakeTensorMode"):
         funcga.plan(module_value_and_grad(model, mean_loss), *batch)
     step = funcga.accumulate(module_value_and_grad(model, mean_loss), "auto")
     torch.testing.assert_close(step(*batch)[0], mean_loss(model, *batch))
 
 
-@pytest.mark.parametrize("array", [float, torch.tensor, jnp.asarray])
-def test_half_lives(array):
-    beta = float(funcga.transforms.beta_for_half_life(array(1000.0), 4000))
-    assert beta**4 == pytest.approx(0.5, rel=1e-6)
+def test_half_lives():
+    for array in (float, torch.tensor, jnp.asarray):
+        beta = float(funcga.transforms.beta_for_half_life(array(1000.0), 4000))
+        assert beta**4 == pytest.approx(0.5, rel=1e-6)
     with pytest.raises(funcga.FuncgaError, match="half_life"):
-        funcga.transforms.beta_for_half_life(array(1000.0), 0)
+        funcga.transforms.beta_for_half_life(1000.0, 0)
     with pytest.raises(funcga.FuncgaError, match="tokens"):
         funcga.transforms.beta_for_half_life(-1, 4000)
 
 
-@pytest.mark.parametrize("n", [1, 7])
-def test_losses_of_the_whole_batch(n):
+def test_losses_of_the_whole_batch():
     """In two passes, whose summaries are held."""
     params = {"a": torch.randn(20, 64), "b": torch.randn(64, 16)}
     summary_fn = lambda p, x: F.normalize(torch.tanh(x @ p["a"]) @ p["b"], dim=1)
     contrast = lambda p, s: F.cross_entropy(s @ s.T, torch.arange(len(s)))
-    step = funcga.coupled(summary_fn, contrast, n)
+    step = funcga.coupled(summary_fn, contrast, 7)
     assert predicted(step, (params, torch.ones(40, 20))) == counted(step, (params, torch.ones(40, 20)))
     plan = funcga.plan(step, params, torch.ones(40, 20), memory=40_000)
     assert (

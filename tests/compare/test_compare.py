@@ -1,10 +1,8 @@
 """`compare`: the numbers of a leaf, the limits and their reasons, and that a report says what it found."""
 
-import io
 import json
 import math
 import sys
-import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +52,6 @@ def test_ulps_count_the_floats_between(dtype):
     assert row("", np.array([-0.0], of), np.array([0.0], of)).ulps == 0
 
 
-def test_ulps_of_the_largest_range_do_not_overflow():
-    most = np.finfo("float64").max
-    found = row("", np.array([-most]), np.array([most]))
-    assert found.ulps == 2 * float(np.array(most).view("int64"))
-    assert found.absolute == math.inf
-    assert found.status == "beyond"
-
-
 def test_numbers_are_those_of_float64_mathematics(monkeypatch):
     monkeypatch.setattr(differences, "CHUNK", 7)
     left, right = rng_array(0, 5, 4), rng_array(1, 5, 4)
@@ -76,39 +66,6 @@ def test_numbers_are_those_of_float64_mathematics(monkeypatch):
     assert (transposed.absolute, transposed.index) == (found.absolute, found.index[::-1])
 
 
-def test_cosine_needs_no_squares_in_range():
-    tiny = np.array([3e-200, 4e-200])
-    np.testing.assert_allclose(row("", tiny, tiny * 1e300 * 1e80).cosine, 1, rtol=1e-15)
-    assert row("", np.zeros(2), tiny).cosine is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_large_arrays_are_compared_in_little_memory(monkeypatch, dtype):
-    monkeypatch.setattr(differences, "CHUNK", 2**12)
-    left = np.arange(2**18).astype(native(dtype))
-    right = left[::-1].copy()
-    tracemalloc.start()
-    row("", left, right)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < left.nbytes
-
-
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "bool"])
-def test_integers_are_exact(dtype):
-    if dtype == "bool":
-        low, high = np.array([False]), np.array([True])
-    else:
-        info = np.iinfo(dtype)
-        low, high = np.array([info.min], dtype), np.array([info.max], dtype)
-        close = np.array([info.max - 1], dtype)
-        assert row("", close, high).status == "beyond"
-        assert row("", close, high).absolute == 1
-    assert row("", low, high).absolute == float(int(high[0]) - int(low[0]))
-    assert row("", high, high).status == "equal"
-    assert row("", high, high).limit == 0
-
-
 @pytest.mark.parametrize(("left", "right", "apart"), [
     (np.uint64(2**64 - 1), -1, 2.0**64),
     (np.uint64(2**64 - 1), np.uint64(2**64 - 2), 1),
@@ -118,26 +75,44 @@ def test_integers_are_exact(dtype):
     (np.uint64(2**64 - 1), 2.0**64, 1),
     (np.int8(-1), np.uint8(255), 256),
     (True, -1, 2),
+    (np.int64(-(2**63)), np.int64(2**63 - 1), 2.0**64),
+    (np.int8(126), np.int8(127), 1),
 ])  # fmt: skip
 def test_integers_are_exact_beside_other_dtypes(left, right, apart):
     for a, b in ((left, right), (right, left)):
         found = only(a, b, check_dtype=False)
         assert (found.absolute, found.status == "equal") == (apart, False)
     assert only(2**53, 2.0**53, check_dtype=False).status == "equal"
+    assert only(np.int64(2**63 - 1), np.int64(2**63 - 1)).status == "equal"
 
 
-def test_integers_of_more_than_64_bits():
-    assert only(2**64, 2**64).status == "equal"
-    assert only(2**64, 2**64 + 1).status == "beyond"
-    assert only(2**64, 1).status == "dtype"
+NAN, MOST = np.array([1, np.nan, 3], "float32"), np.finfo("float64").max
+COMPLEX = np.array([1 + 1j, complex(np.inf, 1)])
+ROWS = [
+    (2**64, 2**64, {}, {"status": "equal"}),
+    (2**64, 2**64 + 1, {}, {"status": "beyond"}),
+    (2**64, 1, {}, {"status": "dtype"}),
+    (NAN, NAN, {}, {"status": "nan", "nans": (1, 1), "index": (1,)}),
+    (NAN, np.array([1, 2, 3], "float32"), {"rtol": 1e9}, {"status": "nan"}),
+    (np.array([-MOST]), np.array([MOST]), {}, {"ulps": 2 * float(np.array(MOST).view("int64")), "status": "beyond"}),
+    (COMPLEX, COMPLEX + np.array([0.5j, 0]), {}, {"absolute": 0.5, "values": (1 + 1j, 1 + 1.5j), "ulps": None}),
+    (COMPLEX, COMPLEX + np.array([0, 1j]), {}, {"status": "inf"}),
+    (np.zeros((0, 3)), np.zeros((0, 3)), {}, {"status": "equal"}),
+    (np.zeros(2), np.zeros(2), {}, {"relative": 0}),
+    (np.ones(2), np.zeros(2), {}, {"relative": math.inf, "status": "beyond", "cosine": None}),
+    (np.ones(2), np.zeros(2), {"atol": 1.0}, {"status": "within"}),
+    (np.float32(2.5), np.float32(2), {}, {"index": (), "values": (2.5, 2), "absolute": 0.5}),
+    (np.ones(2, "float32"), np.ones(2), {}, {"status": "dtype", "limit": tolerances.limit("float32")}),
+    (np.ones(2, "float32"), np.ones(2), {"check_dtype": False}, {"status": "equal"}),
+    (np.ones(2, "float32"), np.ones((1, 2), "float32"), {}, {"status": "shape"}),
+    (jnp.ones(2), torch.ones(2), {}, {"status": "equal", "path": ""}),
+]
 
 
-def test_not_a_number_is_never_close():
-    nan = np.array([1, np.nan, 3], "float32")
-    found = row("", nan, nan)
-    assert (found.status, found.nans, found.index) == ("nan", (1, 1), (1,))
-    assert math.isnan(found.absolute)
-    assert row("", nan, np.array([1, 2, 3], "float32"), limit=1e9).status == "nan"
+@pytest.mark.parametrize(("left", "right", "options", "expected"), ROWS)
+def test_what_a_row_says(left, right, options, expected):
+    found = only(left, right, **options)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_infinities_match_by_sign_and_place():
@@ -148,42 +123,6 @@ def test_infinities_match_by_sign_and_place():
         found = row("", inf, np.array(other, "float32"), limit=1e9)
         assert (found.status, found.absolute) == ("inf", math.inf)
         assert found.values[0] != found.values[1]
-
-
-def test_complex_numbers():
-    left, right = np.array([1 + 1j, complex(np.inf, 1)]), np.array([1 + 1.5j, complex(np.inf, 1)])
-    found = row("", left, right)
-    assert (found.absolute, found.values, found.ulps) == (0.5, (1 + 1j, 1 + 1.5j), None)
-    assert found.limit == tolerances.limit("complex128") == tolerances.limit("float64")
-    assert row("", left, np.array([1 + 1j, complex(np.inf, 2)])).status == "inf"
-
-
-@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
-def test_longdouble_is_compared_as_float64(dtype):
-    array = np.array([1, 3], dtype)
-    report = funcga.compare(array / 3, array / 3 + np.array(2e-16, dtype))
-    assert report.rows[0].limit == tolerances.limit("float64")
-    assert report.ok
-    assert only(array, array * (1 + 1e-12)).status == "beyond"
-    json.dumps(funcga.compare(array, array + 1).as_dict(), allow_nan=False)
-
-
-def test_edges():
-    assert row("", np.zeros((0, 3)), np.zeros((0, 3))).status == "equal"
-    assert row("", np.zeros(2), np.zeros(2)).relative == 0
-    found = row("", np.ones(2), np.zeros(2))
-    assert (found.relative, found.status) == (math.inf, "beyond")
-    assert row("", np.ones(2), np.zeros(2), atol=1.0).status == "within"
-    zero = row("", np.float32(2.5).reshape(()), np.float32(2).reshape(()))
-    assert (zero.index, zero.values, zero.absolute) == ((), (2.5, 2), 0.5)
-
-
-def test_shapes_and_dtypes():
-    left, right = np.ones(2, "float32"), np.ones(2, "float64")
-    assert row("", left, right).status == "dtype"
-    assert row("", left, right, check_dtype=False).status == "equal"
-    assert row("", left, right).limit == tolerances.limit("float32")
-    assert row("", left, np.ones((1, 2), "float32")).status == "shape"
 
 
 def test_limits_come_from_the_dtype_and_the_sum():
@@ -292,30 +231,6 @@ def test_arrays_of_texts_and_dates_are_equal_or_not():
     assert "! beyond" in str(funcga.compare(texts, np.array(["a", "c"])))
 
 
-def test_a_matrix_is_an_array():
-    with pytest.warns(PendingDeprecationWarning):
-        matrix = np.matrix([[1.0, 2.0], [3.0, 4.0]])
-    assert only(matrix, np.array(matrix)).status == "equal"
-    assert only(matrix, np.array([[1.0, 2.0], [4.0, 4.0]])).index == (1, 0)
-
-
-@pytest.mark.parametrize(("leaf", "text"), [
-    (np.array([1, "a"], object), r"`k` is object\[2\], whose elements are not numbers. Pass numbers, x.astype\('float64'\)"),
-    (np.ma.array([1.0, 2.0], mask=[0, 1]), r"`k` is float64\[2\], masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
-    (np.zeros(2, "f4, i4"), r"`k` is void64\[2\], structured, .* Pass its fields: x\['f0'\]"),
-    (np.zeros(2, "V3"), r"`k` is void24\[2\], whose elements are not numbers"),
-])  # fmt: skip
-def test_arrays_that_cannot_be_compared(leaf, text):
-    with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.compare({"k": leaf}, {"k": leaf})
-    with pytest.raises(funcga.FuncgaError, match=r"^the array is "):
-        funcga.compare(leaf, leaf)
-
-
-def test_a_single_array_and_none():
-    assert only(jnp.ones(2), torch.ones(2)).path == ""
-
-
 def test_where_nothing_is_compared_nothing_is_close():
     left_out = [funcga.trees.Rule(".*", None)]
     for report in (
@@ -347,16 +262,8 @@ def mixed_fixture():
 
 def test_the_worst_is_what_is_furthest_from_its_limit(mixed):
     a = rng_array(0, 3)
-    assert [row.status for row in mixed.rows] == [
-        "equal",
-        "within",
-        "beyond",
-        "beyond",
-        "nan",
-        "shape",
-        "inf",
-        "missing",
-    ]
+    expected = ["equal", "within", "beyond", "beyond", "nan", "shape", "inf", "missing"]
+    assert [row.status for row in mixed.rows] == expected
     assert mixed.worst.status in ("nan", "shape", "inf", "missing")
     assert funcga.compare({"a": a + 1, "b": a + 2}, {"a": a, "b": a}).worst.path == "b"
     bad = {"a": a + np.float32(0.01), "b": a.astype("bfloat16") + native("bfloat16").type(0.25)}
@@ -371,9 +278,6 @@ def test_atol_is_part_of_the_limit_that_is_told():
     assert [row.allowed for row in report.rows] == pytest.approx([2.5e-9, 10, math.inf])
     assert str(report).splitlines()[2].split()[3:6] == ["5.0e-10", "5.0e-1", "1.0e+01"]
     del left["zeros"], right["zeros"]
-    parity_report = pytest.importorskip("funcga._parity.report", exc_type=ImportError)
-    assert parity_report.against(funcga.compare(left, right, atol=1e-8)) == "5.0e-1 < 1e+01"
-    assert parity_report.against(funcga.compare(left["b"], right["b"], rtol=0, atol=1e-8)) == "5.0e-1 < 1e+01"
     assert funcga.compare(left, right, atol=1e-8).verdict.endswith("`b`, has rel 5.0e-1, where 1.0e+01 is the limit.")
     assert only(left["b"], right["b"]).allowed == tolerances.limit("float64")
 
@@ -399,11 +303,7 @@ def test_the_report_in_text_and_in_a_table(mixed):
     assert text.splitlines()[0].split()[:8] == ["leaf", "shape", "dtype", "abs", "rel", "limit", "ulps", "cosine"]
     assert len(text.splitlines()) == 1 + 8 + 2
     assert text.endswith(mixed.verdict)
-    console = pytest.importorskip("rich.console").Console(width=160, record=True, file=io.StringIO())
-    console.print(mixed)
-    shown = console.export_text()
-    assert all(row.path in shown and row.status in shown for row in mixed.rows)
-    assert mixed.table().row_count == 8
+    assert all(row.path in text and row.status in text for row in mixed.rows)
     good = funcga.compare({"a": np.ones(2)}, {"a": np.ones(2)})
     assert (
         good.verdict
@@ -424,9 +324,8 @@ def test_the_report_as_json(mixed):
 
 def test_the_picture(mixed, tmp_path):
     pytest.importorskip("matplotlib")
-    for suffix, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
-        mixed.plot(tmp_path / f"report.{suffix}")
-        assert (tmp_path / f"report.{suffix}").read_bytes().startswith(begins)
+    mixed.plot(tmp_path / "report.svg")
+    assert (tmp_path / "report.svg").read_bytes().startswith(b"<?xml")
     funcga.compare({}, {}).plot(tmp_path / "empty.png")
     with pytest.raises(funcga.FuncgaError, match=r"cannot write '.*report\.docx': name a \.png, \.svg or \.pdf file"):
         mixed.plot(tmp_path / "report.docx")
@@ -436,18 +335,13 @@ def test_the_picture(mixed, tmp_path):
         mixed.plot(tmp_path / "none" / "r.png")
 
 
-@pytest.mark.parametrize(("module", "call", "what"), [
-    ("matplotlib", lambda: funcga.compare(1, 1).plot("x.png"), "report.plot draws with it"),
-    ("rich", lambda: funcga.compare(1, 1).table(), "report.table needs it"),
-])  # fmt: skip
-def test_what_is_not_installed(monkeypatch, module, call, what):
-    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+def test_where_matplotlib_is_not_installed(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        funcga.FuncgaError, match=rf"{module}.* is not installed, and {what}.*pip install 'funcga\[parity\]'"
-    ):
-        call()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = r"matplotlib.* is not installed, and report.plot draws with it.*pip install 'funcga\[parity\]'"
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.compare(1, 1).plot("x.png")
 
 
 @pytest.mark.parametrize(("options", "text"), [
@@ -478,24 +372,18 @@ class Placed:
     ({"m": {"a": 1}.values()}, r"`m` of left is a dict_values, whose items have no paths. .* or a list of the items"),
     ({"w": Placed()}, r"`w` of left is a DTensor, of which this process holds a part. .*tensor.full_tensor\(\)"),
     ({"a.b": 1, "a": {"b": 2}}, "two leaves of left have the path `a.b`, as a key with a dot in it and as nested keys"),
+    ({"k": np.array([1, "a"], object)}, r"`k` is object\[2\], whose elements are not numbers. Pass numbers, x.astype\('float64'\)"),
+    ({"k": np.ma.array([1.0, 2.0], mask=[0, 1])}, r"`k` is float64\[2\], masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
+    ({"k": np.zeros(2, "f4, i4")}, r"`k` is void64\[2\], structured, .* Pass its fields: x\['f0'\]"),
+    (np.zeros(2, "V3"), r"^the array is void24\[2\], whose elements are not numbers"),
+    (jax.random.key(0), r"^the array is key<fry>\[\], a typed key, which only JAX has. Convert jax.random.key_data\(key\)"),
+    ({"k": jax.ShapeDtypeStruct((2,), "float32")}, r"`k` is float32\[2\] of type ShapeDtypeStruct, a shape without numbers"),
+    ({"k": torch.ones(2, device="meta")}, r"`k` is float32\[2\] on the meta device, where nothing has numbers"),
+    ({"l": {"w": torch.eye(3).to_sparse()}}, r"`l\.w` is a sparse tensor float32\[3, 3\], or one of other parts; x.to_dense\(\) is"),
 ])  # fmt: skip
-def test_what_is_no_tree_of_arrays(tree, text):
+def test_what_cannot_be_compared(tree, text):
     with pytest.raises(funcga.FuncgaError, match=text):
         funcga.compare(tree, tree)
-
-
-@pytest.mark.parametrize(("leaf", "text"), [
-    (jax.random.key(0), r"`k` is key<fry>\[\], a typed key, which only JAX has. Convert jax.random.key_data\(key\)"),
-    (jax.ShapeDtypeStruct((2,), "float32"), r"`k` is float32\[2\] of type ShapeDtypeStruct, a shape without numbers"),
-    (torch.ones(2, device="meta"), r"`k` is float32\[2\] on the meta device, where nothing has numbers"),
-])  # fmt: skip
-def test_leaves_without_numbers(leaf, text):
-    with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.compare({"k": leaf}, {"k": leaf})
-    with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.trees.match({"k": leaf}, {"k": torch.ones(2)})
-    with pytest.raises(funcga.FuncgaError, match=text.replace("`k`", "^the array")):
-        funcga.compare(leaf, leaf)
 
 
 def test_leaves_that_are_zero_but_for_rounding():
@@ -511,12 +399,3 @@ def test_leaves_that_are_zero_but_for_rounding():
         with pytest.raises(AssertionError) as raised:  # the one is no rounding, and the other leaf is not 0
             funcga.compare(wrong, right).assert_close()
         assert "atol=" not in str(raised.value)
-
-
-def test_a_leaf_that_numpy_cannot_have_is_named():
-    sparse = {"layer": {"w": torch.eye(3).to_sparse()}}
-    with pytest.raises(funcga.FuncgaError) as caught:
-        funcga.compare(sparse, sparse)
-    assert str(caught.value) == (
-        "`layer.w` is a sparse tensor float32[3, 3], or one of other parts; x.to_dense() is in one piece."
-    )

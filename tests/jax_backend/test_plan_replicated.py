@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from funcga.__main__ import main
 from jax_backend import Replicas, replicated
 from tests.jax_backend.test_replicas_jax import LIMITS, mesh
 from tests.kits import JAX, difference
@@ -57,10 +56,9 @@ def look_at(n, monkeypatch):
     monkeypatch.setattr("funcga._plan.smallest_that_fits", lambda measure, rows, memory: (measure(n) and n, True))
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(("devices", "n"), [(2, 1), (2, 8), (4, 5)])
 def test_the_peak_is_that_of_the_real_step(devices, n, monkeypatch):
-    """Of micro-batches that are ragged, for most n."""
+    """Of micro-batches that are ragged; wherever the arrays lie, and of shapes alone."""
     params, batch = problem()
     look_at(n, monkeypatch)
     plan = funcga.plan(over(devices, 1), params, *batch, memory="1 GiB")
@@ -69,17 +67,8 @@ def test_the_peak_is_that_of_the_real_step(devices, n, monkeypatch):
     assert plan.parts["parameters"] == F32 * (16 * 32 + 32 * 32)
     assert plan.parts["batch"] == F32 * 17 * 88 // devices
     assert plan.parts["results"] >= F32 * (16 * 32 + 32 * 32 + 1)
-
-
-@pytest.mark.parametrize("devices", [2, 4])
-def test_a_plan_is_the_same_wherever_the_arrays_lie(devices, monkeypatch):
-    """And of shapes alone."""
-    params, batch = problem()
-    look_at(3, monkeypatch)
-    expected = funcga.plan(over(devices, 1), params, *batch, memory="1 GiB")
-    for like, rows in (on_mesh(devices, params, batch), shapes((params, batch))):
-        assert funcga.plan(over(devices, 1), like, *rows, memory="1 GiB") == expected
-        assert expected.peak_bytes == bytes_of(over(devices, 3), like, *rows)
+    for like, rows in (on_mesh(devices, params, batch), shapes((params, batch))) if n == 5 else ():
+        assert funcga.plan(over(devices, 1), like, *rows, memory="1 GiB") == plan
 
 
 def test_as_a_user_writes_it():
@@ -103,21 +92,14 @@ def test_as_a_user_writes_it():
     assert bytes_of(update, params, *batch, donate_argnums=0) <= plan.peak_bytes - plan.parts["state"]
 
 
-@pytest.mark.parametrize(
-    "jitted",
-    [
-        lambda step: jax.jit(replicated(step, mesh(2)), donate_argnums=0),
-        lambda step: replicated(jax.jit(step), mesh(2)),
-    ],
-)
-def test_a_step_under_jit(jitted):
+def test_a_step_under_jit():
     params, batch = problem()
-    plan = funcga.plan(jitted(funcga.accumulate(GRADIENT, 3, across="data")), params, *batch, memory=1)
-    assert plan == funcga.plan(over(2, 1), params, *batch, memory=1)
-    alone = [
-        funcga.plan(step, params, *batch, memory=1) for step in (GRADIENT, jax.jit(funcga.accumulate(GRADIENT, 3)))
-    ]
-    assert alone[0] == alone[1]
+    step = funcga.accumulate(GRADIENT, 3, across="data")
+    expected = funcga.plan(over(2, 1), params, *batch, memory=1)
+    for jitted in (jax.jit(replicated(step, mesh(2)), donate_argnums=0), replicated(jax.jit(step), mesh(2))):
+        assert funcga.plan(jitted, params, *batch, memory=1) == expected
+    alone = jax.jit(funcga.accumulate(GRADIENT, 3))
+    assert funcga.plan(GRADIENT, params, *batch, memory=1) == funcga.plan(alone, params, *batch, memory=1)
 
 
 def test_state_and_parameters_that_are_cut():
@@ -134,15 +116,11 @@ def test_state_and_parameters_that_are_cut():
         return replicated(step, on, in_specs=(P("data"), P("data")), out_specs=(P(), P("data")))
 
     params, x = jnp.ones((32, 8)), jnp.ones((40, 32))
-    for place in (
-        jax.device_put,
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-    ):
-        state = place(params, NamedSharding(on, P("data")))
-        plan = funcga.plan(step(1), params, x, memory="1 GiB", state=state)
-        assert plan.parts["parameters"] == plan.parts["state"] == F32 * 32 * 8 // 4
-        assert plan.parts["batch"] == F32 * 40 * 32 // 4
-        assert plan.peak_bytes == bytes_of(step(1), params, x) + plan.parts["state"]
+    state = jax.ShapeDtypeStruct((32, 8), "float32", sharding=NamedSharding(on, P("data")))
+    plan = funcga.plan(step(1), params, x, memory="1 GiB", state=state)
+    assert plan.parts["parameters"] == plan.parts["state"] == F32 * 32 * 8 // 4
+    assert plan.parts["batch"] == F32 * 40 * 32 // 4
+    assert plan.peak_bytes == bytes_of(step(1), params, x) + plan.parts["state"]
 
 
 def test_experts_and_rows_that_lie_over_two_axes():
@@ -176,10 +154,6 @@ STEPS = {
     "totals": lambda n: funcga.accumulate(
         funcga.value_and_grad(counted_loss), n, fold=funcga.sum(), totals=lambda x: len(x), across="data"
     ),
-    "dropping": lambda n: funcga.accumulate(
-        funcga.value_and_grad(lambda w, x: (x @ w).sum()), n, drop="microbatch", across="data",
-        observe=funcga.gradient_norms(),
-    ),
 }  # fmt: skip
 
 
@@ -210,23 +184,3 @@ def test_refusals():
         funcga.plan(over(4, 2), params, *(leaf[:87] for leaf in batch))
     with pytest.raises(funcga.FuncgaError, match="has no across="):
         funcga.plan(replicated(funcga.accumulate(GRADIENT, 2), mesh()), params, *batch)
-
-
-PLANS = """
-import jax
-import jax.numpy as jnp
-import funcga
-import jax_backend
-
-mesh = jax.make_mesh((4,), ("data",))
-gradient = funcga.value_and_grad(lambda w, x: jnp.tanh(x @ w).mean())
-step = jax_backend.replicated(funcga.accumulate(gradient, 1, across="data"), mesh)
-args = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((40, 8), "float32")
-"""
-
-
-def test_the_command(tmp_path, capsys):
-    file = tmp_path / "mesh_plans.py"
-    file.write_text(PLANS)
-    assert main(["plan", f"{file}:step", "--memory", "1 MiB"]) == 0
-    assert "n=1, micro-batches of 10 rows" in capsys.readouterr().out

@@ -69,24 +69,17 @@ def test_every_dtype_through_every_pair(x64, copy):
                 assert shares_memory(x, moved) == {"": copy is not True}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_what_is_shared_sees_what_is_written(dtype):
+@pytest.mark.parametrize("copy", [True, None])
+@pytest.mark.parametrize("move", MOVES.values())
+def test_what_is_shared_sees_what_is_written(move, copy):
     """Really written, as no pointer can be wrong then."""
-    for move in MOVES.values():
-        for copy in (True, None):
-            array = aligned([1, 2, 4], dtype)
-            moved = move(array, copy=copy)
-            array[:] = 8
-            assert to_numpy(moved).astype("float32").tolist() == ([1, 2, 4] if copy else [8, 8, 8])
-            tensor = to_torch(aligned([1, 2, 4], dtype))
-            moved = move(tensor, copy=copy)
-            tensor.view(torch.uint8).zero_()
+    for dtype in ("float32", "bfloat16"):
+        array = aligned([1, 2, 4], dtype)
+        for leaf, memory in ((array, array.view("uint8")), (to_torch(array), None)):
+            moved = move(leaf, copy=copy)
+            (leaf.view(torch.uint8) if memory is None else memory)[...] = 0
             assert to_numpy(moved).astype("float32").tolist() == ([1, 2, 4] if copy else [0, 0, 0])
-    x = to_jax(aligned([1, 2, 4], dtype))
-    assert not to_numpy(x, copy=None).flags.writeable
-    for copied in (to_numpy(x), to_numpy(to_torch(x))):
-        copied[...] = 8
-    assert to_numpy(x).astype("float32").tolist() == [1, 2, 4]
+            array[...] = [1, 2, 4]
 
 
 def test_a_large_copy_is_finished_when_it_is_returned():
@@ -120,30 +113,20 @@ def address_space(key):
 
 
 SIZE = 9 * 2**20  # floats of 36 MB: what is larger than 32 MB, malloc gives back when it is freed
-LAYOUTS = {"whole": lambda x: x[:SIZE], "slice": lambda x: x[1 : SIZE + 1], "strided": lambda x: x[::2]}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of this process")
 def test_one_copy_is_what_a_copy_takes():
     held, array = [], aligned(np.ones(2 * SIZE), "float32")
     tensor = torch.from_numpy(array)
-    given = {("torch", name): LAYOUTS[name](tensor) for name in ("whole", "slice")}
-    given |= {("numpy", "strided"): array[::2], ("jax", "whole"): to_jax(given["torch", "whole"], copy=False)}
-    for (source, layout), leaf in given.items():
-        for target, move in MOVES.items():
-            held.append(move(leaf))  # what is made once: threads, with room of their own
+    for leaf in (tensor[:SIZE], tensor[1 : SIZE + 1], array[::2], to_jax(tensor[:SIZE], copy=False)):
+        for move in MOVES.values():
+            held.append(move(leaf))  # what is made once: threads, with memory of their own
             peak, moved = peak_bytes(lambda move=move, leaf=leaf: move(leaf))
             held.append(moved)
-            assert 0.75 < peak / leaf.nbytes < 1.25, (source, layout, target)
+            assert 0.75 < peak / leaf.nbytes < 1.25
     twice, _ = peak_bytes(lambda: to_jax(torch.ones(SIZE)))
     assert twice > 1.75 * 4 * SIZE  # so much a detour would be
-
-
-def test_64_bits_go_to_torch(x64):
-    for dtype in ("float64", "int64"):
-        array = np.arange(3).astype(dtype)
-        assert str(to_torch(array).dtype) == f"torch.{dtype}"
-        assert str(to_jax(to_torch(array)).dtype) == dtype
 
 
 def test_trees_keep_their_form():
@@ -154,28 +137,16 @@ def test_trees_keep_their_form():
     assert moved["z"].b is None
     assert moved["a"][:2] == ["name", 3]
     assert to_jax(moved)["z"].a.shape == (2,)
+    assert to_numpy({"a": 1}) == {"a": 1}
+    assert to_numpy(np.float32(1)) == 1
+    mixed = {"a": jnp.ones(2), "b": torch.ones(2, requires_grad=True), "c": np.ones(2, "float32")}
+    assert {(type(leaf), leaf.requires_grad) for leaf in to_torch(mixed).values()} == {(torch.Tensor, False)}
+    assert all(isinstance(leaf, jnp.ndarray) for leaf in to_jax(mixed).values())
 
 
-def test_copies_and_gradients():
-    p = torch.ones(3, requires_grad=True)
-    arrays = [to_numpy(p), to_jax(p), to_torch(p)]
-    assert not arrays[2].requires_grad
-    with torch.no_grad():
-        p.mul_(5)
-    assert [float(a[0]) for a in arrays] == [1, 1, 1]
-    source = np.ones(3, "float32")
-    moved = [to_jax(source), to_torch(source)]
-    source[:] = 7
-    assert [float(a[0]) for a in moved] == [1, 1]
-
-
-def test_layouts_keep_their_numbers():
-    for move in MOVES.values():
-        for copy in (True, None):
-            check_layouts(move, copy)
-
-
-def check_layouts(move, copy):
+@pytest.mark.parametrize("copy", [True, None])
+@pytest.mark.parametrize("move", MOVES.values())
+def test_layouts_keep_their_numbers(move, copy):
     x = aligned(np.arange(24).reshape(4, 6), "float32")
     read_only = x.copy()
     read_only.flags.writeable = False
@@ -192,30 +163,6 @@ def check_layouts(move, copy):
         assert moved.shape == leaf.shape
         assert moved.dtype.itemsize == leaf.dtype.itemsize
         np.testing.assert_array_equal(moved.astype("complex64"), np.asarray(plain).astype("complex64"))
-
-
-def test_strided_and_lazy_tensors():
-    strided = torch.arange(6.0).reshape(2, 3).T
-    np.testing.assert_array_equal(to_jax(strided), strided.numpy())
-    lazy = torch.tensor([1 + 2j]).conj()
-    np.testing.assert_array_equal(to_numpy(lazy), [1 - 2j])
-
-
-def test_without_arrays():
-    assert to_numpy({"a": 1}) == {"a": 1}
-    assert to_torch([1, "b"]) == [1, "b"]
-    assert float(to_jax({"a": jnp.ones(())})["a"]) == 1
-
-
-def test_a_tree_of_both():
-    mixed = {"a": jnp.ones(2), "b": torch.ones(2), "c": np.ones(2, "float32")}
-    assert {type(leaf) for leaf in to_torch(mixed).values()} == {torch.Tensor}
-    assert all(isinstance(leaf, jnp.ndarray) for leaf in to_jax(mixed).values())
-
-
-def test_bytes_in_another_order():
-    np.testing.assert_array_equal(to_torch(np.arange(3, dtype=">f4")), [0, 1, 2])
-    np.testing.assert_array_equal(to_jax(np.arange(3, dtype=">i4")), [0, 1, 2])
 
 
 def test_none_copies_what_cannot_be_shared():
@@ -323,12 +270,6 @@ def test_inside_of_transforms():
     torch.func.grad(check)(torch.ones(2))
 
 
-def test_where_ml_dtypes_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    says = "`tree[0]` is bfloat16[2], which NumPy has with ml_dtypes only: pip install ml_dtypes."
-    check_refused(says, to_numpy, [torch.ones(2, dtype=torch.bfloat16)])
-
-
 def test_devices():
     tree = [torch.ones(16), to_jax(np.ones(3, "float32"))]
     for device in ("cpu:1", jax.devices()[1]):
@@ -404,7 +345,9 @@ def test_what_shares_memory_can_be_asked():
     right = {"a": x[2:5].numpy(), "b": [x[:4].numpy(), None], "c": left["c"]}
     assert shares_memory(left, right) == {"['a']": True, "['b'][0]": False, "['c']": True}
     assert shares_memory(x[::2].to_sparse(), left["c"]) == {"": False}
-    csr = silently(lambda: torch.eye(2).to_sparse_csr())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        csr = torch.eye(2).to_sparse_csr()
     assert [*shares_memory([csr], [csr]).values(), *shares_memory([csr], [x]).values()] == [True, False]
     assert shares_memory(x[:2].numpy(), x.numpy()[1::-1]) == {"": True}
     assert shares_memory([fake(), donated(), np.float32(1), x[:0]], [x] * 4) == dict.fromkeys(
@@ -415,34 +358,6 @@ def test_what_shares_memory_can_be_asked():
     assert shares_memory([1], ["x"]) == {}
     check_refused("left and right have arrays at other paths: only left has ['a'], only right has ['b']. Compare trees of "
                   "the same structure, such as a tree and funcga.to_jax(tree, copy=None).", shares_memory, {"a": x}, {"b": x})  # fmt: skip
-    many = {str(i): x for i in range(6)}
-    check_refused(
-        "only left has ['0'], ['1'], ['2'], ['3'] and 2 more, only right has nothing.", shares_memory, many, {}
-    )
-
-
-def silently(function):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function()
-
-
-def test_numpy_alone_is_copied_too():
-    x = np.ones(3)
-    assert shares_memory(to_numpy([x]), [x]) == {"[0]": False}
-    assert to_numpy([x], copy=None)[0] is x
-    assert to_numpy(np.float32(1)) == 1
-
-
-def test_mapped_files(tmp_path):
-    file = tmp_path / "array"
-    np.arange(4, dtype="float32").tofile(file)
-    for mode, shared in (("r", False), ("c", True)):
-        mapped = np.memmap(file, "float32", mode)
-        moved = to_torch(mapped, copy=None)
-        assert shares_memory(mapped, moved) == {"": shared}
-        moved[0] = 9
-    assert np.fromfile(file, "float32").tolist() == [0, 1, 2, 3]
 
 
 @needs_cuda

@@ -71,15 +71,6 @@ def through_safetensors(state, like):
     return funcga.trees.from_state_dict(like, files.load(files.save(funcga.trees.to_state_dict(state))))
 
 
-def through_safetensors_numpy(state, like):
-    pytest.importorskip("safetensors")
-    from safetensors import numpy as files
-
-    return funcga.trees.from_state_dict(
-        like, files.load(files.save(funcga.to_numpy(funcga.trees.to_state_dict(state))))
-    )
-
-
 @pytest.mark.parametrize(
     ("kit", "through"),
     [
@@ -87,9 +78,8 @@ def through_safetensors_numpy(state, like):
         (JAX, through_npz),
         (TORCH, through_torch),
         (TORCH, through_safetensors),
-        (JAX, through_safetensors_numpy),
     ],
-    ids=["torch-npz", "jax-npz", "torch-save", "torch-safetensors", "jax-safetensors"],
+    ids=["torch-npz", "jax-npz", "torch-save", "torch-safetensors"],
 )
 @pytest.mark.host
 def test_the_continuation_is_bit_identical(kit, through):
@@ -132,6 +122,7 @@ def test_a_state_resumes_in_the_other_framework(kit, other):
     state, on = halfway(kit, tx)
     like = there.init(tree(other, 0, names="abw"))
     assert {*funcga.trees.to_state_dict(like)} == {*funcga.trees.to_state_dict(state)}
+    assert {".inner['momentum']['w']['x']", ".window.tally.weight[0]", ".updates"} < {*funcga.trees.to_state_dict(like)}
     restored = funcga.trees.from_state_dict(like, funcga.trees.to_state_dict(state))
     converted = {TORCH: funcga.to_torch, JAX: funcga.to_jax}[other](state)
     for resumed in (restored, converted):
@@ -142,12 +133,6 @@ def test_a_state_resumes_in_the_other_framework(kit, other):
                 other.leaves(updates[name])[0], kit.leaves(expected[name])[0], rtol=1e-6, atol=1e-7
             )
         assert (int(after.updates), int(after.offered)) == (int(last.updates), int(last.offered)) == (2, 0)
-
-
-def test_paths_name_what_is_there(kit):
-    found = funcga.trees.to_state_dict(funcga.multi_steps(sgd(kit, 0.5), 3).init(tree(kit, 0)))
-    assert {".inner['momentum']['w']['x']", ".window.accumulated['w']['x']", ".window.tally.weight[0]"} < {*found}
-    assert {".window.tally.steps", ".window.rejected", ".offered", ".updates", ".updated"} < {*found}
 
 
 def test_what_does_not_fit_is_refused(kit):
@@ -174,6 +159,7 @@ def test_arrays_go_where_the_others_lie():
     restored = funcga.trees.from_state_dict(like, {"['w']": np.ones((8, 2), "float32")})
     assert restored["w"].sharding == like["w"].sharding
     assert (restored["w"] == 1).all()
+    assert (like["w"] == 0).all()
 
 
 def test_arrays_are_committed_to_a_device_only_if_the_others_are():
@@ -208,19 +194,9 @@ def test_strides_are_those_of_the_tree_to_fill():
     assert found["w"].flatten().tolist() == list(range(96))
 
 
-def test_nothing_is_shared():
-    like = {"w": torch.zeros(3)}
-    saved = funcga.trees.to_state_dict({"w": torch.ones(3)})
-    restored = funcga.trees.from_state_dict(like, saved)
-    saved["['w']"].zero_()
-    assert (restored["w"] == 1).all()
-    assert (like["w"] == 0).all()
-
-
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_typed_keys_of_jax_go_through_a_file(tmp_path, impl):
+def test_typed_keys_of_jax_go_through_a_file(tmp_path):
     params = jnp.ones(2)
-    noisy = optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(3, impl=impl)), optax.sgd(1.0))
+    noisy = optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(3, impl="rbg")), optax.sgd(1.0))
     tx = funcga.multi_steps(noisy, 2)
     with jax.numpy_dtype_promotion("standard"):
         run = jax.jit(tx.update)
@@ -239,3 +215,11 @@ def test_typed_keys_of_jax_go_through_a_file(tmp_path, impl):
     assert funcga.trees.from_state_dict(state, typed).inner[0].rng_key == state.inner[0].rng_key
     with pytest.raises(funcga.FuncgaError, match="Nothing is cast"):
         funcga.trees.from_state_dict(state, {**typed, **{path: jnp.zeros(7, "uint32") for path in keys}})
+
+
+def test_nothing_is_shared():
+    like, saved = {"w": torch.zeros(3)}, funcga.trees.to_state_dict({"w": torch.ones(3)})
+    restored = funcga.trees.from_state_dict(like, saved)
+    saved["['w']"].zero_()
+    assert (restored["w"] == 1).all()
+    assert (like["w"] == 0).all()

@@ -5,9 +5,9 @@
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)
 
-Nothing here folds: a transform takes gradients, wherever they come from. `from_optimizer` is in
-this file, what a state holds in `state.py`, options, schedules and schedulers in `options.py`, the
-optimizer that takes the steps in `built.py`, chains and clipping in `chain.py`. It stands on the
+Nothing here accumulates: a transform takes gradients, wherever they come from. `from_optimizer` is
+in this file, the state in `state.py`, options and schedulers in `options.py`, the torch optimizer
+that takes the steps in `built.py`, chains and clipping in `chain.py`. It stands on the
 trees of `torch_backend` and on the transforms of `funcga`, and nothing stands on it.
 """
 
@@ -61,48 +61,47 @@ def from_optimizer(
     scheduler: Callable[[Optimizer], object] | None = None,
     **options: object,
 ) -> DonatingTransform:
-    """Makes an optimizer of torch a transform: two pure functions, `(init, update)`.
+    """Turns a torch optimizer into a transform: two pure functions, `(init, update)`.
 
-    `init(params)` is an OptimizerState. `update(grads, state, params)` is `(updates, state)`: new
-    parameters minus old ones, in the dtype of both, by the optimizer's own step on a copy, so that
-    the state is bitwise identical to that of `optimizer.step()`. A parameter whose gradient is None
-    is skipped, as torch does, and its update is 0. `donated` is the same, in the memory of the
-    state it is given, and it may write to the gradients. With `funcga.transforms.apply` the new
-    parameters come back instead of the difference, and are bitwise identical to those of
-    `optimizer.step()`, too.
+    `init(params)` returns an OptimizerState. `update(grads, state, params)` returns
+    `(updates, state)`. The updates are the new parameters minus the old ones, computed by the
+    optimizer's own step on a copy, so the state is bitwise identical to that of
+    `optimizer.step()`. As in torch, a parameter whose gradient is None is skipped, and its update
+    is 0. `donated` does the same in the memory of the given state, and may write to the gradients.
+    `funcga.transforms.apply` returns the new parameters instead of the updates; they are bitwise
+    identical to those of `optimizer.step()`.
 
-    Refused are optimizers that evaluate the loss themselves, such as LBFGS, and SparseAdam, which
-    takes no dense gradients: call their own step. Other extra arguments than `closure` are ignored,
-    as they may be meant for other transforms of a chain.
+    Optimizers that evaluate the loss themselves, such as LBFGS, and SparseAdam, which takes no
+    dense gradients, are not supported: call their own step. Extra arguments other than `closure`
+    are ignored, as they may be meant for other transforms of a chain.
 
-    The state is complete from init on, so a checkpoint can be restored into it: one step on a copy
-    of each parameter by itself finds what the optimizer keeps.
+    The state is complete after init, so a checkpoint can be restored into it: init takes one step
+    on a copy of each parameter to find what the optimizer keeps.
 
     Args:
-        optimizer: A class, any of torch.optim or one's own, which keeps what it keeps for each
+        optimizer: An optimizer class, of torch.optim or your own, that keeps its state for each
             parameter in `.state`.
-        groups: `groups(name)` is a dict of the options that one parameter has for itself; {} for
-            none. Names are the keys of the tree, joined by dots: those of
-            `module.named_parameters()`.
-        scheduler: Makes a scheduler of torch.optim.lr_scheduler, which is stepped once an update,
-            such as `functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2,
-            total_steps=100)`.
-        **options: The optimizer's own: lr, betas, fused, foreach, maximize ... One that is a
-            function is a schedule of the count of updates, from 0 on: `lr=lambda count: 1e-3 *
-            0.9**count`. With a second parameter named weight it gets the weight of the window, too,
-            such as its tokens: `betas=lambda count, weight: (0.9, beta_for_half_life(weight,
-            10_000_000))`, with `funcga.transforms.beta_for_half_life`. multi_steps gives its total;
-            else it is an argument, `tx.update(grads, state, params, weight=tokens)`, a number or a
-            0-d tensor, for which the host waits if it lies on a device. init calls such functions
-            with a weight of 1.
+        groups: A function from a parameter's name to a dict of its own options; {} for none. Names
+            are the keys of the tree, joined by dots, as in `module.named_parameters()`.
+        scheduler: A function from an optimizer to a scheduler of torch.optim.lr_scheduler, which is
+            stepped once per update, such as `functools.partial(
+            torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
+        **options: The optimizer's own options: lr, betas, fused, foreach, maximize ... An option
+            that is a function is a schedule: it is called with the number of updates so far,
+            `lr=lambda count: 1e-3 * 0.9**count`. If it has a second parameter named weight, it also
+            gets the weight of the window, such as its number of tokens: `betas=lambda count,
+            weight: (0.9, beta_for_half_life(weight, 10_000_000))`, with
+            `funcga.transforms.beta_for_half_life`. multi_steps passes the total weight; otherwise
+            pass it, `tx.update(grads, state, params, weight=tokens)`, as a number or a 0-d tensor,
+            which is read from its device. init calls such functions with a weight of 1.
 
     Returns:
         The transform.
 
     Raises:
-        FuncgaError: The optimizer does not have an option. The functions raise it for structures,
-            shapes and dtypes that differ, for a state without what the optimizer keeps, such as
-            another one's, and for optimizers that keep what belongs to no parameter.
+        FuncgaError: If the optimizer does not have an option. The functions raise it if structures,
+            shapes or dtypes differ, if the state is that of another optimizer, and if the optimizer
+            keeps state that belongs to no parameter.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -169,7 +168,7 @@ def _evaluates_again(found: str) -> FuncgaError:
 
 @dataclass(frozen=True, eq=False)
 class _Update(UpdateFunction):
-    """The `update` of the transform, and its other functions."""
+    """The functions of the transform; calling it is `update`."""
 
     options: Options
 
@@ -184,7 +183,7 @@ class _Update(UpdateFunction):
 
     @property
     def traits(self) -> Traits:
-        """What it says of itself: the optimizers of torch copy what they keep of the gradients."""
+        """Its traits: torch's own optimizers copy what they keep of the gradients."""
         # What groups(name) returns is not known here.
         functions = filter(callable, self.options.options.values())
         takes = self.options.groups is not None or any(map(takes_weight, functions))
@@ -192,8 +191,8 @@ class _Update(UpdateFunction):
 
     @cached_property
     def is_stock(self) -> bool:
-        """Whether the optimizer is torch's own. These write to nothing but parameters and state,
-        and SGD to gradients; those of others are checked at every step.
+        """Whether the optimizer is one of torch.optim. These write only to parameters and state,
+        and SGD to gradients; others are checked at every step.
         """
         return self.options.optimizer.__module__.startswith("torch.optim.")
 
@@ -220,7 +219,7 @@ class _Update(UpdateFunction):
         )
 
     def _zeros(self, tensor: torch.Tensor, group: dict[str, Any]) -> Slot:
-        """Zeros for what the optimizer keeps for a tensor, as a step on a copy of it shows."""
+        """The initial slot of a tensor: zeros like those that a step on a copy of it leaves."""
         # Only one copy is there at a time. Gradients of zeros leave zeros in momenta and averages,
         # and any other state is set to zeros.
         copy = tensor.clone().requires_grad_()
@@ -239,7 +238,7 @@ class _Update(UpdateFunction):
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, OptimizerState]:
-        """What the step adds to the parameters, or these after it, and the state."""
+        """The updates, or the parameters after the step, and the new state."""
         if "closure" in extra:
             raise _evaluates_again("closure= was given")
         arguments = UpdateArguments(grads, state, params)
@@ -255,9 +254,9 @@ class _Update(UpdateFunction):
     def _step(
         self, arguments: UpdateArguments, copies: list[torch.Tensor], weight: object, owned: bool
     ) -> OptimizerState:
-        """The state after a step that the optimizer takes on copies of the parameters.
+        """The state after a step of the optimizer on copies of the parameters.
 
-        If the state is `owned`, it lies in its memory, and the gradients may be written to.
+        If the state is `owned`, the result reuses its memory, and the gradients may be written to.
         """
         if not copies:
             return arguments.state_after([], [], owned, weight)
@@ -287,7 +286,7 @@ class _Update(UpdateFunction):
         return arguments.state_after(copies, slots, owned, weight)
 
     def _take_step(self, optimizer: Optimizer) -> None:
-        """Has the optimizer step. Raises FuncgaError if that changes what no state would hold."""
+        """Takes a step. Raises FuncgaError if it changes anything that is not in the state."""
         if self.is_stock:
             optimizer.step()
             return
@@ -302,7 +301,7 @@ class _Update(UpdateFunction):
         copies: list[torch.Tensor],
         owned: bool,
     ) -> list[torch.Tensor | None]:
-        """The gradients, in the strides of the copies and in memory that the step may write to."""
+        """The gradients with the strides of the copies, in memory that the step may write to."""
         grads = arguments.grads
         strided = all_with_strides_of(grads, copies)
         if self.is_stock and not _writes_to_gradients(optimizer):
@@ -332,8 +331,8 @@ class _Update(UpdateFunction):
 
 
 def _writes_to_gradients(optimizer: Optimizer) -> bool:
-    """Whether the step of one of torch's own may write to the gradients, as SGD alone does, in
-    its foreach form.
+    """Whether the step of a torch optimizer may write to the gradients: only that of SGD with
+    nesterov does, in its foreach form.
     """
     return isinstance(optimizer, torch.optim.SGD) and any(
         group["nesterov"] for group in optimizer.param_groups

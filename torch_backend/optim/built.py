@@ -1,7 +1,5 @@
-"""The optimizer that takes a step: built for the tensors of one update, and used again for others
-of their kind.
-
-And the options that it had in the last one.
+"""The torch optimizer that takes a step, built for the tensors of one update and reused for
+tensors of the same kind; and the options of the last update.
 """
 
 from collections import defaultdict
@@ -21,10 +19,11 @@ from torch_backend.optim.state import OptimizerState, UpdateArguments
 
 
 class Built(NamedTuple):
-    """An optimizer without tensors, which of them belong to each of its groups, and the options
-    that the groups began with.
+    """An optimizer without its tensors, the indices of the tensors of each group, and the initial
+    options of the groups.
 
-    kind: the dtypes, devices and shapes of the parameters that it was built for, and their tree.
+    `kind` has the dtypes, devices and shapes of the parameters that it was built for, and their
+    tree structure.
     """
 
     optimizer: Optimizer
@@ -34,11 +33,11 @@ class Built(NamedTuple):
 
 
 class Builder:
-    """Builds optimizers with these options. If it `keeps` them, the last one is used again for
-    tensors of its kind.
+    """Builds optimizers with these options. If `keeps`, the last one is reused for tensors of the
+    same kind.
 
-    Building one takes longer than the step of a small model. One that changes nothing of its own in
-    a step, as those of torch, is as good as new once it has other tensors and another state.
+    Building an optimizer takes longer than the step of a small model. If its steps change only
+    tensors and state, as those of torch.optim do, it can be given other tensors and another state.
     """
 
     def __init__(self, options: Options, keeps: bool):
@@ -49,9 +48,7 @@ class Builder:
     def built(
         self, tensors: Sequence[torch.Tensor], arguments: UpdateArguments, weight: object
     ) -> Iterator[Optimizer]:
-        """The optimizer of the tensors that stand for the parameters of an update, its state
-        empty.
-        """
+        """A context with the optimizer of these copies of the parameters, its state empty."""
         count, kind = int(arguments.state.count), (arguments.kinds, arguments.structure)
         try:
             last = self.kept.pop()  # so that another thread builds its own
@@ -80,11 +77,10 @@ class Builder:
 
 
 def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
-    """Reads the options that the last update was done with, such as its learning rate, in order to
-    log them.
+    """Returns the options of the last update, such as its learning rate, for logging.
 
-    They follow from what the state has, the count of updates and the weight of the last window, so
-    that they are those of a state that was just loaded, too.
+    They are computed from the number of updates and the weight of the last window, which are in the
+    state, so they are also available right after a state was loaded.
 
     Args:
         tx: What from_optimizer returned.
@@ -94,12 +90,11 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
 
     Returns:
         A dict of options for each group, as in `optimizer.param_groups`, in the order of their
-        first parameters; one dict without `groups`. Functions have been called, and the scheduler
-        has set what it sets.
+        first parameters; a single dict without `groups`. Schedules are evaluated.
 
     Raises:
-        FuncgaError: tx is not of from_optimizer, the state is another one's, or there was no update
-            yet.
+        FuncgaError: If tx was not made by from_optimizer, if the state is not its own, or if there
+            was no update yet.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}

@@ -1,6 +1,4 @@
-"""Transforms to put before an optimizer: clipping, and the chain, in which each gets what the
-one before it made.
-"""
+"""Clipping of gradients, and chains of transforms."""
 
 import inspect
 from collections.abc import Callable
@@ -31,21 +29,21 @@ from torch_backend.parameters import apart
 
 
 def chain(*transforms: object) -> DonatingTransform:
-    """Chains transforms: each gets what the one before it made of the gradients, as in optax.chain.
+    """Chains transforms: each gets the output of the one before it, as in optax.chain.
 
-    What one hands to the next is not kept, so that the next may work in its memory: nothing is
-    copied twice.
+    What is passed between two of them is not kept, so the next one may work in its memory, and
+    nothing is copied twice.
 
     Args:
-        *transforms: Those of torch_backend, pairs (init, update), or other chains. Extra arguments
-            of update are given to each that has parameters for them.
+        *transforms: Transforms of torch_backend, pairs (init, update), or other chains. Extra
+            arguments of update are passed to those that have parameters for them.
 
     Returns:
-        The transform. Its state is the tuple of theirs.
+        The transform. Its state is the tuple of their states.
 
     Raises:
-        FuncgaError: An argument is no transform, is one of optax, or would see scaled gradients.
-            The functions raise it for a state that is not of as many.
+        FuncgaError: If an argument is not a transform, is one of optax, or would get scaled
+            gradients. The functions raise it for a state of another length.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
@@ -80,7 +78,7 @@ def chain(*transforms: object) -> DonatingTransform:
 
 @dataclass(frozen=True)
 class _Chain(UpdateFunction):
-    """The `update` of a chain, with its links and its other functions."""
+    """The functions of a chain; calling it is `update`."""
 
     links: tuple[Transform, ...]
 
@@ -113,7 +111,7 @@ class _Chain(UpdateFunction):
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, Tree]:
-        """What the last link makes of the gradients, or of the params, and the states of all."""
+        """The updates of the last link, or the new parameters, and the states of all links."""
         if into is None:
             grads, states, _ = self._through(self._linked(state), owned, grads, params, extra)
             return grads, tuple(states)
@@ -144,10 +142,10 @@ class _Chain(UpdateFunction):
         params: Tree,
         extra: dict[str, object],
     ) -> tuple[Tree, list[Tree], bool]:
-        """(what these links make of the gradients, their states, whether its memory is nobody
-        else's).
+        """(the gradients after these links, their states, whether nobody else has the gradients'
+        memory).
 
-        `owned`: whether the gradients and the states may be written to.
+        If `owned`, the gradients and the states may be written to.
         """
         states, owns_grads = list[Tree](), owned
         for link, before in linked:
@@ -168,7 +166,7 @@ def _clone(leaf: object) -> object:
 
 
 def _accepted(link: Transform, extra: dict[str, object]) -> dict[str, object]:
-    """Of the extra arguments, those that a transform has parameters for."""
+    """The extra arguments that a transform has parameters for."""
     if not extra:
         return extra
     parameters = inspect.signature(link.update).parameters.values()
@@ -179,7 +177,7 @@ def _accepted(link: Transform, extra: dict[str, object]) -> dict[str, object]:
 
 
 def _returns_new_memory(link: Transform) -> bool:
-    """Whether nobody else has the memory of the gradients that it returns."""
+    """Whether the gradients that it returns are in memory that nobody else has."""
     # Transforms of others may return their argument, or keep what they return.
     update: object = link.update
     return (
@@ -205,9 +203,10 @@ norm before that.
 class ClipNormState(NamedTuple):
     """The state of `clip_grad_norm`.
 
-    norm: the norm of the last update's gradients before they were clipped; NaN before the first
-    update. 0-d, float32,
-        or float64 if a parameter has 64 bits, where the gradients lie.
+    Attributes:
+        norm: The norm of the last gradients before they were clipped, NaN before the first update;
+            a 0-d tensor on the device of the gradients, float32, or float64 if a parameter has 64
+            bits.
     """
 
     norm: torch.Tensor
@@ -216,28 +215,26 @@ class ClipNormState(NamedTuple):
 def clip_grad_norm(
     max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> DonatingTransform:
-    """Makes a transform that scales gradients down, so that their norm, as of one vector, is at
-    most max_norm.
+    """Returns a transform that clips the gradients to a maximum norm, taken over all of them.
 
-    The bits are those of `torch.nn.utils.clip_grad_norm_`, which runs on copies. A gradient that is
-    None stays None.
+    The result is bitwise identical to that of `torch.nn.utils.clip_grad_norm_`, which runs on
+    copies. A gradient that is None stays None.
 
-    The state is `(norm,)`, and `state.norm` is what `clip_grad_norm_` returned in the last update:
-    the norm before clipping, a 0-d tensor, NaN before the first update. It stays on the device,
-    unless error_if_nonfinite. A state that is `()`, of a version that kept no norm, is taken too.
+    `state.norm` is the norm before clipping, as `clip_grad_norm_` returns it: a 0-d tensor, NaN
+    before the first update. It is not read from the device, unless error_if_nonfinite.
 
     Args:
-        max_norm: The norm that gradients have at most.
+        max_norm: The maximum norm.
         norm_type: The order of the norm, a number or "inf".
-        error_if_nonfinite: Whether the host waits for the norm, and torch's RuntimeError says that
-            it is infinite or NaN.
+        error_if_nonfinite: Whether to wait for the norm and raise torch's RuntimeError if it is
+            infinite or NaN.
 
     Returns:
         The transform.
 
     Raises:
-        FuncgaError: max_norm is negative, or norm_type is not a number. The functions raise it for
-            anything that is not a gradient, and for a sparse one, which torch does not clip either.
+        FuncgaError: If max_norm is negative, or norm_type is not a number. The functions raise it
+            for anything that is not a dense gradient.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
@@ -260,21 +257,20 @@ def clip_grad_norm(
 
 
 def clip_grad_value(clip_value: float) -> DonatingTransform:
-    """Makes a transform that cuts each number of the gradients to be between -clip_value and
-    clip_value.
+    """Returns a transform that clips each element of the gradients to [-clip_value, clip_value].
 
-    The bits are those of `torch.nn.utils.clip_grad_value_`, which runs on copies. A gradient that
-    is None stays None. There is no state: it is `()`.
+    The result is bitwise identical to that of `torch.nn.utils.clip_grad_value_`, which runs on
+    copies. A gradient that is None stays None. The state is `()`.
 
     Args:
-        clip_value: The largest magnitude of a number.
+        clip_value: The maximum absolute value.
 
     Returns:
         The transform.
 
     Raises:
-        FuncgaError: clip_value is negative. The functions raise it for anything that is not a
-            gradient, and for a sparse gradient, which torch does not clip either.
+        FuncgaError: If clip_value is negative. The functions raise it for anything that is not a
+            dense gradient.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([0.1, -3.0])}
@@ -305,7 +301,7 @@ def _check_norm(norm_type: object) -> None:
 
 
 def _clipping(init: Callable[[Tree], Tree], clip: Clip) -> DonatingTransform:
-    """The transform that does to gradients what `clip` does to the `.grad`s of parameters."""
+    """The transform of a function that clips the `.grad`s of parameters in place."""
     return DonatingTransform(init, partial(_clipped, clip, False), partial(_clipped, clip, True))
 
 
@@ -323,7 +319,7 @@ def _no_norm_yet(params: Tree) -> ClipNormState:
 
 
 def _state_of(norm: torch.Tensor, before: Tree) -> ClipNormState:
-    """The state with the norm that torch has returned, in the dtype of the state before."""
+    """The state with the norm that torch returned, in the dtype of the state before."""
     # The norm of shards is a sum over them that is still to be done. Nothing here makes the host
     # wait for a device.
     whole: torch.Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
@@ -338,7 +334,7 @@ def _state_of(norm: torch.Tensor, before: Tree) -> ClipNormState:
 def _clipped(
     clip: Clip, owned: bool, /, grads: Tree, state: Tree, params: Tree = None, **extra: object
 ) -> tuple[Tree, Tree]:
-    """The gradients clipped, in their own memory if they are `owned`, and the state after it."""
+    """The clipped gradients, in their own memory if they are `owned`, and the new state."""
     # Before graphs are switched off, which would hide a loss around it.
     check_not_differentiated("clipping", grads)
     leaves, structure = trees.flatten(grads)
@@ -373,7 +369,7 @@ def _check_gradient(leaf: object, leaf_index: int, grads: Tree) -> None:
 
 
 def _holder(grad: torch.Tensor) -> torch.Tensor:
-    """A tensor in the memory of a gradient, which has that gradient."""
+    """A tensor whose `.grad` is the gradient."""
     holder = grad.detach()
     holder.grad = grad
     return holder

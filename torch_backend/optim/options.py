@@ -1,5 +1,5 @@
-"""The options of an optimizer of torch: for each parameter, and at each count of updates, as a
-scheduler sets them.
+"""The options of a torch optimizer for each parameter and each update, as groups, functions and
+schedulers set them.
 """
 
 import functools
@@ -25,8 +25,8 @@ Group = dict[str, Any]
 
 
 class Made(NamedTuple):
-    """An optimizer, the options that its groups began with, before the scheduler, and those of its
-    options that are functions.
+    """An optimizer, the options of its groups before the scheduler set any, and the options that
+    are functions.
     """
 
     optimizer: Optimizer
@@ -46,8 +46,9 @@ class Options:
     def build(
         self, tensors: Sequence[torch.Tensor], params: Tree, count: int, weight: object
     ) -> "Made":
-        """The optimizer of the tensors that stand for these parameters after `count` updates, its
-        state empty. weight: that of the window, None if it is not known.
+        """The optimizer of these copies of the parameters after `count` updates, its state empty.
+
+        `weight` is that of the window, or None if it is not known.
         """
         # A group of one's own options overrides the options for all, as torch's param_groups do.
         groups = [] if self.groups is None else self._grouped(tensors, params)
@@ -61,20 +62,18 @@ class Options:
         return Made(optimizer, began_with, [*filter(callable, values)])
 
     def build_alone(self, tensor: torch.Tensor, group: Group) -> Optimizer:
-        """The optimizer of one tensor before the first update, with the options of a group."""
+        """The optimizer of a single tensor before the first update, with the options of a group."""
         return self.optimizer([{**group, "params": [tensor]}], **_at(self.options, 0, 1.0))
 
     def follow_schedule(self, optimizer: Optimizer, began_with: list[Group], count: int) -> None:
-        """Gives each group of an optimizer the options that the scheduler, which began with these,
-        has for it after `count` updates.
-        """
+        """Sets the options of each group to those of the scheduler after `count` updates."""
         if self.schedule is not None:
             scheduled = self.schedule(began_with, optimizer.defaults, count)
             for group, options in zip(optimizer.param_groups, scheduled, strict=True):
                 group.update(options)
 
     def _grouped(self, tensors: Sequence[torch.Tensor], params: Tree) -> list[Group]:
-        """A group for all tensors of the same options, in the order of their first ones."""
+        """The param groups: a group for all tensors with the same options."""
         assert self.groups is not None
         names = [
             name for name, leaf in paths_and_leaves(params, trees.children) if leaf is not None
@@ -165,8 +164,8 @@ def check_scheduler(make: Callable[[Optimizer], object]) -> None:
 
 
 class _Running(NamedTuple):
-    """A scheduler that runs: the options that its optimizer began with, and after how many updates
-    it stands.
+    """A scheduler, the initial options of its optimizer, and the number of updates that it was
+    stepped.
     """
 
     began_with: list[Group]
@@ -178,14 +177,17 @@ class _Running(NamedTuple):
 class Schedule:
     """`schedule(began_with, defaults, count)`: the options of each group after `count` updates.
 
-    make: what gives a scheduler to an optimizer: `functools.partial(CosineAnnealingLR, T_max=50)`,
-    or a function of the optimizer. The scheduler is stepped once an update, and it gets an
-    optimizer that has options and nothing else.
+    A pure function of a stateful scheduler: the last scheduler is stepped forward to the given
+    count, and a new one is made for an earlier count. The scheduler gets an optimizer that has
+    options and nothing else.
 
-    It is a function of its arguments, although a scheduler is not: the one that is kept goes
-    forward to the count asked for, and another one begins at 0 where a count lies behind. Raises
-    FuncgaError for schedulers that depend on more than a count, as ReduceLROnPlateau does, and for
-    a count that the scheduler refuses, as OneCycleLR does after its total_steps.
+    Args:
+        make: A function from an optimizer to a scheduler, such as
+            `functools.partial(CosineAnnealingLR, T_max=50)`.
+
+    Raises:
+        FuncgaError: When called, if the scheduler depends on more than the count, as
+            ReduceLROnPlateau does, or cannot be stepped that far, as OneCycleLR after total_steps.
     """
 
     def __init__(self, make: Callable[[Optimizer], object]):
@@ -194,7 +196,7 @@ class Schedule:
         self.running: _Running | None = None
 
     def __reduce__(self) -> tuple[type[Self], tuple[Callable[[Optimizer], object]]]:
-        """How it is copied: a copy has a running scheduler and a lock of its own."""
+        """How it is copied: without the running scheduler and the lock."""
         return type(self), (self.make,)
 
     def __call__(self, began_with: list[Group], defaults: Group, count: int) -> list[Group]:
@@ -222,10 +224,10 @@ class Schedule:
 
 
 class _OnlyOptions(Optimizer):
-    """An optimizer that does nothing."""
+    """An optimizer whose steps do nothing."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Does nothing."""
 
 
 def _step(scheduler: LRScheduler, update: int) -> None:
@@ -264,8 +266,8 @@ def _no_schedule(returned: object) -> FuncgaError:
 
 
 def unowned(optimizer: Optimizer) -> dict[str, list[object]]:
-    """What an optimizer keeps that belongs to no parameter, by name: options of its groups, state,
-    numbers and tensors. Of tensors there are copies.
+    """What an optimizer keeps that belongs to no parameter, by name: the options of its groups,
+    other state, numbers and copies of tensors.
     """
     kept: dict[str, object] = {
         f"param_groups[{index}][{name!r}]": value
@@ -282,9 +284,7 @@ def unowned(optimizer: Optimizer) -> dict[str, list[object]]:
 
 
 def check_unchanged(before: dict[str, list[object]], optimizer: Optimizer) -> None:
-    """Raises FuncgaError if a step has changed what was `unowned` before it, which a pure update
-    would lose.
-    """
+    """Raises FuncgaError if a step has changed what is `unowned`: a pure update would lose it."""
     for name, values in unowned(optimizer).items():
         # An attribute that is new is a cache.
         if name not in before and name in vars(optimizer):

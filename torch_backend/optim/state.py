@@ -1,4 +1,4 @@
-"""The state of an optimizer of torch as a tree of tensors, and the arguments of an update, read."""
+"""The state of a torch optimizer as a tree of tensors, and the checked arguments of an update."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -23,18 +23,18 @@ of these.
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer has between two updates; all leaves are tensors, so it can be saved as it
-    is.
+    """The state of an optimizer between two updates. All leaves are tensors, so it can be saved as
+    it is.
 
-    count: how many updates were done; int32[], on the CPU, where reading it waits for nothing.
-    slots: what the optimizer keeps for each parameter: the tree of the parameters with a dict for
-    each leaf,
-        `state.slots["w"]["exp_avg"]`. Zeros before a parameter's first update. A Python number is a
-        Number there.
-    started: whether each parameter has had its first update, in the order of their paths;
-    bool[parameters], on the CPU. weight: that of the window of the last update, where options are
-    functions of it, NaN before the first; float64[],
-        on the CPU. Else (), which has no leaves.
+    Attributes:
+        count: The number of updates; int32[], on the CPU, where reading it waits for nothing.
+        slots: The tree of the parameters with a dict for each leaf, such as
+            `state.slots["w"]["exp_avg"]`: what the optimizer keeps for that parameter. Zeros before
+            the parameter's first update. Python numbers are stored as a Number.
+        started: Whether each parameter has had its first update, in the order of their paths;
+            bool[parameters], on the CPU.
+        weight: If options are functions of it, the weight of the last update's window, NaN before
+            the first; float64[], on the CPU. Otherwise (), which has no leaves.
     """
 
     count: torch.Tensor  # type: ignore[assignment]  # a tuple's own method
@@ -53,10 +53,9 @@ _DTYPES = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: to
 
 
 def to_slot(kept: Mapping[str, object]) -> Slot:
-    """What an optimizer keeps, with Numbers for its numbers; its own tensors are those given.
+    """An optimizer's state for a parameter, with Numbers for numbers; tensors are not copied.
 
-    Raises FuncgaError for what is neither a tensor, a number, None nor a list, tuple or dict of
-    these.
+    Raises FuncgaError for anything but tensors, numbers, None, and containers of these.
     """
     return {
         name: value if isinstance(value, torch.Tensor) else _mapped(partial(_stored, name), value)
@@ -77,15 +76,15 @@ def _stored(name: str, value: object) -> object:
 
 
 def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree:
-    """The inverse of `to_slot`, in memory of its own; in that of the slot if it is `owned`.
+    """The inverse of `to_slot`, in new memory, or in that of the slot if it is `owned`.
 
-    like: the parameter. A tensor of its shape comes back in its strides.
+    Tensors with the shape of the parameter, `like`, are returned with its strides.
     """
     return _mapped(partial(_restored, owned, like), slot)
 
 
 def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]) -> list[Slot]:
-    """`from_slot` of each slot, for each of these parameters."""
+    """`from_slot` of each slot and its parameter."""
     # Most hold contiguous tensors and nothing else. These have the strides of their parameter,
     # unless it is not contiguous, or has sizes of 1.
     values: list[Any] = [value for slot in slots for value in slot.values()]
@@ -103,7 +102,7 @@ def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
 
 
 def on_tensors(function: Callable[[torch.Tensor], torch.Tensor], slot: Slot) -> Tree:
-    """A slot of what the function makes of each tensor."""
+    """The slot with a function applied to each tensor."""
 
     def apply(value: object) -> object:
         if isinstance(value, Number):
@@ -114,7 +113,7 @@ def on_tensors(function: Callable[[torch.Tensor], torch.Tensor], slot: Slot) -> 
 
 
 def _mapped(function: Callable[[object], object], value: object) -> object:
-    """What a function makes of each value inside of dicts, lists and tuples, in these."""
+    """Applies a function to each value inside of dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):  # as most are, and much faster
         return function(value)
     if isinstance(value, dict):
@@ -127,19 +126,17 @@ def _mapped(function: Callable[[object], object], value: object) -> object:
 
 
 def initial_state(params: Tree, slots: Sequence[Slot], has_weight: bool) -> OptimizerState:
-    """The state before the first update, with these slots, and room for the weight of a window
-    if it has one.
-    """
+    """The state before the first update, with these slots; with a `weight` if it has one."""
     count, started = torch.zeros((), dtype=torch.int32), torch.zeros(len(slots), dtype=torch.bool)
     weight = torch.tensor(torch.nan, dtype=torch.float64) if has_weight else ()
     return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started, weight)
 
 
 class UpdateArguments:
-    """The arguments of an update, checked.
+    """The checked arguments of an update.
 
-    What there is for each parameter that is not None stands in lists of one order: `parameters`,
-    `grads`, `slots` and `started`; `leaf_indices` says where it is among the leaves of the tree.
+    The lists `parameters`, `grads`, `slots` and `started` have an item for each parameter that is
+    not None; `leaf_indices` are their indices among the leaves of the tree.
     """
 
     def __init__(self, grads: Tree, state: OptimizerState, params: Tree):
@@ -150,7 +147,6 @@ class UpdateArguments:
         check_parameters(self.leaves, params)
         self.kinds = [leaf if leaf is None else KIND(leaf) for leaf in self.leaves]
         slots = matched(state.slots, params, "state.slots")
-        _check_slots(slots, params)
         # Parameters that are None have slots and flags, too, so that positions are those of the
         # leaves.
         started = _in_order_of_paths(state.started.tolist(), params, back=True)
@@ -161,7 +157,7 @@ class UpdateArguments:
         self.started: list[bool] = self._present(started)
 
     def _present(self, values: list[Any]) -> list[Any]:
-        """Of one value for each leaf, those of the parameters that are not None."""
+        """The values, one for each leaf, of the parameters that are not None."""
         return (
             values
             if len(self.leaf_indices) == len(values)
@@ -169,8 +165,8 @@ class UpdateArguments:
         )
 
     def gradients(self, grads: Tree) -> list[torch.Tensor | None]:
-        """The gradients in the order of the leaves, checked, without a graph, where their
-        parameters lie.
+        """The checked gradients in the order of the leaves, detached, laid out as their parameters
+        are.
         """
         gradients = matched(grads, self.params, "grads")
         # Usually nothing is to be done: all are tensors like their parameters, and none has a
@@ -202,9 +198,7 @@ class UpdateArguments:
         return trees.unflatten(self.structure, leaves)
 
     def check_keys(self, wanted: Sequence[Collection[object]], optimizer: str) -> None:
-        """Raises FuncgaError if a slot that is in use lacks one of the keys that the optimizer
-        wants in it.
-        """
+        """Raises FuncgaError if a slot in use lacks a key that the optimizer needs."""
         if [*map(tuple, wanted)] == [*map(tuple, self.slots)]:  # as usual
             return
         for position, (slot, keys) in enumerate(zip(self.slots, wanted, strict=True)):
@@ -222,9 +216,7 @@ class UpdateArguments:
     def state_after(
         self, copies: list[torch.Tensor], slots: list[Slot], owned: bool, weight: object
     ) -> OptimizerState:
-        """The state with these slots, after a step on copies of the parameters with their
-        gradients.
-        """
+        """The state after a step on copies of the parameters, with these slots."""
         # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
         started = [True] * len(self.leaves)
         for position, copy in enumerate(copies):
@@ -239,7 +231,7 @@ class UpdateArguments:
         return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags, kept)
 
     def differences(self, copies: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What a step has added to copies of the parameters, in the memory of the copies."""
+        """The updates: the copies after a step minus the parameters, in the copies' memory."""
         # The copies become the updates, so that no memory is needed for these.
         skipped = [copy for copy in copies if copy.grad is None]
         without_grads(copies)
@@ -252,7 +244,7 @@ class UpdateArguments:
 
 
 def without_grads(copies: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The copies that a step was taken on, as plain results."""
+    """The copies after a step, without their gradients."""
     for copy in copies:
         copy.grad = None
         if copy.requires_grad:
@@ -276,16 +268,6 @@ def _check(state: object, params: Tree) -> None:
         )
 
 
-def _check_slots(slots: Sequence[object], params: Tree) -> None:
-    for index, slot in enumerate(slots):
-        if not isinstance(slot, dict):
-            raise FuncgaError(
-                f"`state.slots{leaf_paths(params, trees)[index]}` is {arrays.describe(slot)}, and "
-                "should be a dict of what the optimizer keeps for that parameter: it is the state "
-                "of others. Begin with state = tx.init(params)."
-            )
-
-
 def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
     if grad.dtype == parameter.dtype:
         return None
@@ -298,8 +280,8 @@ def _dtype_advice(grad: torch.Tensor, parameter: torch.Tensor) -> str | None:
 
 
 def _in_order_of_paths(flags: list[bool], params: Tree, back: bool = False) -> list[bool]:
-    """Flags that are in the order of the leaves in that of their paths, which stays when a dict's
-    order changes in a file; or `back`.
+    """Reorders flags from the order of the leaves to that of their paths, or `back`: the order of
+    paths does not change if a file changes the order of a dict.
     """
     # Usually all are alike, and no path is needed.
     if len({*flags}) < 2:

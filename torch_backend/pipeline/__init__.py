@@ -1,11 +1,11 @@
-"""The tool that accumulates over a pipeline's stages: torch.distributed.pipelining, whose schedules
-are accumulators.
+"""The tool that accumulates over the stages of a pipeline of torch.distributed.pipelining, whose
+schedules are accumulators.
 
     gradient = torch_backend.pipeline_value_and_grad(ScheduleGPipe, stage, F.cross_entropy)
     loss, grads = funcga.accumulate(gradient, n=4)(x, y)
 
-The gradient function and a window of it are in `window.py`, and a schedule that takes
-any micro-batches in `schedule.py`. It stands on the engine's buffers, on the reduction over
+The gradient function and its windows are in `window.py`, and a schedule for any micro-batches in
+`schedule.py`. It stands on the engine's buffers, on the reduction over
 replicas and on what drives wrapped modules; nothing stands on it. Only torch has this package: in
 JAX stages are axes of a mesh in one program.
 
@@ -34,53 +34,49 @@ def pipeline_value_and_grad(
     n_microbatches: int | None = None,
     has_aux: bool = False,
 ) -> PipelineGradient:
-    """`f(*inputs, target) -> (value, {name: gradient})` of a pipeline of
-    torch.distributed.pipelining.
+    """Returns `f(*inputs, target) -> (value, {name: gradient})` for a pipeline.
 
-    For `accumulate` and `stream`: their micro-batches are those of the schedule, and the result is
-    that of the whole model on one device, however unevenly micro-batches weigh. Every process of
-    the pipeline gives the same batch, and gets the value, and what comes with it, of the last
-    stage. The weights are the cotangents of the micro-batches' losses, which the schedule adds; one
-    division at the end is by what was folded over micro-batches, steps of the schedule and
-    replicas. All arguments are split on axis 0. Keyword arguments go to loss_fn.
+    Use it with `accumulate` and `stream`: the schedule runs their micro-batches, and the result is
+    that of the whole model on one device, for any weights of the micro-batches. Every process of
+    the pipeline passes the same batch, and gets the value and aux of the last stage. All arguments
+    are split on axis 0. Keyword arguments are passed to loss_fn.
 
-    A schedule runs one number of micro-batches of one shape. Micro-batches with fewer rows than
-    others are padded with their last row, and windows with fewer micro-batches are filled up;
-    loss_fn does not see what is added, and it gets no gradient. Layers that mix rows, such as
-    BatchNorm, do see added rows.
+    A schedule runs a fixed number of micro-batches of the same shape. Shorter micro-batches are
+    padded with their last row, and shorter windows are filled up; loss_fn does not get what is
+    added, and it has no gradient. Layers that mix rows, such as BatchNorm, do see padding.
 
-    Data-parallel replicas of the pipeline are merged by `across=`, which names the processes that
-    have the same stages, such as mesh["dp"]; a replica may have fewer micro-batches than others, or
-    none. Stages that DistributedDataParallel or fully_shard wraps reduce by themselves, and all
-    replicas then need equally many steps of the schedule.
+    `across=` merges data-parallel replicas of the pipeline: pass the processes that have the same
+    stages, such as mesh["dp"]. A replica may have fewer micro-batches than others, or none. Stages
+    wrapped by DistributedDataParallel or fully_shard reduce by themselves, and all replicas then
+    need the same number of schedule steps.
 
-    The parameters and their `.grad`s are as before, whatever happens. The gradients' fold is a sum:
-    mean(), per_weight(), sum(), or Fold(reducers.weighted, normalizers.by_steps); that of value and
-    aux is any. An error in loss_fn is raised in every process of the pipeline.
+    The parameters and their `.grad`s are never changed. The fold of the gradients has to be a sum:
+    mean(), per_weight(), sum(), or Fold(reducers.weighted, normalizers.by_steps); value and aux may
+    have any fold. An error in loss_fn is raised in every process of the pipeline.
 
     Args:
-        schedule_factory: a schedule's class, such as ScheduleGPipe, Schedule1F1B,
-            ScheduleInterleaved1F1B or ScheduleInterleavedZeroBubble; or a function that is called
-            as they are, with (stages, n_microbatches, loss_fn=..., scale_grads=False), and returns
-            a new schedule.
-        stages: the PipelineStage of this process, or a list of them for schedules of several,
-            without input_args: the shapes are those of the batch.
-        loss_fn: `loss_fn(output, target)` returns a scalar, or (scalar, aux) with has_aux: the loss
-            of one micro-batch, from the output of the last stage. The target is any tree.
-        n_microbatches: how many micro-batches the schedule runs in one step; a window takes as many
-            steps as it needs. By default all micro-batches of a window are one step.
-        has_aux: whether loss_fn returns (scalar, aux).
+        schedule_factory: A schedule class, such as ScheduleGPipe, Schedule1F1B,
+            ScheduleInterleaved1F1B or ScheduleInterleavedZeroBubble; or a function with the same
+            arguments, (stages, n_microbatches, loss_fn=..., scale_grads=False), that returns a new
+            schedule.
+        stages: The PipelineStage of this process, or a list of them for schedules of several
+            stages, without input_args: shapes come from the batch.
+        loss_fn: `loss_fn(output, target)` -> a scalar, or (scalar, aux) with has_aux: the loss of a
+            micro-batch, from the output of the last stage. The target is any tree.
+        n_microbatches: The number of micro-batches of a schedule step; a window takes as many steps
+            as it needs. By default a window is one step.
+        has_aux: Whether loss_fn returns (scalar, aux).
 
     Returns:
-        A gradient function. `f.module` has the stages of this process, in a ModuleDict with their
-        indices. The gradients are those of `dict(f.module.named_parameters())` that require grad,
-        such as "1.weight" of stage 1: for an optimizer of `f.module.parameters()`, and
+        A gradient function. `f.module` is a ModuleDict of the stages of this process, by index. The
+        gradients are those of the parameters in `dict(f.module.named_parameters())` that require
+        grad, such as "1.weight" of stage 1: for an optimizer of `f.module.parameters()`, and
         `torch_backend.assign_grads(f.module, grads)`.
 
     Raises:
-        FuncgaError: for schedules that would scale what they sum, for stages wrapped by anything
-            but DistributedDataParallel and fully_shard, for folds that are no sums, and where
-            processes of one pipeline are given different batches.
+        FuncgaError: If the schedule scales gradients, if stages are wrapped by anything but
+            DistributedDataParallel and fully_shard, if the fold is not a sum, or if processes of a
+            pipeline are given different batches.
 
     Example:
         >>> from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -116,7 +112,7 @@ def pipeline_value_and_grad(
 
 
 def _check_wrapper(wrapper: Wrapper, module: nn.ModuleDict) -> None:
-    """Raises FuncgaError unless schedules know how to drive what wraps the stages."""
+    """Raises FuncgaError unless schedules support the wrapper of the stages."""
     if wrapper.name not in ("DistributedDataParallel", "fully_shard") or {*wrapper.wrapped} != {
         *module.values()
     }:

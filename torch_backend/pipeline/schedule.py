@@ -1,10 +1,8 @@
-"""A schedule of torch.distributed.pipelining that runs any micro-batches: of any number, with any
-rows.
+"""A schedule of torch.distributed.pipelining for any number of micro-batches of any size.
 
-A schedule itself runs one number of micro-batches, whose shapes are those of the first batch that
-it was given. So it is built anew for other shapes, shorter micro-batches are padded with rows that
-the loss does not see, and what a micro-batch means to the loss is looked up by its index, which is
-all that travels through the schedule as its target.
+A schedule itself runs a fixed number of micro-batches, with the shapes of its first batch. So it is
+rebuilt for other shapes, and shorter micro-batches are padded with rows that the loss does not get.
+The schedule's target is the index of a micro-batch, by which the loss looks up everything else.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +36,9 @@ LossAt = Callable[[Any, int], torch.Tensor]
 
 
 class Pipeline:
-    """The stages of this process, and the schedule that was last built for them.
+    """The stages of this process, and the last schedule that was built for them.
 
-    The state of a schedule is in its stages, so that stages have one at a time.
+    A schedule keeps its state in its stages, so they have one schedule at a time.
     """
 
     def __init__(self, schedule_factory: ScheduleFactory, stages: Stage | Sequence[Stage]):
@@ -69,12 +67,11 @@ class Pipeline:
         loss: LossAt,
         together: Callable[[bool], bool],
     ) -> None:
-        """Forward and backward passes of all stages, whose parameters then have the sums in their
-        `.grad`s.
+        """Runs forward and backward passes of all stages, which add to the parameters' `.grad`s.
 
-        `microbatches` are the inputs of the first stage. All processes of the pipeline give the
-        same. `together(needed)`: whether a schedule is built, because it is needed here, or on a
-        replica that this one has to build with.
+        `microbatches` are the inputs of the first stage, the same in all processes of the pipeline.
+        `together(needed)` is whether to build a schedule, because one is needed here, or on a
+        replica that has to build at the same time.
         """
         self._fit(microbatches, together)
         inputs = [
@@ -93,13 +90,13 @@ class Pipeline:
             self.loss = None
 
     def forget(self) -> None:
-        """Forgets a schedule that an error has ended in the middle."""
+        """Drops a schedule that was interrupted by an error."""
         self.schedule = None
 
     def _fit(
         self, microbatches: Sequence[tuple[torch.Tensor, ...]], together: Callable[[bool], bool]
     ) -> None:
-        """Builds a schedule for these micro-batches, unless the last one takes them."""
+        """Builds a schedule for these micro-batches, unless the last one fits."""
         rows = max(len(part) for inputs in microbatches for part in inputs)
         shapes = [(part.shape[1:], part.dtype) for part in microbatches[0]]
         fits = (self.count, self.shapes) == (len(microbatches), shapes) and rows <= self.rows
@@ -109,7 +106,7 @@ class Pipeline:
             self.schedule = self._built()
 
     def _built(self) -> Any:
-        """A new schedule. Raises FuncgaError for one that would not sum what it is given."""
+        """A new schedule. Raises FuncgaError if it would not sum the losses that it is given."""
 
         # Of each schedule its own, so that a schedule that was built before can be told from this
         # one.
@@ -153,7 +150,7 @@ class Pipeline:
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor with its last row repeated: real rows, on which a model does nothing unusual."""
+    """The tensor with its last row repeated: a real row, on which a model behaves as usual."""
     missing = rows - len(tensor)
     return (
         torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor

@@ -1,12 +1,12 @@
-"""One window of a pipeline: its micro-batches run through the schedule, their values told to every
-process.
+"""A window of a pipeline: its micro-batches run through the schedule, and every process gets their
+values.
 
 Only torch has this file: in JAX stages are axes of a mesh in one program.
 
-The weight of a micro-batch is its cotangent: the last stage returns to the schedule the loss times
-the weight, so that every stage's `.grad`s are weighted sums, and are divided once, at the end.
-Every process knows the weights, because it is given the same batch. Values and aux are known to the
-last stage, which tells them at the end of the window.
+The weight of a micro-batch is its cotangent: the last stage returns the loss times the weight to
+the schedule, so the `.grad`s of every stage are weighted sums, which are divided once, at the end.
+Every process knows the weights, because it has the same batch. The last stage knows the values and
+aux, and sends them at the end of the window.
 """
 
 import inspect
@@ -44,9 +44,7 @@ Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-b
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of the first stage and the target of the loss; the weight is None for one that
-    only fills up.
-    """
+    """The inputs of the first stage and the target of the loss; the weight of a filler is None."""
 
     inputs: tuple[torch.Tensor, ...]
     target: Tree
@@ -61,10 +59,9 @@ class Microbatch:
 
 
 class PipelineWindow:
-    """One window of a PipelineGradient: `fold` each micro-batch, and say which is the last; then
-    take the `result`.
+    """A window of a PipelineGradient: `fold` each micro-batch, then take the `result`.
 
-    A context, in which the parameters' `.grad`s are the window's.
+    A context, in which the parameters' `.grad`s belong to the window.
     """
 
     records = looks_ahead = may_be_short = True
@@ -139,8 +136,8 @@ class PipelineWindow:
         return []
 
     def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
-        """Runs steps that add nothing while other replicas have micro-batches: what wraps stages
-        reduces in every step.
+        """Runs steps that add nothing while other replicas have micro-batches: wrapped stages
+        reduce in every step.
         """
         is_wrapped = bool(self.gradient.wrapper.wrapped)
         steps = -(-(self.program.n or 1) // (self.count or 1)) if is_wrapped else 1
@@ -165,7 +162,7 @@ class PipelineWindow:
         return Microbatch(tuple(inputs), target, kwargs, weight, self.arguments)
 
     def _run(self) -> None:
-        """A step of the schedule with the micro-batches that wait, filled up."""
+        """Runs a step of the schedule with the waiting micro-batches, filled up."""
         wrapper, pipeline = self.gradient.wrapper, self.gradient.pipeline
         for reduction in (self.stages, *(self.reductions if wrapper.wrapped else ())):
             reduction.meet(False)
@@ -181,10 +178,10 @@ class PipelineWindow:
         self.steps, self.waiting = self.steps + 1, []
 
     def _together(self, needed: bool) -> bool:
-        """Whether a new schedule is built: with FSDP, whose forward passes communicate, if any
+        """Whether to build a new schedule: with FSDP, whose forward passes communicate, if any
         replica needs one.
 
-        In its first step a schedule runs one pass more than otherwise, to learn shapes.
+        In its first step a schedule runs an extra pass, to infer shapes.
         """
         wrapper = self.gradient.wrapper
         for group in wrapper.groups()[0] if wrapper.in_step else ():
@@ -195,11 +192,11 @@ class PipelineWindow:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """The context of a step. Raises FuncgaError if the schedule leaves out the reduction of
-        what wraps the stages.
+        """The context of a step. Raises FuncgaError if the schedule skips the reduction of wrapped
+        stages.
 
-        The schedule itself prepares DDP for the last backward pass. The forward pass in which it
-        learns shapes must not: the first backward pass would be taken for the last.
+        The schedule itself prepares DDP for the last backward pass. The forward pass that infers
+        shapes must not: DDP would take the first backward pass for the last.
         """
         wrapper = self.gradient.wrapper
         waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
@@ -211,9 +208,7 @@ class PipelineWindow:
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
     ) -> Tree:
-        """The result where other replicas have rows and this one has none: passes over a row of
-        zeros, not folded.
-        """
+        """The result if only other replicas have rows: passes over a row of zeros, not folded."""
         check_no_stream(self.program)
         self.arguments = with_a_blank_row(arguments)
         self._fill_up(self.arguments.cut(0, 1, state), kwargs)
@@ -256,10 +251,9 @@ class LastStage:
     def loss(
         self, microbatches: Sequence[Microbatch], first: int, output: Tree, index: int
     ) -> torch.Tensor:
-        """What is differentiated of a micro-batch of a step: its loss times its weight. `first`:
-        the number of the first one.
+        """The loss of a micro-batch times its weight. `first` is the step's first one.
 
-        An error of it is kept. Were it raised here, the other stages would wait for gradients.
+        An error is kept until the end: raised here, the other stages would hang.
         """
         if index < len(microbatches) and self.error is None:
             try:
@@ -299,8 +293,8 @@ class LastStage:
         return wide.mul(weight)
 
     def values_of_all(self, weights: Sequence[Scalar]) -> Values:
-        """The loss and the aux of every micro-batch, from the last stage. Raises FuncgaError if
-        that has failed.
+        """The loss and aux of every micro-batch, from the last stage. Raises FuncgaError if it
+        failed.
         """
         device = next((p.device for p in self.grads.params.values()), torch.device("cpu"))
         pipeline = self.gradient.pipeline
@@ -317,11 +311,10 @@ def _of_last_stage(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Values:
-    """The values of the last stage, on this device. This process says the weights that it has
-    counted, on the last stage the values, and the error of its loss.
+    """Sends the values of the last stage to all processes, and compares the weights that they saw.
 
-    Raises FuncgaError, in every process, if the loss has raised an error, or if they were given
-    different batches.
+    Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
+    given different batches.
     """
     if group.size() == 1:
         if error is not None:
@@ -348,7 +341,7 @@ def _of_last_stage(
 
 
 def _check_alike(weights_of_ranks: list[tuple[float | None, ...]], last: int) -> None:
-    """Raises FuncgaError if a process has counted other weights than the one of the last stage."""
+    """Raises FuncgaError if a process saw other weights than that of the last stage."""
     wanted = weights_of_ranks[last]
     for rank, others in enumerate(weights_of_ranks):
         if others != wanted:
@@ -382,7 +375,7 @@ def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
 
 
 def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """A zero whose gradient is zero in every one of these, even where they are not finite."""
+    """A zero whose gradient is zero for all of these tensors, even where they are not finite."""
     terms = [
         torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
     ]
@@ -390,7 +383,7 @@ def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Unwrapped(Wrapper):
-    """What reduces the gradients of stages that nothing wraps: funcga, if anybody."""
+    """Stages that are not wrapped: funcga reduces their gradients, if at all."""
 
     remedy = "Keep parameters in float32, and let stages compute under torch.autocast."
 
@@ -408,9 +401,9 @@ class Unwrapped(Wrapper):
 
 @dataclass(frozen=True, eq=False)
 class PipelineGradient(ModuleGradient):
-    """The gradient function of the stages that this process has. Made by `pipeline_value_and_grad`.
+    """The gradient function of the stages of this process, made by `pipeline_value_and_grad`.
 
-    `module` has the stages by their indices, and `wrapper` is what wraps them.
+    `module` has the stages by their indices; `wrapper` describes how they are wrapped.
     """
 
     pipeline: Pipeline

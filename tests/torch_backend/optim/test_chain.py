@@ -1,18 +1,21 @@
-"""Transforms in a chain: in order, pure whatever is in it, and without a copy too many."""
+"""Transforms in a chain, and clipping, the first of them: the bits of torch, and without a copy too many."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.nn import utils
 
 import funcga
 import torch_backend
 from funcga.transforms import Transform
+from tests.kits import needs_cuda, no_synchronisation
 from tests.test_errors import check_refused
 from tests.torch_backend.optim.test_from_optimizer import problem, same
+from torch_backend import chain, clip_grad_norm, clip_grad_value, from_optimizer
 
-DonatingTransform = type(torch_backend.clip_grad_value(1.0))
+DonatingTransform = type(clip_grad_value(1.0))
 
 
 def identity(grads, state, params):
@@ -21,41 +24,19 @@ def identity(grads, state, params):
 
 def test_it_is_the_loop_that_clips_and_steps():
     params, grads = problem(optim.AdamW)
-    tx = torch_backend.chain(torch_backend.clip_grad_norm(0.5), torch_backend.from_optimizer(optim.AdamW, lr=0.1))
+    tx = chain(chain(clip_grad_norm(0.5)), chain(from_optimizer(optim.AdamW, lr=0.1)))
     own = {k: p.clone().requires_grad_() for k, p in params.items()}
     made, state = optim.AdamW(own.values(), lr=0.1), tx.init(params)
-    for grad in grads:
+    for at, grad in enumerate(grads):
         for k, p in own.items():
-            p.data.copy_(params[k])
             p.grad = grad[k].clone()
         norm = nn.utils.clip_grad_norm_(own.values(), 0.5)
         made.step()
-        updates, state = tx.update(grad, state, params)
-        assert all(torch.equal(updates[k], p.detach() - params[k]) for k, p in own.items())
-        assert torch.equal(state[0].norm, norm)
-        params = torch_backend.apply_updates(params, updates)
+        params, state = funcga.transforms.apply(tx, copy.deepcopy(grad), state, params, donate=at % 2 == 1)
+        assert same(params, {k: p.detach() for k, p in own.items()})
+        assert torch.equal(state[0][0].norm, norm)
     assert type(state) is tuple
-    assert int(state[1].count) == 6
-
-
-@pytest.mark.parametrize(("first", "second"), [("identity", "clip"), ("clip", "sgd"), ("sgd", "identity")])
-def test_nothing_is_mutated_whatever_is_chained(first, second):
-    kinds = {
-        "identity": (lambda params: (), identity),
-        "clip": torch_backend.clip_grad_value(0.1),
-        "sgd": torch_backend.from_optimizer(optim.SGD, momentum=0.9, nesterov=True, foreach=True),
-    }
-    params, grads = problem(optim.SGD)
-    tx = torch_backend.chain(kinds[first], kinds[second], torch_backend.clip_grad_value(0.05), kinds[second])
-    state, donated = tx.init(params), tx.init(params)
-    for grad in grads[:3]:
-        before = copy.deepcopy((grad, state, params))
-        updates, after = tx.update(grad, state, params)
-        assert repr((grad, state, params)) == repr(before)
-        again, donated = tx.donated(copy.deepcopy(grad), donated, params)
-        assert same(again, updates)
-        assert repr(donated) == repr(after)
-        state = after
+    assert int(state[1][0].count) == 6
 
 
 KEEPING = Transform(
@@ -67,10 +48,10 @@ KEEPING = Transform(
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_a_chain_hands_on_may_be_what_it_was_given_or_keeps(link, depth):
     params, grads = problem(optim.SGD)
-    inner = torch_backend.chain(torch_backend.clip_grad_value(10.0), link) if link is KEEPING else link
+    inner = chain(clip_grad_value(10.0), link) if link is KEEPING else link
     for _ in range(depth):
-        inner = torch_backend.chain(inner)
-    tx = torch_backend.chain(inner, torch_backend.clip_grad_norm(0.1))
+        inner = chain(inner)
+    tx = chain(inner, clip_grad_norm(0.1))
     before, outer = copy.deepcopy(grads[0]), copy.deepcopy(grads[0])
     _, state = tx.update(grads[0], tx.init(params), params)
     _, donated = tx.donated(outer, tx.init(params), params)
@@ -83,7 +64,7 @@ def test_what_a_chain_hands_on_may_be_what_it_was_given_or_keeps(link, depth):
 
 def test_what_a_chain_keeps_is_not_written_to_by_multi_steps():
     params, grads = problem(optim.SGD)
-    tx = torch_backend.chain(torch_backend.chain(KEEPING), torch_backend.clip_grad_norm(0.1))
+    tx = chain(chain(KEEPING), clip_grad_norm(0.1))
     steps = [funcga.multi_steps(tx, 2, donate=donate) for donate in (False, True)]
     states = [made.init(params) for made in steps]
     for grad in grads:
@@ -98,33 +79,17 @@ def test_what_is_handed_on_is_not_copied():
     seen = []
 
     def spying(kind):
-        clip = torch_backend.clip_grad_value(1.0)
+        clip = clip_grad_value(1.0)
         spy = lambda name: lambda *args, **extra: seen.append((kind, name)) or getattr(clip, name)(*args, **extra)
         return DonatingTransform(lambda params: torch.ones(1) if kind == "state" else (), spy("update"), spy("donated"))
 
-    tx = torch_backend.chain(spying("a"), spying("b"), spying("state"), (lambda p: (), identity), spying("c"))
+    tx = chain(spying("a"), spying("b"), spying("state"), (lambda p: (), identity), spying("c"))
     state = tx.init([torch.ones(2)])
     tx.update([torch.ones(2)], state, None)
     assert seen == [("a", "update"), ("b", "donated"), ("state", "update"), ("c", "update")]
     seen.clear()
     tx.donated([torch.ones(2)], state, None)
     assert seen == [("a", "donated"), ("b", "donated"), ("state", "donated"), ("c", "update")]
-
-
-def test_clipping_writes_to_what_is_handed_on_though_it_has_a_state():
-    handed_on = []
-
-    def doubled(grads, state, params):
-        handed_on.append([2 * grad for grad in grads])
-        return handed_on[-1], state
-
-    double = DonatingTransform(lambda params: (), doubled, doubled)
-    tx = torch_backend.chain(double, torch_backend.clip_grad_norm(1.0))
-    before = tx.init([torch.ones(2)])
-    clipped, after = tx.update([torch.tensor([3.0, 4.0])], before, None)
-    assert clipped[0].data_ptr() == handed_on[0][0].data_ptr()
-    assert before[1].norm.isnan()
-    assert after[1].norm == 10.0
 
 
 def test_extra_arguments_go_to_those_that_know_them():
@@ -134,26 +99,143 @@ def test_extra_arguments_go_to_those_that_know_them():
         given.append(value)
         return grads, state
 
-    tx = torch_backend.chain(
-        Transform(lambda p: (), identity), (lambda p: (), update), torch_backend.clip_grad_norm(1.0)
-    )
+    tx = chain(Transform(lambda p: (), identity), (lambda p: (), update), clip_grad_norm(1.0))
     tx.update([torch.ones(1)], tx.init(None), None, value=3, other=4)
     assert given == [3]
 
 
 def test_what_is_no_chain():
-    check_refused(
-        "chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).", torch_backend.chain
-    )
-    check_refused("transforms[1] is the class AdamW, whose step() changes parameters in place.",
-                  torch_backend.chain, torch_backend.clip_grad_norm(1.0), optim.AdamW)  # fmt: skip
-    tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0))
-    check_refused("state is not the tuple of 1 that this chain has: state = tx.init(params); updates, state = "
-                  "tx.update(grads, state, params).", tx.update, [torch.ones(1)], (), None)  # fmt: skip
-
-
-def test_transforms_of_optax_are_sent_over_the_bridge():
     import optax
 
-    with pytest.raises(funcga.FuncgaError, match=r"transforms\[1\] is one of optax.*from_optax\(tx\)"):
-        torch_backend.chain(torch_backend.clip_grad_norm(1.0), optax.adam(0.1))
+    clip = clip_grad_norm(1.0)
+    check_refused("chain() was given no transform. Write chain(torch_backend.clip_grad_norm(1.0), tx).", chain)
+    check_refused(
+        "transforms[1] is the class AdamW, whose step() changes parameters in place.", chain, clip, optim.AdamW
+    )
+    check_refused("transforms[1] is one of optax, which takes JAX's arrays. Let it run on tensors: torch_backend.chain("
+                  "torch_backend.from_optax(tx), ...).", chain, clip, optax.adam(0.1))  # fmt: skip
+    check_refused("state is not the tuple of 1 that this chain has: state = tx.init(params); updates, state = "
+                  "tx.update(grads, state, params).", chain(clip).update, [torch.ones(1)], (), None)  # fmt: skip
+
+
+# Clipping.
+
+CLIPS = {
+    "norm": (lambda: clip_grad_norm(0.7), lambda p: utils.clip_grad_norm_(p, 0.7)),
+    "large": (lambda: clip_grad_norm(1e6), lambda p: utils.clip_grad_norm_(p, 1e6)),
+    "max": (
+        lambda: clip_grad_norm(0.3, "inf"),
+        lambda p: utils.clip_grad_norm_(p, 0.3, float("inf")),
+    ),
+    "one": (lambda: clip_grad_norm(0.3, 1, True), lambda p: utils.clip_grad_norm_(p, 0.3, 1, True)),
+    "value": (lambda: clip_grad_value(0.4), lambda p: utils.clip_grad_value_(p, 0.4)),
+}
+
+
+def gradients(dtype=torch.float32):
+    torch.manual_seed(0)
+    return {"a": torch.randn(5, 3, dtype=dtype), "deep": [torch.randn((), dtype=dtype), None, torch.randn(7).to(dtype)]}
+
+
+def check_norm(state, norm):
+    """The state is the norm that torch returned, and `()` if it returned none."""
+    assert state == () if norm is None else torch.equal(state.norm, norm.to(state.norm.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CLIPS)
+def test_the_bits_are_those_of_torch(case, dtype):
+    make, clip = CLIPS[case]
+    tx, grads = make(), gradients(dtype)
+    before, state = copy.deepcopy(grads), tx.init(grads)
+    assert case == "value" or state.norm.isnan()
+    clipped, state = tx.update(grads, state, None, unknown=3)
+    params = [torch.zeros_like(grad) for grad in (before["a"], before["deep"][0], before["deep"][2])]
+    for p, grad in zip(params, (before["a"], before["deep"][0], before["deep"][2]), strict=True):
+        p.grad = grad.clone()
+    norm = clip(params)
+    expected = {"a": params[0].grad, "deep": [params[1].grad, None, params[2].grad]}
+    check_norm(state, norm)
+    assert same(clipped, expected)
+    assert same(clipped, before) == (case == "large")
+    assert same(grads, before)
+    assert clipped["a"].data_ptr() != grads["a"].data_ptr()
+    donated, state = tx.donated(grads, state)
+    check_norm(state, norm)
+    assert same(donated, expected)
+    assert donated["a"].data_ptr() == grads["a"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
+def test_the_norm_keeps_its_dtype_and_its_state_can_be_restored(dtype, tmp_path):
+    params = {"a": torch.ones(3, dtype=dtype), "b": None}
+    tx = clip_grad_norm(1.0)
+    _, state = tx.update(params, tx.init(params))
+    is_wide = dtype in (torch.float64, torch.complex128)
+    assert state.norm.dtype == (torch.float64 if is_wide else torch.float32)
+    assert torch.allclose(state.norm, torch.tensor(3.0, dtype=state.norm.dtype).sqrt(), atol=0.005)
+    restored = funcga.trees.from_state_dict(tx.init(params), funcga.trees.to_state_dict(state))
+    assert torch.equal(restored.norm, state.norm)
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True).norm, state.norm)
+
+
+def test_the_last_norm_stays_where_there_is_no_update():
+    tx = clip_grad_norm(1.0)
+    tx = funcga.transforms.loss_scaled(tx, init_scale=4.0)
+    state = tx.init([torch.ones(2)])
+    for grad, norm in (([12.0, 16.0], 5.0), ([torch.nan, 1.0], 5.0), ([0.0, 2.0], 1.0)):
+        _, state = tx.update([torch.tensor(grad)], state)
+        assert state.inner.norm == norm
+    steps = funcga.multi_steps(clip_grad_norm(1.0), 2)
+    state, norms = steps.init([torch.ones(2)]), []
+    for grad in ([3.0, 4.0], [9.0, 12.0], [0.0, 0.0], [0.0, 1.0]):
+        _, state = steps.update([torch.tensor(grad)], state)
+        norms.append(float(state.inner.norm))
+    assert str(norms) == "[nan, 10.0, 10.0, 0.5]"
+
+
+def test_a_norm_that_is_not_finite():
+    grads = [torch.tensor([torch.nan, 1.0])]
+    assert clip_grad_norm(1.0).update(grads, ())[0][0].isnan().all()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm(1.0, error_if_nonfinite=True).update(grads, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "make"),
+    [
+        ("max_norm is -1, and must be a number, at least 0: max_norm=1.0.", lambda: clip_grad_norm(-1)),
+        ("max_norm is nan, and must be", lambda: clip_grad_norm(float("nan"))),
+        ("clip_value is '1', and must be a number, at least 0: clip_value=1.0.", lambda: clip_grad_value("1")),
+        ("clip_value is True, and must be", lambda: clip_grad_value(True)),
+        ("norm_type is 'foo', and must be a number, or \"inf\": norm_type=2.0.", lambda: clip_grad_norm(1.0, "foo")),
+        ("norm_type is None, and must be", lambda: clip_grad_norm(1.0, None)),
+        ("norm_type is True, and must be", lambda: clip_grad_norm(1.0, True)),
+        ("norm_type is nan, and must be", lambda: clip_grad_norm(1.0, float("nan"))),
+        ("`grads['a'][0]` is of type float. Give a tensor, or None where there is none.",
+         lambda: clip_grad_norm(1.0).update({"a": [1.0]}, ())),
+        ("`grads['w']` is a sparse tensor float32[2, 2], which torch does not clip. Give a dense one: grad.to_dense(), or "
+         "nn.Embedding(..., sparse=False).", lambda: clip_grad_value(1.0).donated({"w": torch.eye(2).to_sparse()}, ())),
+    ],
+)  # fmt: skip
+def test_what_is_not_clipped(text, make):
+    check_refused(text, make)
+
+
+def test_donated_gradients_in_one_memory_are_clipped_once_each():
+    grad = torch.tensor([3.0, 4.0])
+    wanted, _ = clip_grad_norm(1.0).update([grad, grad], ())
+    assert same(clip_grad_norm(1.0).donated([grad, grad], ())[0], wanted)
+    expanded = torch.ones(()).expand(4)
+    assert same(clip_grad_norm(1.0).donated([expanded], ())[0],
+                clip_grad_norm(1.0).update([expanded], ())[0])  # fmt: skip
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", ["norm", "max", "value"])
+def test_the_host_waits_for_no_device(case):
+    tx, grads = CLIPS[case][0](), [torch.randn(5, device="cuda"), torch.randn(3, 4, device="cuda")]
+    with no_synchronisation():
+        _, state = tx.update(grads, tx.init(grads))
+    assert case == "value" or state.norm.is_cuda

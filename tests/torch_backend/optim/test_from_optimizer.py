@@ -1,27 +1,62 @@
-"""Every optimizer of torch as a pair of pure functions: the bits of its own step, and no argument touched."""
+"""Every optimizer of torch as pure functions: the bits of its own step, and nothing written to unless it is given away."""
 
 import copy
-import inspect
+import gc
 import io
 import pickle
-import re
-from collections import OrderedDict
+import weakref
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import optim
+from torch import nn, optim
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 import torch_backend
-from funcga import FuncgaError
+from funcga.transforms import Transform, apply
 from tests.kits import needs_cuda, no_synchronisation
 from tests.processes import processes
 from tests.test_errors import check_refused
+from torch_backend import chain, clip_grad_norm, from_optimizer
+
+
+class Theirs(optim.Optimizer):
+    """An optimizer of a third party, with numbers and a list in its state, which writes to its gradients.
+
+    also: a list with a function of (optimizer, group, parameter, its state), which each step calls in the end.
+    """
+
+    def __init__(self, params, lr=0.1, also=(), value=None):
+        super().__init__(params, {"lr": lr, "also": also, "value": value})
+        self.calls, self.seen = 0, torch.zeros(3)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {
+                        "step": 0,
+                        "rate": 1.0,
+                        "seen": False,
+                        "none": None,
+                        "past": [torch.zeros_like(p)],
+                    }
+                state["step"] += 1
+                state["rate"] *= 0.9 ** state["step"]
+                state["seen"] = True
+                state["past"][0].add_(p.grad)
+                p.grad.mul_(2)
+                p.sub_(state["past"][0] * state["rate"] * group["lr"])
+                for function in group["also"]:
+                    function(self, group, p, state)
+
 
 CASES = {
     "Adadelta": (optim.Adadelta, {}),
@@ -57,17 +92,8 @@ CASES = {
     "SGD nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": False}),
     "SGD foreach": (optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
     "SGD fused": (optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True, "maximize": True}),
+    "a third party's": (Theirs, {}),
 }
-
-
-REFUSED = {optim.LBFGS, optim.SparseAdam}
-
-
-def test_every_optimizer_of_torch_is_here():
-    stock = {v for v in vars(optim).values() if isinstance(v, type) and issubclass(v, optim.Optimizer)} - {
-        optim.Optimizer
-    }
-    assert {optimizer for optimizer, _ in CASES.values()} == stock - REFUSED
 
 
 def problem(optimizer, dtype=torch.float32, updates=6):
@@ -112,48 +138,75 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-def described(state):
-    assert list(state.slots)
-    return [(name, *map(str, slot), *[(t.dtype, t.shape) for t in tensors(slot)]) for name, slot in state.slots.items()]
+def test_every_optimizer_of_torch_is_here():
+    stock = {v for v in vars(optim).values() if isinstance(v, type) and issubclass(v, optim.Optimizer)}
+    assert {optimizer for optimizer, _ in CASES.values()} - {Theirs} == stock - {
+        optim.Optimizer, optim.LBFGS, optim.SparseAdam
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def parameters(params):
+    return {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+
+
+def step(made, own, grads):
+    """A step of an optimizer of torch on parameters of its own; what it keeps for each."""
+    for k, p in own.items():
+        p.grad = None if grads[k] is None else grads[k].clone()
+    made.step()
+    return copy.deepcopy({k: dict(made.state.get(p, {})) for k, p in own.items()})
+
+
+def addresses(tree):
+    return {t.data_ptr() for t in tensors(tree) if t.numel()}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_updates_are_the_steps_of_the_optimizer(case, dtype):
-    """From the parameters of each update: the state to the bit, and nothing is mutated or aliased. What is donated, and
-    what was saved, goes on with the same bits.
-    """
+def test_updates_are_the_steps_of_the_optimizer(case):
+    """By `apply` the parameters too are bitwise identical; what was donated, or saved, goes on with the same bits."""
     optimizer, options = CASES[case]
+    complex_or_wide = {"Adam": torch.complex64, "Adam foreach": torch.complex64, "AdamW": torch.bfloat16}
+    dtype = complex_or_wide.get(case, torch.float64 if list(CASES).index(case) % 3 == 0 else torch.float32)
     params, grads = problem(optimizer, dtype)
-    params = {k: torch.nn.Parameter(p) for k, p in params.items()}
-    own = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+    own = parameters(params)
     made = optimizer([*own.values()], **options)
-    tx = torch_backend.from_optimizer(optimizer, **options)
-    state, donated, loaded = tx.init(params), tx.init(params), tx.init(params)
+    tx = from_optimizer(optimizer, **options)
+    state, given_state, loaded = tx.init(params), tx.init(params), tx.init(params)
     assert not any(t.any() for t in tensors(state))
+    given = {k: p.clone() for k, p in params.items()}
     for grad in grads:
-        for k, p in own.items():
-            p.data.copy_(params[k].detach())
-            p.grad = grad[k].clone()
-        made.step()
-        before = copy.deepcopy((grad, state, params))
+        params = {k: nn.Parameter(p) for k, p in params.items()}
+        before = copy.deepcopy((grad, params)), repr(state)
         updates, after = tx.update(grad, state, params)
-        assert same(flat(after.slots), {k: dict(made.state.get(p, {})) for k, p in own.items()})
-        assert same((grad, state, params), before)
-        assert described(after) == described(state)
-        returned = tensors((updates, after))
-        pointers = {t.data_ptr() for t in tensors((grad, state, params)) if t.numel()}
-        assert len(pointers | {t.data_ptr() for t in returned}) == len(pointers) + len(returned)
-        assert not any(t.requires_grad or t.grad is not None for t in returned)
-        again, donated = tx.donated(copy.deepcopy(grad), donated, params)
+        stepped, after_apply = apply(tx, grad, state, params)
         other, loaded = tx.update(grad, saved(loaded), params)
-        assert same([again, donated, other, loaded], [updates, after] * 2)
+        again, donated = tx.donated(copy.deepcopy(grad), copy.deepcopy(given_state), params)
+        assert same((grad, params), before[0])
+        assert repr(state) == before[1]
         assert all(p.grad is None and p.requires_grad for p in params.values())
-        state, params = after, torch_backend.apply_updates(params, updates)
-        for k, p in own.items():
-            eps = torch.finfo(dtype).eps  # the difference of two parameters and its sum, each rounded once
-            torch.testing.assert_close(params[k], p.detach(), rtol=4 * eps, atol=1e-6 * eps)
-        params = {k: torch.nn.Parameter(p) for k, p in params.items()}
+
+        kept = step(made, own, grad)
+        assert same(flat(after.slots), kept)
+        assert same(stepped, {k: p.detach() for k, p in own.items()})
+        assert repr([after_apply, loaded, donated]) == repr([after] * 3)
+        assert same([again, other], [updates] * 2)
+        eps = torch.finfo(dtype).eps  # the difference of two parameters and its sum, each rounded once
+        for k, p in torch_backend.apply_updates(params, updates).items():
+            torch.testing.assert_close(p.detach(), own[k].detach(), rtol=4 * eps, atol=1e-6 * eps)
+
+        returned = tensors((updates, after)), tensors((stepped, after_apply))
+        for results in returned:
+            assert not any(t.requires_grad or t.grad is not None for t in results)
+            assert len(addresses((grad, state, params)) | addresses(results)) == len(
+                addresses((grad, state, params))
+            ) + len(addresses(results))
+        place, gradient = addresses(given), copy.deepcopy(grad)
+        given, given_state = apply(tx, gradient, given_state, given, donate=True)
+        assert addresses(given) == place
+        assert not addresses(gradient) & addresses(given_state)
+        assert same(given, stepped)
+        assert repr(given_state) == repr(after)
+        params, state = stepped, after
     assert int(state.count) == 6
     assert state.started.all()
 
@@ -166,16 +219,17 @@ def strided(kind, values):
 
 
 @pytest.mark.parametrize(
-    "case", ["Adam fused", "Adafactor foreach", "Muon", "SGD nesterov", "SGD foreach", "SGD fused"]
-)
-@pytest.mark.parametrize(
-    ("where", "kind"), [("grads", "expanded"), ("params", "transposed"), ("both", "transposed"), ("both", "expanded")]
-)
+    ("case", "where", "kind"),
+    [
+        ("Adam fused", "grads", "expanded"), ("Adam fused", "params", "transposed"), ("Muon", "both", "transposed"),
+        ("SGD foreach", "both", "expanded"), ("SGD fused", "grads", "expanded"), ("SGD foreach", "grads", "expanded"),
+    ],
+)  # fmt: skip
 def test_strides_change_nothing(case, where, kind):
     optimizer, options = CASES[case]
     params, grads = problem(optimizer)
     lay = lambda tree, chosen: {k: strided(kind, v) if chosen else v for k, v in tree.items()}
-    tx = torch_backend.from_optimizer(optimizer, **options)
+    tx = from_optimizer(optimizer, **options)
     odd = lay(params, where != "grads")
     plain = {k: v.contiguous() for k, v in odd.items()}
     states = [tx.init(params)] * 3  # laid as the parameters were then
@@ -193,17 +247,12 @@ def test_strides_change_nothing(case, where, kind):
         states = [first, second, third]
 
 
-def test_a_fused_step_reads_the_memory_of_its_gradients_only():
-    params, grads = {"w": torch.zeros(2, 3)}, {"w": torch.arange(6.0).reshape(3, 2).T}
-    tx = torch_backend.from_optimizer(optim.SGD, lr=1.0, fused=True)
-    assert torch.equal(tx.update(grads, tx.init(params), params)[0]["w"], -grads["w"])
-    expanded = {"w": torch.ones(()).expand(2, 3)}
-    assert torch.equal(tx.update(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
-    assert torch.equal(tx.donated(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
-
-
-def test_donated_gradients_in_one_memory_are_written_to_apart():
-    tx = torch_backend.from_optimizer(optim.SGD, lr=1.0, momentum=0.9, nesterov=True, foreach=True)
+def test_gradients_in_one_memory_and_in_the_memory_of_one_element():
+    params, expanded = {"w": torch.zeros(2, 3)}, {"w": torch.ones(()).expand(2, 3)}
+    tx = from_optimizer(optim.SGD, lr=1.0, fused=True)
+    for function in (tx.update, tx.donated):
+        assert torch.equal(function(expanded, tx.init(params), params)[0]["w"], -torch.ones(2, 3))
+    tx = from_optimizer(optim.SGD, lr=1.0, momentum=0.9, nesterov=True, foreach=True)
     params, grad = {"a": torch.zeros(2), "b": torch.zeros(2)}, torch.ones(2)
     wanted = tx.update({"a": grad, "b": grad}, tx.init(params), params)
     assert same(tx.donated({"a": grad, "b": grad}, tx.init(params), params)[0], wanted[0])
@@ -223,42 +272,73 @@ class Allocated(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize(("name", "copies"), [("donated", 1), ("update", 3)])
-def test_one_copy_of_the_parameters_is_all_that_is_made(name, copies):
+ADAMW = from_optimizer(optim.AdamW, lr=0.1)
+FUSED = from_optimizer(optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "copies"),
+    [
+        (FUSED.donated, 1),
+        (FUSED.update, 3),  # the parameters and two moments
+        (partial(apply, FUSED, donate=True), 0),
+        (partial(apply, FUSED), 3),
+    ],
+)
+def test_one_copy_of_the_parameters_is_all_that_is_made(call, copies):
     params, grads = ({"w": torch.ones(1000), "v": torch.ones(1000)} for _ in range(2))
-    tx = torch_backend.from_optimizer(optim.AdamW, fused=True)
-    _, state = tx.update(grads, tx.init(params), params)
+    _, state = FUSED.update(grads, FUSED.init(params), params)
     with Allocated() as made:
-        getattr(tx, name)(grads, state, params)
+        call(grads, state, params)
     assert copies * 8000 <= made.bytes < copies * 8000 + 100
 
 
-ADAMW = torch_backend.from_optimizer(optim.AdamW, lr=0.1)
+@pytest.mark.parametrize(
+    ("wrap", "donate", "copies"),
+    [
+        (lambda tx: chain(clip_grad_norm(1.0), tx), True, 0),
+        (lambda tx: funcga.transforms.loss_scaled(tx, init_scale=1.0), True, 0),
+        (lambda tx: funcga.multi_steps(tx, 1), True, 0),
+        (lambda tx: funcga.multi_steps(tx, 1, donate=True), False, 1),
+    ],
+)
+def test_what_is_given_away_is_not_copied(wrap, donate, copies):
+    params, grads = ({"w": torch.ones(1000), "v": torch.ones(1000)} for _ in range(2))
+    tx = wrap(FUSED)
+    params, state = apply(tx, copy.deepcopy(grads), tx.init(params), params)
+    with Allocated() as made:
+        apply(tx, grads, state, params, donate=donate)
+    assert copies * 8000 <= made.bytes < copies * 8000 + 300
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_parameter_without_a_gradient_is_skipped_until_it_has_one(momentum):
+@pytest.mark.parametrize("optimizer", [Theirs, partial(optim.SGD, momentum=0.9, dampening=0.5)])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_parameter_without_a_gradient_is_skipped_until_it_has_one(optimizer, donate):
     params, grads = problem(optim.SGD)
     params["deep"][0] = torch.inf
-    options = {"lr": 0.1, "momentum": momentum, "dampening": 0.5}
-    tx = torch_backend.from_optimizer(optim.SGD, **options)
-    own = {k: p.clone().requires_grad_() for k, p in params.items()}
-    made, state = optim.SGD(list(own.values()), **options), tx.init(params)
+    options = {"lr": 0.1} if optimizer is Theirs else {"lr": 0.1, **optimizer.keywords}
+    tx = from_optimizer(Theirs if optimizer is Theirs else optim.SGD, **options)
+    own = parameters(params)
+    made, params = optimizer(list(own.values()), lr=0.1), {"none": None, **params}
+    state = tx.init(params)
     for number, grad in enumerate(grads):
-        grad = {**grad, "deep": None if number in (0, 1, 4) else grad["deep"]}
-        for k, p in own.items():
-            p.grad = None if grad[k] is None else grad[k].clone()
-        made.step()
-        updates, state = tx.update(grad, state, params)
+        grad = {"none": None, **grad, "deep": None if number in (0, 1, 4) else grad["deep"]}
+        updates, after = tx.update(grad, state, params)
         assert updates["deep"].any() == (grad["deep"] is not None)
-        assert state.started.tolist() == [number > 1, True, True]
-        kept = made.state[own["deep"]] if number > 1 else {"momentum_buffer": torch.zeros(4)} if momentum else {}
-        assert same(state.slots["deep"], dict(kept))
+        params, state = apply(tx, copy.deepcopy(grad), state, params, donate=donate)
+        kept = step(made, own, grad)
+        assert list(params) == ["none", *own]
+        assert same(params, {"none": None, **{k: p.detach() for k, p in own.items()}})
+        assert repr(state) == repr(after)
+        assert state.started.tolist() == [number > 1, True, True, True]  # in the order of their paths
+        assert same(flat(state.slots)["w"], kept["w"])
+        if number < 2:
+            assert not any(t.any() for t in tensors(state.slots["deep"]))
 
 
 def test_a_state_goes_on_after_its_dicts_were_sorted():
     params, grads = problem(optim.SGD)
-    tx = torch_backend.from_optimizer(optim.SGD, momentum=0.9, dampening=0.5)
+    tx = from_optimizer(optim.SGD, momentum=0.9, dampening=0.5)
     one = {"w": grads[0]["w"], "deep": None, "scalar": None}
     state = tx.update(one, tx.init(params), params)[1]
     moved = state._replace(slots={k: state.slots[k] for k in sorted(params)})
@@ -269,152 +349,42 @@ def test_a_state_goes_on_after_its_dicts_were_sorted():
     assert list(right[0]) == list(shuffled)
 
 
-class Pair(NamedTuple):
-    left: object
-    right: object
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        lambda a, b: {"layer": {"a": a}, "rest": [b, None]},
-        lambda a, b: (a, [b]),
-        lambda a, b: OrderedDict(b=b, a=a),
-        lambda a, b: Pair(a, {"x": b}),
-    ],
-)
-def test_any_tree(tree):
-    a, b = torch.ones(2), torch.ones(3)
-    params, grads = tree(a, b), tree(2 * a, -b)
-    tx = torch_backend.from_optimizer(optim.SGD, lr=0.5, momentum=0.9)
-    state = tx.init(params)
-    updates, state = tx.update(grads, state, params)
-    torch.testing.assert_close(tensors(updates), tensors(tree(-a, 0.5 * b)))
-    torch.testing.assert_close(tensors(tx.update(grads, state, params)[0]), tensors(tree(-1.9 * a, 0.95 * b)))
-    assert torch_backend.trees.flatten(updates)[1] == torch_backend.trees.flatten(params)[1]
-
-
-def test_a_tensor_is_a_tree_and_nothing_is_one():
-    state = ADAMW.init(torch.ones(3))
-    assert ADAMW.update(torch.ones(3), state, torch.ones(3))[0].shape == (3,)
+def test_an_array_alone_nothing_at_all_and_gradients_with_a_graph():
+    assert ADAMW.update(torch.ones(3), ADAMW.init(torch.ones(3)), torch.ones(3))[0].shape == (3,)
     assert ADAMW.update({}, ADAMW.init({}), {})[0] == {}
-
-
-def test_gradients_with_a_graph_are_detached():
     grad = torch.ones(3, requires_grad=True) * 2
     updates, state = ADAMW.update([grad], ADAMW.init([torch.ones(3)]), [torch.ones(3)])
     assert not any(t.requires_grad for t in tensors((updates, state)))
 
 
-def test_an_option_is_a_function_of_the_count():
-    params, grads = problem(optim.AdamW)
-    tx = torch_backend.from_optimizer(
-        optim.AdamW, lr=lambda count: 0.1 / (1 + count), weight_decay=lambda count: 0.1 * count
+def test_tied_parameters_are_two():
+    rows, shared = torch.arange(6.0), torch.ones(4)
+    for params in ({"a": shared, "b": shared}, {"a": rows[:4], "b": rows[2:]}, {"a": torch.ones(1).expand(4)}):
+        tx = from_optimizer(optim.SGD, lr=0.5, momentum=0.9)
+        grads = {k: torch.full((4,), 1.0 + at) for at, k in enumerate(params)}
+        wanted, first = apply(tx, grads, tx.init(params), params)
+        found, second = apply(tx, grads, tx.init(params), params, donate=True)
+        assert same((found, flat(second.slots)), (wanted, flat(first.slots)))
+
+
+def test_the_parameters_of_a_module_are_stepped_in_place_and_keep_their_grads():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    module[0].weight.requires_grad_(False)
+    params = torch_backend.trainable(module)
+    params["0.bias"].grad = torch.full((4,), 7.0)
+    own, grads = parameters(params), {k: torch.randn_like(p) for k, p in params.items()}
+    step(optim.AdamW([*own.values()], lr=0.1), own, grads)
+    apply(ADAMW, grads, ADAMW.init(params), params, donate=True)
+    assert same(
+        {k: p.detach() for k, p in torch_backend.trainable(module).items()}, {k: p.detach() for k, p in own.items()}
     )
-    state = tx.init(params)
-    made = optim.AdamW([p.clone().requires_grad_() for p in params.values()])
-    for count, grad in enumerate(grads):
-        made.param_groups[0] |= {"lr": 0.1 / (1 + count), "weight_decay": 0.1 * count}
-        for k, p in zip(params, made.param_groups[0]["params"], strict=True):
-            p.data.copy_(params[k])
-            p.grad = grad[k].clone()
-        made.step()
-        updates, state = tx.update(grad, state, params)
-        for k, p in zip(params, made.param_groups[0]["params"], strict=True):
-            assert torch.equal(updates[k], p.detach() - params[k])
-
-
-def test_groups_have_options_of_their_own_by_name():
-    params = {"a": {"bias": torch.ones(2), "weight": torch.ones(2, 2)}, "list": [torch.ones(1)]}
-    seen = []
-
-    def groups(name):
-        seen.append(name)
-        return {"weight_decay": 0.0} if name.endswith("bias") else {"lr": lambda count: 0.5} if name == "list.0" else {}
-
-    tx = torch_backend.from_optimizer(optim.SGD, lr=0.1, weight_decay=1.0, groups=groups)
-    grads = {"a": {"bias": torch.zeros(2), "weight": torch.zeros(2, 2)}, "list": [torch.zeros(1)]}
-    updates, _ = tx.update(grads, tx.init(params), params)
-    close = lambda t, value: torch.testing.assert_close(t, torch.full_like(t, value))
-    close(updates["a"]["bias"], 0.0)
-    close(updates["a"]["weight"], -0.1)
-    close(updates["list"][0], -0.5)
-    assert set(seen) == {"a.bias", "a.weight", "list.0"}
-    seen.clear()
-    tx.init(dict(torch.nn.Sequential(torch.nn.Linear(2, 2)).named_parameters()))
-    assert seen == ["0.weight", "0.bias"]
-
-
-def test_what_evaluates_the_loss_itself_is_refused():
-    place = (
-        "and a transform is given the gradients of one place. Call the optimizer itself, optimizer.step(closure), with "
-        "a closure that assigns what accumulate returns."
-    )
-    check_refused(
-        f"LBFGS evaluates the loss itself, {place}", lambda: torch_backend.from_optimizer(optim.LBFGS, max_iter=1)
-    )
-    tx, params = torch_backend.from_optimizer(optim.SGD), {"x": torch.ones(3)}
-    with pytest.raises(FuncgaError, match=f"closure= was given, {re.escape(place)}"):
-        tx.update(params, tx.init(params), params, closure=lambda: 1.0)
-
-
-class Theirs(optim.Optimizer):
-    """An optimizer of a third party, with numbers and a list in its state, which writes to its gradients.
-
-    also: a list with a function of (optimizer, group, parameter, its state), which each step calls in the end.
-    """
-
-    def __init__(self, params, lr=0.1, also=(), value=None):
-        super().__init__(params, {"lr": lr, "also": also, "value": value})
-        self.calls, self.seen = 0, torch.zeros(3)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {
-                        "step": 0,
-                        "rate": 1.0,
-                        "seen": False,
-                        "none": None,
-                        "past": [torch.zeros_like(p)],
-                    }
-                state["step"] += 1
-                state["rate"] *= 0.9 ** state["step"]
-                state["seen"] = True
-                state["past"][0].add_(p.grad)
-                p.grad.mul_(2)
-                p.sub_(state["past"][0] * state["rate"] * group["lr"])
-                for function in group["also"]:
-                    function(self, group, p, state)
-
-
-def test_one_of_a_third_party():
-    params, grads = problem(Theirs)
-    tx = torch_backend.from_optimizer(Theirs)
-    state = tx.init(params)
-    own = {k: p.clone().requires_grad_() for k, p in params.items()}
-    made = Theirs(list(own.values()))
-    for grad in grads:
-        given = copy.deepcopy(grad)
-        updates, state = tx.update(grad, state, params)
-        assert same(grad, given)
-        params = torch_backend.apply_updates(params, updates)
-        for k, p in own.items():
-            p.grad = grad[k].clone()
-        made.step()
-        for k, p in own.items():
-            torch.testing.assert_close(params[k], p.detach())
-            assert same(flat(state.slots)[k], dict(made.state[p]))
-    assert state.slots["w"]["step"].value.dtype == torch.int64  # a number is a tensor in a state
+    assert torch.equal(module[0].bias.grad, torch.full((4,), 7.0))
+    assert module[0].bias.requires_grad
+    assert module[1].weight.grad is None
 
 
 def careless(function, value=None):
-    return torch_backend.from_optimizer(Theirs, also=[function], value=value).init({"w": torch.ones(2)})
+    return from_optimizer(Theirs, also=[function], value=value).init({"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -441,7 +411,7 @@ def test_what_belongs_to_no_parameter_is_not_lost_silently(name, value, function
 @pytest.mark.parametrize("value", [torch.ones(3), [torch.ones(2)], (0.9, 0.99), None])
 def test_what_stays_as_it_is_is_not_refused(value):
     again = lambda own, group, *_: group.update(value=group["value"].clone() if torch.is_tensor(value) else value)
-    tx, params = torch_backend.from_optimizer(Theirs, also=[again], value=value), {"w": torch.ones(2)}
+    tx, params = from_optimizer(Theirs, also=[again], value=value), {"w": torch.ones(2)}
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["w"].any()
 
@@ -463,21 +433,24 @@ def test_what_is_no_tensor_is_not_kept():
     ("text", "call"),
     [
         ("from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was given 3. "
-         "Write from_optimizer(torch.optim.AdamW, lr=1e-3).", lambda: torch_backend.from_optimizer(3)),
-        ("`learning_rate` is no option of SGD. Its options are lr, momentum,", lambda: torch_backend.from_optimizer(optim.SGD, learning_rate=1)),
-        ("`beta` is no option of Adam (`betas`?). Its options are lr, betas,", lambda: torch_backend.from_optimizer(optim.Adam, beta=1)),
+         "Write from_optimizer(torch.optim.AdamW, lr=1e-3).", lambda: from_optimizer(3)),
+        ("LBFGS evaluates the loss itself, and a transform is given the gradients of one place. Call the optimizer itself, "
+         "optimizer.step(closure), with a closure that assigns what accumulate returns.",
+         lambda: from_optimizer(optim.LBFGS, max_iter=1)),
+        ("`learning_rate` is no option of SGD. Its options are lr, momentum,", lambda: from_optimizer(optim.SGD, learning_rate=1)),
+        ("`beta` is no option of Adam (`betas`?). Its options are lr, betas,", lambda: from_optimizer(optim.Adam, beta=1)),
         ("differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out.",
-         lambda: torch_backend.from_optimizer(optim.Adam, differentiable=True)),
+         lambda: from_optimizer(optim.Adam, differentiable=True)),
         ("groups is {}, which is no function. Pass one, such as lambda name: {\"weight_decay\": 0.0} if name.endswith(\"bias\") else {}.",
-         lambda: torch_backend.from_optimizer(optim.Adam, groups={})),
+         lambda: from_optimizer(optim.Adam, groups={})),
         ("scheduler is 3, which is no function. Pass one, such as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).",
-         lambda: torch_backend.from_optimizer(optim.Adam, scheduler=3)),
+         lambda: from_optimizer(optim.Adam, scheduler=3)),
         ("lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for lr, or no "
-         "scheduler.", lambda: torch_backend.from_optimizer(optim.Adam, scheduler=dict, lr=lambda count: 1.0)),
+         "scheduler.", lambda: from_optimizer(optim.Adam, scheduler=dict, lr=lambda count: 1.0)),
         ("groups('w') is None. It returns a dict, of the options the parameter has for itself, such as {\"weight_decay\": 0.0}, "
-         "and {} where it has none.", lambda: torch_backend.from_optimizer(optim.Adam, groups=lambda name: None).init({"w": torch.ones(1)})),
+         "and {} where it has none.", lambda: from_optimizer(optim.Adam, groups=lambda name: None).init({"w": torch.ones(1)})),
         ("groups('w') gives an option `decay`, which is no option of Adam. Its options are lr,",
-         lambda: torch_backend.from_optimizer(optim.Adam, groups=lambda name: {"decay": 1}).init({"w": torch.ones(1)})),
+         lambda: from_optimizer(optim.Adam, groups=lambda name: {"decay": 1}).init({"w": torch.ones(1)})),
         ("`params['w']` is int64[1]: parameters are tensors of floating point or complex numbers. Leave it out, or put None "
          "there; a module's are torch_backend.trainable(module).", lambda: ADAMW.init({"w": torch.ones(1, dtype=torch.int64)})),
         ("`params['w']` is of type Linear: parameters", lambda: ADAMW.init({"w": torch.nn.Linear(1, 1)})),
@@ -485,6 +458,12 @@ def test_what_is_no_tensor_is_not_kept():
 )  # fmt: skip
 def test_what_makes_no_transform(text, call):
     check_refused(text, call)
+
+
+def test_a_closure_is_refused():
+    params = {"x": torch.ones(3)}
+    text = "closure= was given, and a transform is given the gradients of one place. Call the optimizer itself"
+    check_refused(text, ADAMW.update, params, ADAMW.init(params), params, closure=lambda: 1.0)
 
 
 @pytest.mark.parametrize(
@@ -526,36 +505,56 @@ def test_what_is_no_state():
     other = ADAMW.init({"v": torch.ones(2)})
     check_refused("state.slots and params differ in structure: `state.slots['w']` is missing, `state.slots['v']` is not expected.",
                   ADAMW.update, params, other, params)  # fmt: skip
-    broken = ADAMW.init(params)._replace(slots={"w": torch.ones(2)})
-    check_refused("`state.slots['w']` is float32[2], and should be a dict of what the optimizer keeps for that parameter: it is the "
-                  "state of others. Begin with state = tx.init(params).", ADAMW.update, params, broken, params)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "text"),
+    ("right", "text"),
     [
-        ("SGD momentum", "AdamW", "has momentum_buffer, and AdamW looks for "),
-        ("SGD momentum", "AdamW fused", "has momentum_buffer, and AdamW looks for "),
-        ("AdamW", "SGD momentum", "has step, exp_avg, exp_avg_sq, and SGD looks for momentum_buffer there"),
-        ("AdamW", "Adam", "has step, exp_avg, exp_avg_sq, and Adam looks for max_exp_avg_sq there: it is the state of another "
-         "optimizer, or of other options. Begin with state = tx.init(params)."),
+        ("AdamW fused", "has momentum_buffer, and AdamW looks for exp_avg there: it is the state of another optimizer, or of other "
+         "options. Begin with state = tx.init(params)."),
+        ("Rprop", "has momentum_buffer, and Rprop looks for"),
     ],
 )  # fmt: skip
-def test_the_state_of_another_optimizer(left, right, text):
+def test_the_state_of_another_optimizer(right, text):
     params, grads = problem(optim.SGD)
-    make = lambda case: torch_backend.from_optimizer(CASES[case][0], **CASES[case][1])
-    state = make(left).init(params)
-    make(right).update(grads[0], state, params)  # nothing is in it yet
-    state = make(left).update(grads[0], state, params)[1]
-    check_refused(f"`state.slots['w']` {text}", make(right).update, grads[1], state, params)
-    check_refused(f"`state.slots['w']` {text}", make(right).donated, copy.deepcopy(grads[1]), state, params)
+    tx, other = (from_optimizer(CASES[case][0], **CASES[case][1]) for case in ("SGD momentum", right))
+    other.update(grads[0], tx.init(params), params)  # nothing is in it yet
+    state = tx.update(grads[0], tx.init(params), params)[1]
+    for function in (other.update, other.donated):
+        check_refused(f"`state.slots['w']` {text}", function, copy.deepcopy(grads[1]), state, params)
+
+
+@pytest.mark.parametrize(("given", "donate"), [(False, False), (True, False), (True, True)])
+def test_narrow_parameters_over_a_window_are_stepped_in_float32_and_rounded_once(given, donate):
+    params, grads = problem(optim.AdamW, torch.bfloat16)
+    params["deep"][1] = -0.0
+    tx = funcga.multi_steps(ADAMW, 2, donate=given)
+    state, kept = tx.init(params), {}
+    for at, grad in enumerate(grads):
+        before, place = copy.deepcopy((params, state)), addresses(params)
+        after, new_state = apply(tx, copy.deepcopy(grad), state, params, donate=donate)
+        if at % 2 == 0:
+            assert all(after[k] is params[k] for k in params)
+        else:
+            own = {k: p.float().requires_grad_() for k, p in before[0].items()}
+            made = optim.AdamW([*own.values()], lr=0.1)
+            made.state.update({own[k]: slot for k, slot in copy.deepcopy(kept).items()})
+            kept = step(made, own, {k: (grads[at - 1][k].float() + grad[k].float()) / 2 for k in grad})
+            assert same(after, {k: p.detach().bfloat16() for k, p in own.items()})
+            assert same(flat(new_state.inner.slots), kept)
+            assert (addresses(after) == place) == donate
+        if not donate:
+            assert same(params, before[0])
+        if not (donate or given):
+            assert repr(state) == repr(before[1])
+        params, state = after, new_state
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda tx: pickle.loads(pickle.dumps(tx))])
 def test_a_transform_can_be_copied(duplicate):
     params, grads = problem(optim.AdamW)
-    adamw = torch_backend.from_optimizer(optim.AdamW, lr=0.1, scheduler=partial(optim.lr_scheduler.StepLR, step_size=2))
-    tx = torch_backend.chain(torch_backend.clip_grad_norm(0.5), torch_backend.chain(adamw))
+    adamw = from_optimizer(optim.AdamW, lr=0.1, scheduler=partial(optim.lr_scheduler.StepLR, step_size=2))
+    tx = chain(clip_grad_norm(0.5), chain(adamw))
     state = other = tx.init(params)
     for grad in grads:
         twin = duplicate(tx)
@@ -565,32 +564,55 @@ def test_a_transform_can_be_copied(duplicate):
         assert same(found, wanted)
 
 
-OPTIMIZERS = {optimizer for optimizer, _ in CASES.values()}
-MODES = [{"foreach": False}, {"foreach": True}, {"fused": True}]
-NESTEROV = {"momentum": 0.9, "nesterov": True}
-GRID = [
-    (optimizer, mode | own)
-    for optimizer in OPTIMIZERS
-    for mode in MODES
-    for own in ([{}, {"momentum": 0.9, "weight_decay": 0.1}, NESTEROV] if optimizer is optim.SGD else [{}])
-    + [{"weight_decay": 0.1}, {"maximize": True}]
-    if {*mode, *own} <= {*inspect.signature(optimizer).parameters}
-]
+def test_inside_of_a_loss_that_is_differentiated():
+    descent = Transform(lambda params: (), lambda grads, state, params: ({k: -0.1 * g for k, g in grads.items()}, ()))
+
+    def inner(params, x):
+        return ((params["w"] * x) ** 2).sum()
+
+    def outer(params, x, donate):
+        grads = torch.func.grad(inner)(params, x)
+        return inner(apply(descent, grads, (), params, donate=donate)[0], x)
+
+    params, x = {"w": torch.arange(1.0, 4.0)}, torch.tensor([1.0, 0.5, 2.0])
+    by_hand = torch.func.grad(lambda p, x: inner({"w": p["w"] - 0.1 * 2 * p["w"] * x**2}, x))(params, x)
+    for donate in (False, True):
+        found = torch.func.grad(outer)(params, x, donate)
+        torch.testing.assert_close(found, by_hand)
+    assert torch.equal(params["w"], torch.arange(1.0, 4.0))
 
 
-def test_of_torchs_own_sgd_alone_writes_to_its_gradients():
-    wrote = []
-    for optimizer, options in GRID:
-        params, grads = problem(optimizer)
-        made = optimizer([p.requires_grad_() for p in params.values()], **options)
-        for grad in grads[:3]:
-            for k, p in params.items():
-                p.grad = grad[k].clone()
-            made.step()
-            if not all(torch.equal(p.grad, grad[k]) for k, p in params.items()):
-                wrote.append((optimizer, options))
-    assert wrote
-    assert all(made == (optim.SGD, {"foreach": True} | NESTEROV) for made in wrote)
+def test_the_optimizer_that_is_kept_is_nobody_elses():
+    tx, expected, found = from_optimizer(optim.AdamW, lr=0.1), [], []
+    trees = [
+        {"a": torch.ones(3)},
+        {"a": torch.ones(3), "b": torch.ones(2, 2)},
+        {"a": torch.ones(3, dtype=torch.float64)},
+        {"b": torch.ones(3)},
+        [torch.ones(3)],
+    ]
+    for params in [*trees, *reversed(trees)]:
+        grads = torch.utils._pytree.tree_map(lambda p: 2 * p, params)
+        fresh = from_optimizer(optim.AdamW, lr=0.1)
+        expected.append(apply(fresh, grads, fresh.init(params), params)[0])
+        found.append(apply(tx, grads, tx.init(params), params)[0])
+    assert same(found, expected)
+    # after an error, too
+    state = tx.init([torch.ones(3)])
+    broken = state._replace(slots=[{"step": torch.ones(())}], started=torch.tensor([True]))
+    with pytest.raises(funcga.FuncgaError, match="state of another optimizer"):
+        apply(tx, [torch.ones(3)], broken, [torch.ones(3)])
+    assert same(apply(tx, [2 * torch.ones(3)], state, [torch.ones(3)])[0], expected[4])
+
+
+def test_nothing_of_the_callers_is_kept():
+    tx = from_optimizer(optim.AdamW, lr=0.1)
+    params = {"w": torch.ones(3)}
+    after, state = apply(tx, {"w": torch.ones(3)}, tx.init(params), params, donate=True)
+    seen = [weakref.ref(params["w"]), weakref.ref(after["w"]), weakref.ref(state.slots["w"]["exp_avg"])]
+    del params, after, state
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
 
 
 def sharded(group):
@@ -609,12 +631,12 @@ def sharded(group):
         whole = torch_backend.apply_updates(whole, updates)
         assert all(torch.equal(plain[k].full_tensor(), whole[k]) for k in whole)
         before = {k: p.to_local().data_ptr() for k, p in stepped.items()}
-        stepped, states[1] = funcga.transforms.apply(ADAMW, place(grad), states[1], stepped, donate=at == 2)
+        stepped, states[1] = apply(ADAMW, place(grad), states[1], stepped, donate=at == 2)
         assert (before == {k: p.to_local().data_ptr() for k, p in stepped.items()}) == (at == 2)
-        other, states[3] = funcga.transforms.apply(ADAMW, grad, states[3], other)
+        other, states[3] = apply(ADAMW, grad, states[3], other)
         assert all(torch.equal(stepped[k].full_tensor(), other[k]) for k in other)
     assert all(states[0].slots[k]["exp_avg"].placements == plain[k].placements for k in whole)
-    clip = torch_backend.clip_grad_norm(1.0)
+    clip = clip_grad_norm(1.0)
     whole = {k: grads[0][k] for k in ("w", "deep")}
     clipped, state = clip.update(place(whole), clip.init(whole))
     wanted, norm = clip.update(whole, clip.init(whole))
@@ -632,14 +654,14 @@ def over_ranks(group):
     params, grads = problem(optim.AdamW)
     rank = dist.get_rank()
     for donate in (False, True):
-        tx = funcga.multi_steps(torch_backend.from_optimizer(optim.AdamW, fused=True), 2, across=group)
+        tx = funcga.multi_steps(from_optimizer(optim.AdamW, fused=True), 2, across=group)
         found, own = (
             {k: p.clone() for k, p in params.items()},
             {k: p.clone().requires_grad_() for k, p in params.items()},
         )
         state = tx.init(found)
         for grad in copy.deepcopy(grads[2 * rank : 2 * rank + 2]):
-            found, state = funcga.transforms.apply(tx, grad, state, found, donate=donate)
+            found, state = apply(tx, grad, state, found, donate=donate)
         for k, p in own.items():
             p.grad = ((grads[0][k] + grads[1][k]) + (grads[2][k] + grads[3][k])) / 4
         optim.AdamW([*own.values()], fused=True).step()
@@ -659,7 +681,7 @@ def test_the_host_waits_for_no_device(options):
     params, grads = problem(optim.AdamW)
     on_device = lambda tree: {k: v.cuda() for k, v in tree.items()}
     params, grads = on_device(params), list(map(on_device, grads))
-    tx = torch_backend.from_optimizer(optim.AdamW, **options)
+    tx = from_optimizer(optim.AdamW, **options)
     state = tx.init(params)
     with no_synchronisation():
         for grad in grads:

@@ -13,10 +13,7 @@ from torch_backend import _private, assign_grads, pipeline_value_and_grad, pure_
 
 TOLERANCE = 1e-12  # float64, sums in another order
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
-MULTI = (
-    "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
-)  # fmt: skip
+MULTI = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 LENGTH = 5  # tokens of a row
 
 
@@ -185,14 +182,12 @@ def test_a_pipeline_is_the_model_on_one_device(name):
     processes(4).run(uneven, name, size=2)
 
 
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
-def test_a_window_takes_several_steps_of_a_schedule(name):
-    processes(4).run(several_steps, name, size=2)
+def test_a_window_takes_several_steps_of_a_schedule():
+    processes(4).run(several_steps, "Schedule1F1B", size=2)
 
 
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
-def test_micro_batches_that_weigh_nothing(name):
-    processes(4).run(weighing_nothing, name, size=2)
+def test_micro_batches_that_weigh_nothing():
+    processes(4).run(weighing_nothing, "ScheduleGPipe", size=2)
 
 
 class Broken(Exception):
@@ -240,17 +235,15 @@ def empty_stream(group, failing):
     return found
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_empty_stream_of_one_process_ends_the_window_of_all(failing):
-    found = processes(4).run(empty_stream, failing, size=2)
-    texts = [f"rank {failing} has raised an error in this window"] * 2
-    texts[failing] = "there is no micro-batch on this replica"
+def test_an_empty_stream_of_one_process_ends_the_window_of_all():
+    found = processes(4).run(empty_stream, 1, size=2)
+    texts = ["rank 1 has raised an error in this window", "there is no micro-batch on this replica"]
     assert found == [["exact", text, "exact"] for text in texts]
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("ScheduleGPipe", "weight"), ("Schedule1F1B", "split"), ("ScheduleInterleaved1F1B", "weight")],
+    [("Schedule1F1B", "split"), ("ScheduleInterleaved1F1B", "weight")],
 )
 def test_an_error_of_one_process_ends_the_window_of_all(name, where):
     for failing in (0, 1):
@@ -299,17 +292,15 @@ def replicated(group, name, wrap, **options):
     ("name", "wrap"),
     [
         ("ScheduleGPipe", unwrapped), ("ScheduleGPipe", ddp), ("Schedule1F1B", fsdp2),
-        ("ScheduleInterleaved1F1B", unwrapped), ("ScheduleInterleaved1F1B", ddp), ("ScheduleInterleaved1F1B", fsdp2),
+        ("ScheduleInterleaved1F1B", fsdp2),
     ],
 )  # fmt: skip
 def test_replicas_of_a_pipeline(name, wrap):
     processes(4).run(replicated, name, wrap)
 
 
-@pytest.mark.parametrize("wrap", [unwrapped, fsdp2])
-def test_replicas_of_a_zero_bubble_pipeline_in_several_steps(wrap):
-    run = processes(4).run
-    run(several_steps_of_replicas, "ScheduleInterleavedZeroBubble", wrap)
+def test_replicas_of_a_zero_bubble_pipeline_in_several_steps():
+    processes(4).run(several_steps_of_replicas, "ScheduleInterleavedZeroBubble", fsdp2)
 
 
 def several_steps_of_replicas(group, name, wrap):
@@ -368,12 +359,6 @@ def zero_bubble_of_ddp(mesh):
     funcga.accumulate(pipeline("ScheduleInterleavedZeroBubble", mesh, wrap=ddp)[0], 4)(*batch(4))
 
 
-def check_without_private_names():
-    """A schedule that tells nothing is taken as it is."""
-    assert _private.loss_of_schedule(object(), loss_fn) is loss_fn
-    assert not _private.has_weight_passes(object())
-
-
 def fails_in_loss(mesh):
     """The error is raised in every process, and the pipeline is as good as new."""
 
@@ -429,7 +414,9 @@ def everything_that_is_refused(group):
     refused(group, step_of(fold=funcga.max()), "fold is no sum")
     refused(group, lambda mesh: pipeline_value_and_grad(dict, nn.Linear(1, 1), loss_fn), "stages holds a Linear")
     refused(group, zero_bubble_of_ddp, "in passes that DDP does not see")
-    check_without_private_names()
+    # A schedule that tells nothing is taken as it is.
+    assert _private.loss_of_schedule(object(), loss_fn) is loss_fn
+    assert not _private.has_weight_passes(object())
     fails_in_loss(mesh_of(group, 1))
     other_batches(mesh_of(group, 1))
 
