@@ -151,7 +151,12 @@ class LentSums:
             passes, inputs = self.passes, (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.how.not_sums, weight)
-            elif self.needs_hooks or passes.autocast or python_functions.last is not passes.since:
+            elif (
+                self.needs_hooks
+                or passes.autocast
+                or passes.fused is not None
+                or python_functions.last is not passes.since
+            ):
                 self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
@@ -217,8 +222,8 @@ class LentSums:
         weight: Scalar,
         has_weight: bool,
     ) -> None:
-        """A pass outside of autocast, or with hooks, or in which functions written in Python may
-        run their own.
+        """A pass outside of autocast, with hooks or fused weights, or in which functions written
+        in Python may run their own.
         """
         # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
         waiting = {*self.how.not_sums, *self.how.dtensors}

@@ -10,9 +10,9 @@ is dealt with here, once, for whoever runs passes, whatever becomes of the gradi
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -34,6 +34,23 @@ _NOTHING = nullcontext()
 _GRAD, _IS_CPU = operator.attrgetter("grad"), operator.attrgetter("is_cpu")
 
 
+# Elements of a weight whose gradient is added in the backward pass. For a smaller one that takes
+# longer than the memory traffic that it saves: docs/concepts/cost.md.
+LARGE = 2**19
+
+
+class FusedWeights(AbstractContextManager[None], Protocol):
+    """Weights whose gradients the backward pass adds. A context: it lasts as long as the window."""
+
+    def added_in_pass_of(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """A context in which it does so in the next backward pass of this loss."""
+        ...
+
+
+# What finds such weights among leaves: torch_backend.fused puts it here.
+FUSES: list[Callable[[Sequence[torch.Tensor]], FusedWeights | None]] = []
+
+
 @dataclass(eq=False)
 class Pass:
     """Runs the passes of each micro-batch of a window. A context that lasts as long as the window.
@@ -47,6 +64,7 @@ class Pass:
     `since`: what `python_functions.last` is as long as no function written in Python is
     applied.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
+    `fused`: the weights whose gradients the backward pass adds by itself, if there are any.
     `arrivals` watches the pass for a first gradient.
     """
 
@@ -54,6 +72,7 @@ class Pass:
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
     autocast: Sequence[str] = field(default=(), init=False)
+    fused: FusedWeights | None = field(default=None, init=False)
     has_begun = on_host = False
 
     def __enter__(self) -> Self:
@@ -82,6 +101,13 @@ class Pass:
         if _private.is_any_autocast_enabled():
             self.autocast = autocasting({leaf.device.type for leaf in leaves})
         self.on_host = all(map(_IS_CPU, leaves))
+
+    def fuse(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Lets the backward passes add the gradients of large weights among these leaves."""
+        for find in FUSES:
+            if self.fused is None and not self.inputs.hooked and (fused := find(leaves)):
+                self.stack.enter_context(fused)
+                self.fused = fused
 
     # --- the forward pass
 
@@ -142,6 +168,8 @@ class Pass:
         else:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
+            if self.fused is not None:
+                outside.enter_context(self.fused.added_in_pass_of(loss))
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
             _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)

@@ -202,6 +202,9 @@ class ModuleWindow:
         if last:
             self.waiting.close()
             self.is_last = True
+            self.passes.fused = None  # what is reduced in this pass is to see each gradient
+        elif self.wrapper.sync == "last":
+            self.passes.fuse([*self.grads.params.values(), *self.wrapper.leaves()])
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
