@@ -132,10 +132,11 @@ def _stream(tensor: torch.Tensor) -> torch.Stream | None:
     return torch.accelerator.current_stream(tensor.device) if tensor.is_cuda else None
 
 
-def _is_fused(weight: torch.Tensor, input: torch.Tensor, bias: object = None) -> bool:
+def _is_fused(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether the gradient of one of the weights may be added here for this call."""
     return (
         {type(input), type(bias)} <= {*_DENSE, type(None)}
+        and (bias is None or bias.ndim == 1)
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(input.device.type)
         and not torch.compiler.is_compiling()
@@ -157,44 +158,39 @@ def _is_added(weight: torch.Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """`input @ weight + bias`, or with the weight transposed, as `F.linear` has it."""
+    """`rows @ weight + bias`, or with the weight transposed, as `F.linear` has it."""
 
     runs_no_pass = True
 
     @staticmethod
     def forward(
         ctx: Any,
-        input: torch.Tensor,
+        rows: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(rows, weight)
         ctx.leaf, ctx.transposed = weight, transposed
-        if transposed:
-            return _LINEAR(input, weight, bias)
-        assert bias is not None
-        return _ADDMM(bias, input, weight)
+        return _LINEAR(rows, weight if transposed else weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        of_input = of_weight = of_bias = None
+        rows, weight = ctx.saved_tensors
+        of_rows = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = gradient @ (weight if ctx.transposed else weight.t())
-        rows = gradient.reshape(-1, gradient.shape[-1])
+            of_rows = gradient @ (weight if ctx.transposed else weight.t())
         if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
+            of_bias = gradient.sum(0)
         if ctx.needs_input_grad[1]:
-            input = input.reshape(-1, input.shape[-1])
-            left, right = (rows.t(), input) if ctx.transposed else (input.t(), rows)
+            left, right = (gradient.t(), rows) if ctx.transposed else (rows.t(), gradient)
             if not _is_added(ctx.leaf):
                 of_weight = left @ right
             elif ctx.leaf.grad is None:
                 ctx.leaf.grad = left @ right
             else:
                 _add_product(ctx.leaf.grad, left, right)
-        return of_input, of_weight, of_bias, None
+        return of_rows, of_weight, of_bias, None
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -243,24 +239,22 @@ class _Embedding(torch.autograd.Function):
 _LINEAR, _EMBEDDING, _ADDMM = functional.linear, functional.embedding, torch.addmm
 
 
-def _is_bias(bias: torch.Tensor | None, size: int) -> bool:
-    return bias is None or bias.shape == (size,)
-
-
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if id(weight) in _WEIGHTS and _is_fused(weight, input, bias) and _is_bias(bias, len(weight)):
-        return _Linear.apply(input, weight, bias, True)  # type: ignore[no-any-return, no-untyped-call]
+    if id(weight) in _WEIGHTS and _is_fused(weight, input, bias):
+        rows = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, True)  # type: ignore[no-untyped-call]
+        # Not a view, which could not be written to as what torch returns can.
+        return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], len(weight)])  # type: ignore[no-any-return]
     return _LINEAR(input, weight, bias)
 
 
 def _addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Hugging Face's Conv1D calls it with a weight."""
     if len(args) == 3 and not kwargs and id(args[2]) in _WEIGHTS:
-        bias, input, weight = args
-        if _is_fused(weight, input, bias) and _is_bias(bias, weight.shape[1]):
-            return _Linear.apply(input, weight, bias, False)  # type: ignore[no-any-return, no-untyped-call]
+        bias, rows, weight = args
+        if _is_fused(weight, rows, bias) and rows.ndim == 2:
+            return _Linear.apply(rows, weight, bias, False)  # type: ignore[no-any-return, no-untyped-call]
     return _ADDMM(*args, **kwargs)
 
 
