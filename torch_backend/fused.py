@@ -17,7 +17,7 @@ A tool: without this file autograd adds these gradients as it does all others. I
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from torch_backend import _private
-from torch_backend.engine.passes import FUSES, LARGE
+from torch_backend.engine.passes import FUSES, LARGE, Arrivals
 from torch_backend.replacements import Replacements
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -34,7 +34,8 @@ _DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
 # The weights of all windows, by their ids, and the stream that each window computes in: a
 # checkpoint may run a module again in another thread.
 _WEIGHTS: dict[int, tuple[torch.Tensor, torch.Stream | None]] = {}
-_PASSES: set[int] = set()  # the passes of windows, by autograd's numbers
+# By the numbers that autograd gives to passes of windows: what is told of a first gradient.
+_PASSES: dict[int, Arrivals | None] = {}
 
 
 class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as torch.set_grad_enabled is
@@ -88,7 +89,7 @@ class Weights(AbstractContextManager[None]):
             _WEIGHTS.pop(id(weight), None)
 
     @contextmanager
-    def added_in_pass_of(self, loss: torch.Tensor) -> Iterator[None]:
+    def added_in_pass_of(self, loss: torch.Tensor, arrivals: Arrivals | None) -> Iterator[None]:
         """A context in which the next backward pass of this loss adds their gradients."""
         passes: list[int] = []
 
@@ -97,17 +98,18 @@ class Weights(AbstractContextManager[None]):
             number = _private.graph_task()
             if not passes and number != -1:
                 passes.append(number)
-                _PASSES.add(number)
+                _PASSES[number] = arrivals
 
         handle = loss.register_hook(note)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             handle.remove()
-            _PASSES.difference_update(passes)
+            for number in passes:
+                del _PASSES[number]
 
 
-def weights_of(leaves: Iterable[torch.Tensor]) -> Weights | None:
+def weights_of(leaves: Sequence[torch.Tensor]) -> Weights | None:
     """The large weights among these leaves; None if there are none, or if something keeps their
     gradients from being added here.
     """
@@ -150,11 +152,19 @@ def _is_fused(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | No
 
 def _is_added(weight: torch.Tensor) -> bool:
     """Whether the gradient of a weight is added to its `.grad` now, and not returned."""
-    return (
-        _private.graph_task() in _PASSES
-        and (weight.grad is None or weight.grad.layout is torch.strided)
-        and not (_private.has_hooks(weight) or _private.has_hooks_on_grad(weight))
-    )
+    number, hooks = _private.graph_task(), _private.hooks_of(weight) or {}
+    arrivals = _PASSES.get(number)
+    notes = [] if arrivals is None else [arrivals.note]
+    if (
+        number not in _PASSES
+        or [*hooks.values()] != notes[: len(hooks)]
+        or _private.has_hooks_on_grad(weight)
+        or not (weight.grad is None or weight.grad.layout is torch.strided)
+    ):
+        return False
+    for note in notes:
+        note(weight)
+    return True
 
 
 class _Linear(torch.autograd.Function):

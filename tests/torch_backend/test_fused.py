@@ -424,6 +424,25 @@ def test_two_runs_give_the_same_bits():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_plan_knows_of_it():
+    """A head of the vocabulary that is tied: no table in between, where autograd has two at once."""
+    model, args = Model(tied=True), batch(16, 1)
+    gradient = torch_backend.module_value_and_grad(model, loss_of)
+    size = model.table.weight.nbytes
+    with torch_backend.fused_gradients(False):
+        plain = funcga.plan(gradient, *args, in_axes=0, memory=size).peak_bytes
+    fused = funcga.plan(gradient, *args, in_axes=0, memory=size).peak_bytes
+    assert size < plain - fused < 3 * size
+
+
+def test_a_loss_that_reaches_no_weight_is_an_error():
+    model, args = Model(tied=True), batch()
+    for way in (of_module, of_params):
+        with pytest.raises(funcga.FuncgaError, match="does not depend"):
+            way(model, lambda model, *args: loss_of(model, *args).detach().requires_grad_())(*args)
+        way(model, lambda model, *args: model.head.weight.square().mean())(*args)
+
+
 # --- replicas
 
 

@@ -42,8 +42,12 @@ LARGE = 2**19
 class FusedWeights(AbstractContextManager[None], Protocol):
     """Weights whose gradients the backward pass adds. A context: it lasts as long as the window."""
 
-    def added_in_pass_of(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """A context in which it does so in the next backward pass of this loss."""
+    def added_in_pass_of(
+        self, loss: torch.Tensor, arrivals: "Arrivals | None"
+    ) -> AbstractContextManager[None]:
+        """A context in which it does so in the next backward pass of this loss. `arrivals` are told
+        of a gradient.
+        """
         ...
 
 
@@ -169,7 +173,7 @@ class Pass:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
             if self.fused is not None:
-                outside.enter_context(self.fused.added_in_pass_of(loss))
+                outside.enter_context(self.fused.added_in_pass_of(loss, self.arrivals))
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
             _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
@@ -215,9 +219,12 @@ class Arrivals:
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
         """Puts hooks on the leaves."""
-        note = lambda _: self.gradient.reached.add(True)
         for leaf in leaves:
-            self.hooks.append((leaf, leaf.register_hook(note)))  # type: ignore[no-untyped-call]
+            self.hooks.append((leaf, leaf.register_hook(self.note)))  # type: ignore[no-untyped-call]
+
+    def note(self, _: torch.Tensor) -> None:
+        """Notes a gradient."""
+        self.gradient.reached.add(True)
 
     def end(self) -> None:
         """Takes the hooks away again. They may be on the parameters of a module."""
