@@ -208,7 +208,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left, right)
     elif left.is_cuda and total.dtype is torch.float32:
         # Nothing is rounded to 16 bits, and nothing of the weight's size is in between.
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        _ADDMM(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
 
