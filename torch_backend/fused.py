@@ -49,10 +49,12 @@ class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as tor
             does, to the bit.
 
     Example:
-        ```python
-        with torch_backend.fused_gradients(False):
-            loss, grads = step(params, batch)
-        ```
+        >>> model = nn.Sequential(nn.Embedding(50_000, 16), nn.Linear(16, 1))
+        >>> loss_fn = lambda model, x, y: F.mse_loss(model(x), y)
+        >>> step = funcga.accumulate(torch_backend.module_value_and_grad(model, loss_fn), n=4)
+        >>> x, y = torch.randint(0, 50_000, (10,)), torch.randn(10, 1)
+        >>> with torch_backend.fused_gradients(False):
+        ...     loss, grads = step(x, y)
     """
 
     def __init__(self, enabled: bool):
@@ -153,18 +155,13 @@ def _is_fused(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | No
 def _is_added(weight: torch.Tensor) -> bool:
     """Whether the gradient of a weight is added to its `.grad` now, and not returned."""
     number, hooks = _private.graph_task(), _private.hooks_of(weight) or {}
-    arrivals = _PASSES.get(number)
-    notes = [] if arrivals is None else [arrivals.note]
-    if (
-        number not in _PASSES
-        or [*hooks.values()] != notes[: len(hooks)]
-        or _private.has_hooks_on_grad(weight)
-        or not (weight.grad is None or weight.grad.layout is torch.strided)
-    ):
+    if number not in _PASSES:
         return False
-    for note in notes:
-        note(weight)
-    return True
+    # What watches for a first gradient is told of one, though not which.
+    arrivals = _PASSES[number]
+    is_seen = hooks and (arrivals is None or [*hooks.values()] != [arrivals.note])
+    is_dense = weight.grad is None or weight.grad.layout is torch.strided
+    return is_dense and not (is_seen or _private.has_hooks_on_grad(weight))
 
 
 class _Linear(torch.autograd.Function):

@@ -463,6 +463,31 @@ def test_a_loss_that_reaches_no_weight_is_an_error():
         way(model, lambda model, *args: model.head.weight.square().mean())(*args)
 
 
+def test_a_single_weight():
+    """It alone tells that the loss depends on something."""
+    weight, x = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64), torch.randn(6, WIDTH, dtype=torch.float64)
+    step = funcga.accumulate(funcga.grad(lambda weight, x: F.linear(x, weight).square().mean()), N)
+    leaf = weight.clone().requires_grad_()
+    F.linear(x, leaf).square().mean().backward()
+    check({"weight": step(weight, x)}, {"weight": leaf.grad})
+
+
+def test_other_leaves_are_left_alone():
+    """A pass is restricted to the leaves of the window, also where it has functions of the library."""
+    model, args = Model(tied=True), batch(6)
+    other = torch.zeros(WIDTH, requires_grad=True)
+    seen = []
+    other.register_hook(seen.append)
+
+    def loss(model, tokens, targets):
+        return F.cross_entropy(model.head(model.table(tokens) + other).flatten(0, 1), targets.flatten())
+
+    for way in (of_module, of_params):
+        way(model, loss)(*args)
+    assert seen == []
+    assert other.grad is None
+
+
 # --- replicas
 
 

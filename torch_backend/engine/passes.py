@@ -97,14 +97,20 @@ class Pass:
         if _private.is_any_autocast_enabled():
             torch.clear_autocast_cache()
 
-    def begin(self, arguments: Arguments, args: tuple[Tree, ...], stays: bool) -> None:
-        """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`."""
+    def begin(
+        self, arguments: Arguments, args: tuple[Tree, ...], stays: bool, fuses: bool = False
+    ) -> None:
+        """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`. `fuses`:
+        whether their gradients are summed, so that those of large weights may be fused.
+        """
         self.has_begun = True
         self.inputs.begin(arguments, args, self.stack, stays and self.is_uninterrupted)
         leaves = self.inputs.tensors
         if _private.is_any_autocast_enabled():
             self.autocast = autocasting({leaf.device.type for leaf in leaves})
         self.on_host = all(map(_IS_CPU, leaves))
+        if fuses and max(map(torch.Tensor.numel, leaves), default=0) >= LARGE:
+            self.fuse(leaves)
 
     def fuse(self, leaves: Sequence[torch.Tensor]) -> None:
         """Lets the backward passes add the gradients of large weights among these leaves."""

@@ -30,12 +30,11 @@ from torch_backend.engine.inputs import (
 from torch_backend.engine.layout import Layout, StepCache
 from torch_backend.engine.lent_sums import LentSums
 from torch_backend.engine.observing import ObservedGradient, Observing, with_gradients
-from torch_backend.engine.passes import LARGE, Pass, check_no_grads
+from torch_backend.engine.passes import Pass, check_no_grads
 from torch_backend.replicas import Listener
 
 # The accumulators of dense tensors, and of leaves that have none.
 _PLAIN = {torch.Tensor, type(None)}
-_NUMEL = torch.Tensor.numel
 
 
 class Shortcut(Protocol):
@@ -110,9 +109,7 @@ class Engine:
         inputs, passes = self.inputs, self.passes
         if not passes.has_begun:
             # Over replicas the module is as it was between micro-batches.
-            passes.begin(arguments, args, stays=self.reduction is None)
-            if max(map(_NUMEL, inputs.tensors), default=0) >= LARGE:
-                passes.fuse(inputs.tensors)
+            passes.begin(arguments, args, stays=self.reduction is None, fuses=True)
         if self.shortcut is not None and self.shortcut.fold(self, arguments, args, kwargs, weight):
             return []
         # `moving` are the leaves of arguments that are split: this micro-batch's own.
