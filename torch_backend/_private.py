@@ -648,9 +648,7 @@ def may_compile() -> bool:
     been.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
-    if frames is None:
-        return False
-    backends: Mapping[int, object] = _attribute(frames, "cached_backends", {0: True})
+    backends: Mapping[int, object] = _attribute(frames, "cached_backends", {0: frames})
     return any(backend is not None for backend in backends.values())
 
 

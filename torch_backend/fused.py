@@ -18,14 +18,14 @@ A tool: without this file autograd adds these gradients as it does all others. I
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from torch_backend import _private
-from torch_backend.engine.passes import FUSES, LARGE, Arrivals
+from torch_backend.engine.passes import FUSES, LARGE, Arrivals, Fuses
 from torch_backend.replacements import Replacements
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -74,52 +74,44 @@ class _Setting(threading.local):
 _SETTING = _Setting()
 
 
-class Weights(AbstractContextManager[None]):
-    """The large weights of a window. A context that lasts as long as the window."""
+def fuse(leaves: Sequence[torch.Tensor], stack: ExitStack) -> Fuses | None:
+    """Fuses the gradients of the large weights among these leaves until the stack is closed.
 
-    def __init__(self, weights: list[torch.Tensor]):
-        self.weights = weights
-
-    def __enter__(self) -> None:
-        for weight in self.weights:
-            _WEIGHTS[id(weight)] = weight, _stream(weight)
-        _REPLACEMENTS.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        _REPLACEMENTS.__exit__(*error)
-        for weight in self.weights:
-            _WEIGHTS.pop(id(weight), None)
-
-    @contextmanager
-    def added_in_pass_of(self, loss: torch.Tensor, arrivals: Arrivals | None) -> Iterator[None]:
-        """A context in which the next backward pass of this loss adds their gradients."""
-        passes: list[int] = []
-
-        def note(_: torch.Tensor) -> None:
-            # The first pass that begins with this loss; a hook may run others inside of it.
-            number = _private.graph_task()
-            if not passes and number != -1:
-                passes.append(number)
-                _PASSES[number] = arrivals
-
-        handle = loss.register_hook(note)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            handle.remove()
-            for number in passes:
-                del _PASSES[number]
-
-
-def weights_of(leaves: Sequence[torch.Tensor]) -> Weights | None:
-    """The large weights among these leaves; None if there are none, or if something keeps their
+    Returns the context of a backward pass; None if there are none, or if something keeps their
     gradients from being added here.
     """
     # A graph that torch.compile makes is compiled again where a function of torch is replaced.
     if not _SETTING.enabled or _private.may_compile():
         return None
-    large = [leaf for leaf in leaves if leaf.numel() >= LARGE and _is_weight(leaf)]
-    return Weights(large) if large else None
+    weights = [leaf for leaf in leaves if leaf.numel() >= LARGE and _is_weight(leaf)]
+    if not weights:
+        return None
+    stack.enter_context(_REPLACEMENTS)
+    for weight in weights:
+        _WEIGHTS[id(weight)] = weight, _stream(weight)
+        stack.callback(_WEIGHTS.pop, id(weight), None)
+    return _adding
+
+
+@contextmanager
+def _adding(loss: torch.Tensor, arrivals: Arrivals | None) -> Iterator[None]:
+    """A context in which the next backward pass of this loss adds the gradients."""
+    passes: list[int] = []
+
+    def note(_: torch.Tensor) -> None:
+        # The first pass that begins with this loss; a hook may run others inside of it.
+        number = _private.graph_task()
+        if not passes and number != -1:
+            passes.append(number)
+            _PASSES[number] = arrivals
+
+    handle = loss.register_hook(note)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        handle.remove()
+        for number in passes:
+            del _PASSES[number]
 
 
 def _is_weight(leaf: torch.Tensor) -> bool:
@@ -289,4 +281,4 @@ _REPLACEMENTS.add(functional, "linear", _linear)
 _REPLACEMENTS.add(functional, "embedding", _embedding)
 _REPLACEMENTS.add(torch, "addmm", _addmm)
 
-FUSES.append(weights_of)
+FUSES.append(fuse)

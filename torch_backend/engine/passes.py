@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -39,20 +39,11 @@ _GRAD, _IS_CPU = operator.attrgetter("grad"), operator.attrgetter("is_cpu")
 LARGE = 2**19
 
 
-class FusedWeights(AbstractContextManager[None], Protocol):
-    """Weights whose gradients the backward pass adds. A context: it lasts as long as the window."""
-
-    def added_in_pass_of(
-        self, loss: torch.Tensor, arrivals: "Arrivals | None"
-    ) -> AbstractContextManager[None]:
-        """A context in which it does so in the next backward pass of this loss. `arrivals` are told
-        of a gradient.
-        """
-        ...
-
-
-# What finds such weights among leaves: torch_backend.fused puts it here.
-FUSES: list[Callable[[Sequence[torch.Tensor]], FusedWeights | None]] = []
+# What lets backward passes add the gradients of large weights: torch_backend.fused puts it here. Of
+# these leaves, until the stack is closed. It returns what a pass of a loss runs in, None if there
+# are no such weights.
+Fuses = Callable[[torch.Tensor, "Arrivals | None"], AbstractContextManager[None]]
+FUSES: list[Callable[[Sequence[torch.Tensor], ExitStack], Fuses | None]] = []
 
 
 @dataclass(eq=False)
@@ -68,7 +59,7 @@ class Pass:
     `since`: what `python_functions.last` is as long as no function written in Python is
     applied.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
-    `fused`: the weights whose gradients the backward pass adds by itself, if there are any.
+    `fused`: the context of a pass that adds the gradients of large weights by itself.
     `arrivals` watches the pass for a first gradient.
     """
 
@@ -76,7 +67,7 @@ class Pass:
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
     autocast: Sequence[str] = field(default=(), init=False)
-    fused: FusedWeights | None = field(default=None, init=False)
+    fused: Fuses | None = field(default=None, init=False)
     has_begun = on_host = False
 
     def __enter__(self) -> Self:
@@ -114,10 +105,9 @@ class Pass:
 
     def fuse(self, leaves: Sequence[torch.Tensor]) -> None:
         """Lets the backward passes add the gradients of large weights among these leaves."""
-        for find in FUSES:
-            if self.fused is None and not self.inputs.hooked and (fused := find(leaves)):
-                self.stack.enter_context(fused)
-                self.fused = fused
+        for fuse in FUSES:
+            if self.fused is None and not self.inputs.hooked:
+                self.fused = fuse(leaves, self.stack)
 
     # --- the forward pass
 
@@ -179,7 +169,7 @@ class Pass:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
             if self.fused is not None:
-                outside.enter_context(self.fused.added_in_pass_of(loss, self.arrivals))
+                outside.enter_context(self.fused(loss, self.arrivals))
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
             _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
