@@ -71,7 +71,6 @@ class Objective(NamedTuple):
     whole: Any
     part: Any
     totals: Any
-    usual: Any
 
 
 def per_row(batch):
@@ -134,26 +133,18 @@ def rows_and_tokens(batch):
     return {"tokens": batch["mask"].sum(), "rows": len(batch["mask"])}
 
 
-# In a loop each micro-batch has the loss of a batch of its own.
 OBJECTIVES = {
-    "GRPO": Objective(_grpo, _grpo_part, rows, _grpo),
-    "DAPO": Objective(_dapo, _dapo_part, tokens, _dapo),
-    "Dr. GRPO": Objective(_dr_grpo, _dr_grpo_part, rows, _dr_grpo),
-    "DPO": Objective(_dpo, _dpo_part, rows, _dpo),
-    "CE + auxiliary": Objective(_with_aux, _with_aux_part, rows_and_tokens, _with_aux),
+    "GRPO": Objective(_grpo, _grpo_part, rows),
+    "DAPO": Objective(_dapo, _dapo_part, tokens),
+    "Dr. GRPO": Objective(_dr_grpo, _dr_grpo_part, rows),
+    "DPO": Objective(_dpo, _dpo_part, rows),
+    "CE + auxiliary": Objective(_with_aux, _with_aux_part, rows_and_tokens),
 }
 
 
 def expected(kit, name, params, batch):
     """The value and the gradient of the whole batch, by the framework alone."""
     return _differentiated(kit, OBJECTIVES[name].whole, params, batch)
-
-
-def usual(kit, name, params, microbatches):
-    """The mean of the micro-batches' values and gradients, as of `(loss / n).backward()`."""
-    parts = [_differentiated(kit, OBJECTIVES[name].usual, params, batch) for batch in microbatches]
-    mean = lambda values: sum(values) / len(values)
-    return mean([value for value, _ in parts]), {"w": mean([grads["w"] for _, grads in parts])}
 
 
 @partial(jax.jit, static_argnums=0)  # compiled once for all tests

@@ -1,4 +1,4 @@
-"""How arguments are read and cut: the plan of the micro-batches, axes as in vmap, names for messages."""
+"""How arguments are read: lists of examples or of parts, and names for messages."""
 
 import functools
 import re
@@ -8,25 +8,6 @@ import pytest
 import torch
 
 import funcga
-from tests.kits import TORCH
-
-
-def sizes(kit, rows, **cut):
-    """How many rows each micro-batch has."""
-    x = kit.arrays(np.zeros((rows, 1), "float32"))
-    found = funcga.accumulate(lambda x: (x[:1] + len(x), x), **cut, in_axes=(np.int64(0),), fold=funcga.concat())(x)
-    assert len(found[1]) == rows
-    return kit.numpy(found[0])[:, 0].tolist()
-
-
-def test_micro_batches_differ_by_at_most_one_row_or_the_last_is_smaller():
-    for rows in (1, 2, 7, 12, 61):
-        for n in {1, 2, rows // 2 + 1, rows}:
-            n = min(n, rows)
-            assert sizes(TORCH, rows, n=n) == [len(part) for part in np.array_split(np.arange(rows), n)]
-        for size in {1, 2, rows // 2 + 1, rows, rows + 3}:
-            expected = [size] * (rows // size) + [rows % size] * (rows % size > 0)
-            assert sizes(TORCH, rows, microbatch_size=size) == expected
 
 
 def test_what_is_whole_is_not_rebuilt():
@@ -45,9 +26,7 @@ def arrays_of(kit, *shapes, dtype="float32"):
 IMAGES = [(3, 8, 8)] * 5
 EXAMPLES = {
     "images": lambda kit: ({"images": arrays_of(kit, *IMAGES)},),
-    "images of several sizes": lambda kit: ({"images": arrays_of(kit, (3, 8, 8), (3, 6, 9))},),
     "images in a list": lambda kit: (arrays_of(kit, *IMAGES),),
-    "images and masks": lambda kit: ({"images": arrays_of(kit, *IMAGES), "masks": arrays_of(kit, *IMAGES)},),
     "images and boxes": lambda kit: (arrays_of(kit, *IMAGES), [{"boxes": b} for b in arrays_of(kit, (2, 4), (1, 4))]),
     "examples with an image": lambda kit: ([{"image": image} for image in arrays_of(kit, *IMAGES)],),
     "tokens": lambda kit: ({"tokens": arrays_of(kit, (7,), (7,))},),
@@ -55,19 +34,14 @@ EXAMPLES = {
 }
 PARTS = {
     "inputs and labels": lambda kit: (arrays_of(kit, (6, 3), (6,)),),
-    "inputs and targets alike": lambda kit: (arrays_of(kit, (6, 3), (6, 3)),),
     "tokens, mask and labels": lambda kit: (arrays_of(kit, (2, 9), (2, 9), (2, 9), dtype="int32"),),
-    "views": lambda kit: (arrays_of(kit, (6, 3, 8, 8), (6, 3, 8, 8)),),
     "many views": lambda kit: (arrays_of(kit, *[(16, 3, 8, 8)] * 10),),
     "views and labels": lambda kit: (arrays_of(kit, (6, 3, 8, 8), (6, 3, 8, 8)), *arrays_of(kit, (6,))),
     "layers beside tokens": lambda kit: (
         {"x": arrays_of(kit, (6, 4))[0], "hidden": arrays_of(kit, *[(6, 4, 5)] * 12)},
     ),
     "pairs of pairs": lambda kit: ([arrays_of(kit, (6, 3), (6, 3)), arrays_of(kit, (6, 2), (6, 2))],),
-    "a list of one": lambda kit: ({"x": arrays_of(kit, (6, 3))},),
     "a tuple": lambda kit: ({"x": tuple(arrays_of(kit, *IMAGES))},),
-    "a tuple of parts": lambda kit: (tuple(arrays_of(kit, (6, 3), (6, 3))),),
-    "dicts of parts": lambda kit: ([{"ids": a} for a in arrays_of(kit, (6, 3), (6, 3))],),
     "parts of several kinds": lambda kit: ({"x": arrays_of(kit, (6, 3), (6,))},),
 }
 

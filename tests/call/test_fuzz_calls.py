@@ -16,7 +16,7 @@ import funcga
 from tests import oracle
 from tests.kits import JAX, TORCH
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "60"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "36"))
 FOLDS = {
     "mean": funcga.mean(), "per_weight": funcga.per_weight(), "sum": funcga.sum(), "max": funcga.max(),
     "logsumexp": funcga.logsumexp(), "moments": funcga.moments(),

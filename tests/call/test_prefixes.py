@@ -1,6 +1,5 @@
 """Tree prefixes, matched by key, in both frameworks' trees."""
 
-import re
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -32,21 +31,6 @@ def test_a_fold_stands_for_all_below_and_keys_decide(kit, prefix, summed):
     assert [float(value) == 2 for value in values] == summed
 
 
-@pytest.mark.parametrize(
-    ("prefix", "output", "path"),
-    [
-        ((SUM,), lambda p: (p, p), "output"),
-        ({"a": SUM}, lambda p: {"b": p}, "output"),
-        ({"a": (SUM,)}, lambda p: {"a": p}, "output['a']"),
-        ([{"b": SUM}], lambda p: [{"b": p, "c": [p] * 6}], "output[0]"),
-    ],
-)
-def test_where_they_part(kit, prefix, output, path):
-    one, x = kit.arrays((np.ones((), "float32"), np.ones(6, "float32")))
-    with pytest.raises(funcga.FuncgaError, match=re.escape(f"at {path} it has")):
-        funcga.accumulate(lambda p, x: output(p), 2, fold=prefix)(one, x)
-
-
 @dataclass
 class Output:
     loss: object
@@ -55,28 +39,3 @@ class Output:
 
 torch.utils._pytree.register_dataclass(Output)
 jax.tree_util.register_dataclass(Output, data_fields=["loss", "extra"], meta_fields=[])
-
-
-def test_a_field_that_is_none_takes_any_fold(kit):
-    """torch has no child there, JAX one that is None."""
-    one, x = kit.arrays(np.float32(1)), kit.arrays(np.arange(4, dtype="float32"))
-    for extra in (None, funcga.sum(), {"a": funcga.sum()}):
-        if kit.name == "jax" and isinstance(extra, dict):
-            continue  # a prefix that is longer than the tree
-        step = funcga.accumulate(lambda p, x: Output(x.mean()), 2, fold=Output(funcga.mean(), extra))
-        result = step(one, x)
-        assert (float(result.loss), result.extra) == (1.5, None)
-    step = funcga.accumulate(lambda p, x: Output(x.mean(), x.sum()), 2, fold=Output(funcga.mean(), funcga.sum()))
-    assert (float(step(one, x).loss), float(step(one, x).extra)) == (1.5, 6)
-    whole = funcga.accumulate(lambda p, b: b.loss.mean(), 2, in_axes=(None, Output(0, 0)))
-    assert float(whole(one, Output(x))) == 1.5
-    with pytest.raises(funcga.FuncgaError, match="is no prefix of what grad_fn returns"):
-        funcga.accumulate(lambda p, x: Output(x.mean(), x.sum()), 2, fold=Output(funcga.mean()))(one, x)
-
-
-def test_equal_keys_of_other_types_are_other_keys():
-    one, x = torch.ones(()), torch.arange(4.0)
-    for key in (1, True, 1.0):
-        result = funcga.accumulate(lambda p, x, key=key: {key: x.mean()}, 2)(one, x)
-        assert [type(found) for found in result] == [type(key)]
-        assert [type(found) for found in funcga.to_torch({key: x})] == [type(key)]

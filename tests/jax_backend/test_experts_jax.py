@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import funcga
 import jax_backend
-from jax_backend import Replicas, collectives, replicated
+from jax_backend import Replicas, collectives
 from tests.kits import JAX, difference
 
 BOTH = ("data", "expert")
@@ -71,7 +71,9 @@ def count(tokens, which, targets, counts):
 
 def over(step):
     return jax.jit(
-        replicated(step, grid(), axis=BOTH, in_specs=(SPECS, *[ROWS] * 4), out_specs=(PartitionSpec(), SPECS))
+        jax_backend.replicated(
+            step, grid(), axis=BOTH, in_specs=(SPECS, *[ROWS] * 4), out_specs=(PartitionSpec(), SPECS)
+        )
     )
 
 
@@ -83,23 +85,6 @@ def test_exact_against_one_device(how):
     assert difference(JAX, step(params, *batch), truth(params, batch)) <= 1e-12
     # One all-reduce for each set of axes, after the loop.
     assert [each.kind for each in collectives(step, params, *batch) if not each.depth] == ["all-reduce"] * 2
-
-
-def test_in_float32_with_an_exact_fold_and_scattered():
-    params, batch = problem()
-    loss, grads = truth(params, batch)
-    gradient = jax.value_and_grad(loss_of("expert"))
-    across = Replicas(BOTH, leaves=HOWS["prefix"], scatter=(None, {"dense": None, "experts": 0}))
-    step = funcga.accumulate(gradient, 4, fold=funcga.per_weight(), weight=count, across=across)
-    specs = {"dense": PartitionSpec(), "experts": PartitionSpec(("expert", "data"))}
-    step = replicated(step, grid(), axis=BOTH, in_specs=(SPECS, *[ROWS] * 4), out_specs=(PartitionSpec(), specs))
-    assert difference(JAX, step(params, *batch), (loss, grads)) <= 1e-12
-    exact = funcga.reproducible(funcga.per_weight())
-    step = over(funcga.accumulate(gradient, 4, fold=exact, weight=count, across=HOWS["prefix"]))
-    params, batch = jax.tree.map(
-        lambda leaf: leaf.astype(leaf.dtype if leaf.dtype.kind == "i" else "float32"), (params, batch)
-    )
-    assert difference(JAX, step(params, *batch), (loss, grads)) <= 1e-6
 
 
 def test_a_leaf_that_is_not_merged_and_the_weights_of_the_window():
@@ -163,37 +148,44 @@ def refusal(across, fold=None, weight=count, reduction="sum", **options):
     return str(error.value)
 
 
-def test_refusals():
-    assert "at output[1]['experts'] it has None" in refusal([BOTH, {"dense": BOTH, "experts": None}])
-    assert "at output[1] it has dict" in refusal([BOTH, {"dense": BOTH}])
-    assert "for `output[0]`: it is None there" in refusal(lambda path: "data" if "experts" in path else None)
-    assert 'lies along "expert" would be summed' in refusal(Replicas("data", leaves=lambda path: BOTH))
-    assert "is no axis of the mesh" in refusal([BOTH, {"dense": BOTH, "experts": "dta"}])
-    assert "Leave observe= out" in refusal(HOWS["prefix"], observe=funcga.gradient_norms())
-    assert "Leave drop= out" in refusal(HOWS["prefix"], drop="window")
-    assert "across= has 1 for some leaves. Name the axes of every leaf" in refusal(
-        (BOTH, {"dense": BOTH, "experts": 1})
-    )
+PREFIX = HOWS["prefix"]
+REFUSED = [
+    ("at output[1]['experts'] it has None", [BOTH, {"dense": BOTH, "experts": None}], {}),
+    ("at output[1] it has dict", [BOTH, {"dense": BOTH}], {}),
+    ("for `output[0]`: it is None there", lambda path: "data" if "experts" in path else None, {}),
+    ('lies along "expert" would be summed', Replicas("data", leaves=lambda path: BOTH), {}),
+    ("is no axis of the mesh", [BOTH, {"dense": BOTH, "experts": "dta"}], {}),
+    ("Leave observe= out", PREFIX, {"observe": funcga.gradient_norms()}),
+    ("Leave drop= out", PREFIX, {"drop": "window"}),
+    ("across= has 1 for some leaves. Name the axes of every leaf", (BOTH, {"dense": BOTH, "experts": 1}), {}),
+    (
+        "is of the whole window", PREFIX,
+        {"fold": (funcga.mean(), {"dense": funcga.mean(), "experts": funcga.concat()})},
+    ),
+    ("each as if it weighed 1", PREFIX, {"fold": funcga.reproducible(funcga.mean()), "reduction": "mean"}),
+    (
+        "`output[1]['experts']['w']` has from grad_fn what the losses of other devices along \"expert\"", PREFIX,
+        {"fold": funcga.mean(), "reduction": "mean"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "across", "options"), REFUSED)
+def test_refusals(text, across, options):
+    assert text in refusal(across, **options)
+
+
+def test_refusals_of_other_functions():
     with pytest.raises(funcga.FuncgaError, match="its weights not counted"):
         Replicas("data", leaves={"a": "expert"})
-    assert "is of the whole window" in refusal(
-        [BOTH, {"dense": BOTH, "experts": "data"}],
-        fold=(funcga.mean(), {"dense": funcga.mean(), "experts": funcga.concat()}),
-    )
     params, batch = problem()
-    step = funcga.coupled(lambda p, x: x, lambda p, x: x.sum() * p["w"].sum(), 2, across=HOWS["prefix"])
+    step = funcga.coupled(lambda p, x: x, lambda p, x: x.sum() * p["w"].sum(), 2, across=PREFIX)
     with pytest.raises(funcga.FuncgaError, match="Name the replicas of all leaves at once"):
-        replicated(step, grid(), axis=BOTH)(params["dense"], batch[0])
+        jax_backend.replicated(step, grid(), axis=BOTH)(params["dense"], batch[0])
 
 
 def test_gradients_that_come_unweighed_from_other_devices():
-    # Means of micro-batches that have different weights, whose gradients are mixed on the way, have no mean any more.
-    text = refusal(HOWS["prefix"], fold=funcga.mean(), reduction="mean")
-    assert "`output[1]['experts']['w']` has from grad_fn what the losses of other devices along \"expert\"" in text
-    assert "each as if it weighed 1" in refusal(
-        HOWS["prefix"], fold=funcga.reproducible(funcga.mean()), reduction="mean"
-    )
-    # Where all have one weight it is the mean.
+    """Where all have one weight it is the mean; with different ones the gradients that are mixed have none any more."""
     params, batch = problem()
     batch = (*batch[:3], jnp.ones_like(batch[3]))
     gradient = jax.value_and_grad(loss_of("expert", "mean"))

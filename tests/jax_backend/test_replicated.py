@@ -5,62 +5,20 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from funcga._call import Program
-from jax_backend import BACKEND, collectives, hlo, loop, replicated, sharding
+import jax_backend
+from jax_backend import collectives, hlo
 from jax_backend.hlo import Collective
 from tests.jax_backend.test_replicas_jax import LIMITS, grid, layers, mesh, regression
 from tests.kits import JAX, counted, difference
 from tests.test_errors import check_refused
 
 # -- collectives
-
-
-def test_what_others_reduce_is_in_the_loop():
-    """The controls: plain jit over a batch that stays sharded, and parameters that are not marked as varying."""
-    params, batch, loss = layers()
-    batch = jax.device_put(batch, NamedSharding(mesh(), P("data")))
-    params = jax.device_put(params, NamedSharding(mesh(), P()))
-    gradient = jax.value_and_grad(loss)
-
-    def plain(params, x):
-        micro = x.reshape(4, 4, 5).swapaxes(0, 1)  # strided: no row leaves its device
-        zeros = jax.tree.map(jnp.zeros_like, (x[0, 0], params))
-        return lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, gradient(params, x)), None), zeros, micro)[0]
-
-    assert {c.depth for c in collectives(plain, params, batch)} == {1, 2}  # of each micro-batch, and each of its layers
-
-    local = funcga.accumulate(gradient, 4)
-    unmarked = jax.shard_map(
-        lambda params, x: local(params, x)[1], mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()
-    )
-    assert max(c.depth for c in collectives(unmarked, params, batch)) >= 1
-
-
-@pytest.mark.parametrize(
-    ("local", "out", "found"),
-    [
-        (lambda x: lax.psum(x, "data"), P(), [Collective("all-reduce", 0, 16)]),
-        (lambda x: lax.all_gather(x, "data"), P("data"), [Collective("all-gather", 0, 16)]),
-        (lambda x: lax.psum_scatter(x, "data", tiled=True), P("data"), [Collective("reduce-scatter", 0, 16)]),
-        (lambda x: lax.all_to_all(x, "data", 0, 0), P("data"), [Collective("all-to-all", 0, 16)]),
-        (
-            lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]),
-            P("data"),
-            [Collective("collective-permute", 0, 16)],
-        ),
-    ],
-)
-def test_kinds_and_bytes(local, out, found):
-    mapped = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=out)
-    assert collectives(mapped, jnp.zeros(16)) == found
-    assert collectives(jax.jit(mapped), jnp.zeros(16)) == found
 
 
 def test_depth():
@@ -130,7 +88,7 @@ def test_it_is_traced_once_and_leaves_signatures_alone():
     traced, calls = counted(
         lambda p, b, scale=1.0, *, kind: loss(p["inner"], *b["xy"]) * scale if kind == "a" else None
     )
-    step = replicated(funcga.accumulate(jax.value_and_grad(traced), 2, across="data"), mesh())
+    step = jax_backend.replicated(funcga.accumulate(jax.value_and_grad(traced), 2, across="data"), mesh())
     tree, batch = {"inner": params, "none": None}, {"xy": (x, y), "none": None}
     full = jax.value_and_grad(loss)(params, x, y)
     for _ in range(3):
@@ -151,7 +109,7 @@ def test_wherever_the_arrays_lie(kind):
     params, batch, loss = regression()
     full = jax.value_and_grad(loss)(params, *batch)
     on = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), on)
+    step = jax_backend.replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), on)
     cut, whole = NamedSharding(on, P("data")), NamedSharding(on, P())
     for place in (lambda a: a, np.asarray, lambda a: jax.device_put(a, cut), lambda a: jax.device_put(a, whole)):
         out = step(jax.device_put(params, whole), *map(place, batch))
@@ -164,129 +122,74 @@ def test_wherever_the_arrays_lie(kind):
     } == {"all-reduce"}
 
 
-def test_training_with_donation():
-    """The whole update on every device: what is donated is used, and replicas stay the same."""
-    params, batch, loss = layers()
-    tx = optax.sgd(0.1, momentum=0.9)
-    fold = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
-
-    def update(params, state, x):
-        value, grads = fold(params, x)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
-
-    on = NamedSharding(mesh(), P())
-    everywhere = jax.jit(replicated(update, mesh(), in_specs=(P(), P(), P("data"))), donate_argnums=(0, 1))
-    single = jax.jit(_single(loss, tx))
-    theirs = (params, tx.init(params))
-    ours = jax.device_put(jax.tree.map(jnp.copy, theirs), on)
-    for _ in range(4):
-        before = jax.tree.leaves(ours)[0]
-        *ours, value = everywhere(*ours, batch)
-        *theirs, expected = single(*theirs, batch)
-        assert before.is_deleted()
-    assert difference(JAX, ours, theirs) <= 1e-5
-    assert difference(JAX, value, expected) <= LIMITS["float32"]
-    funcga.check_replicas(ours, "data")
-    assert [(c.kind, c.depth) for c in collectives(everywhere, *ours, batch)] == [("all-reduce", 0)]
+def merged(across="data", grad=jax.value_and_grad, n=2, **options):
+    return jax_backend.replicated(funcga.accumulate(grad(regression()[2]), n, across=across), mesh(), **options)
 
 
-def _single(loss, tx):
-    def update(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state, value
+NO_ACROSS = (
+    'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device would have '
+    'the fold of its own rows. Write across="data"; or across=() if the step merges in another way.'
+)
 
-    return update
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: jax_backend.replicated(len, grid()),
+            'the mesh has the axes "data" and "model", and axis= does not say which of them has the replicas. Write '
+            'replicated(step, mesh, axis="data").',
+        ),
+        (
+            lambda: jax_backend.replicated(len, mesh(), axis="rows"),
+            'axis=\'rows\' is no axis of the mesh, which has "data". Write replicated(step, mesh, axis="data").',
+        ),
+        (
+            lambda: jax_backend.replicated(len, 4),
+            'mesh is of type int. Pass the devices with names: jax.make_mesh((4,), ("data",)).',
+        ),
+        (
+            lambda: merged(in_specs=(P(), P("data"))),
+            'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
+            "keyword arguments are passed whole.",
+        ),
+        (
+            lambda: merged(in_specs=({"w": P()}, P("data"), P("data"))),
+            ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
+            "below, P() for what is passed whole, or a container with the same keys.",
+        ),
+        (lambda: merged(None), NO_ACROSS),
+        (lambda: merged(None, jax.grad, check_vma=False), NO_ACROSS),
+        (
+            lambda: merged(()),
+            "a result of the step is not the same on all devices along data, as nothing has merged it over all of it. "
+            'Merge where it is folded, funcga.accumulate(grad_fn, n, across="data"); or leave it cut, as what scatter= '
+            'scatters: out_specs with P("data") in its place.',
+        ),
+        (lambda: merged(None, n="auto"), 'n="auto" tries sizes out when it is called'),
+    ],
+)
+def test_what_is_refused(make, text):
+    params, batch, _ = regression()
+    check_refused(text, lambda: make()(params, *batch))
 
 
 def test_rows_that_do_not_divide():
-    params, batch, loss = regression(rows=13)
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across="data"), mesh())
-    check_refused(
-        "`x` is float32[13, 3]: its 13 rows do not divide among 4 devices. Take 12 rows, or fill up to 16 with rows that "
-        'count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in its '
-        "place.",
-        step,
-        params,
-        *batch,
-    )
-    check_refused("`x` is float32[13, 3]", jax.jit(step), params, *batch)
-    nested = replicated(lambda p, batch, scale: batch["x"].sum(), mesh())
+    params, batch, _ = regression(rows=13)
+    for step in (merged(), jax.jit(merged())):
+        check_refused(
+            "`x` is float32[13, 3]: its 13 rows do not divide among 4 devices. Take 12 rows, or fill up to 16 with "
+            'rows that count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with '
+            "P() in its place.",
+            step, params, *batch,
+        )  # fmt: skip
+    nested = jax_backend.replicated(lambda p, batch, scale: batch["x"].sum(), mesh())
     check_refused("`batch['x']` is float32[13, 3]: its 13 rows", nested, params, {"x": batch[0]}, batch[0][:12])
     check_refused(
         "`scale` is float32[]: it has no axis 0 to be cut among 4 devices. Pass it by keyword, which passes it whole, or "
         "say so: in_specs with P() in its place.",
-        nested,
-        params,
-        {"x": batch[0][:12]},
-        jnp.float32(2),
-    )
-
-
-def test_a_mesh_of_several_axes_or_none():
-    check_refused(
-        'the mesh has the axes "data" and "model", and axis= does not say which of them has the replicas. Write '
-        'replicated(step, mesh, axis="data").',
-        replicated,
-        len,
-        grid(),
-    )
-    check_refused(
-        'axis=\'rows\' is no axis of the mesh, which has "data". Write replicated(step, mesh, axis="data").',
-        lambda: replicated(len, mesh(), axis="rows"),
-    )
-    check_refused(
-        'mesh is of type int. Pass the devices with names: jax.make_mesh((4,), ("data",)).', replicated, len, 4
-    )
-
-
-def test_in_specs_that_do_not_fit():
-    params, batch, loss = regression()
-    step = funcga.accumulate(jax.value_and_grad(loss), 2, across="data")
-    check_refused(
-        'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
-        "keyword arguments are passed whole.",
-        replicated(step, mesh(), in_specs=(P(), P("data"))),
-        params,
-        *batch,
-    )
-    check_refused(
-        ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
-        "below, P() for what is passed whole, or a container with the same keys.",
-        replicated(step, mesh(), in_specs=({"w": P()}, P("data"), P("data"))),
-        params,
-        *batch,
-    )
-
-
-def test_a_step_that_merges_nothing():
-    params, batch, loss = regression()
-    for gradient in (jax.value_and_grad(loss), jax.grad(loss)):
-        for options in ({}, {"check_vma": False}):
-            check_refused(
-                'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device '
-                'would have the fold of its own rows. Write across="data"; or across=() if the step merges in another '
-                "way.",
-                replicated(funcga.accumulate(gradient, 2), mesh(), **options),
-                params,
-                *batch,
-            )
-    check_refused(
-        "a result of the step is not the same on all devices along data, as nothing has merged it over all of it. Merge "
-        'where it is folded, funcga.accumulate(grad_fn, n, across="data"); or leave it cut, as what scatter= scatters: '
-        'out_specs with P("data") in its place.',
-        replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=()), mesh()),
-        params,
-        *batch,
-    )
-
-
-def test_a_fold_inside_of_a_fold_needs_no_across():
-    params, batch, loss = regression()
-    inner = funcga.accumulate(jax.value_and_grad(loss), 2)
-    step = replicated(funcga.accumulate(lambda p, *batch: inner(p, *batch), 2, across="data"), mesh())
-    assert difference(JAX, step(params, *batch), jax.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
+        nested, params, {"x": batch[0][:12]}, jnp.float32(2),
+    )  # fmt: skip
 
 
 def test_rows_are_cut_where_the_step_splits():
@@ -294,14 +197,8 @@ def test_rows_are_cut_where_the_step_splits():
     table, x = jnp.arange(24.0).reshape(24, 1), jnp.arange(16.0).reshape(2, 8)
     w = jnp.ones(())
     loss = lambda w, table, x: w * (table.sum() + x.sum(0).mean())
-    step = replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
+    step = jax_backend.replicated(funcga.accumulate(jax.grad(loss), 2, in_axes=(None, None, 1), across="data"), mesh())
     assert step(w, table, x) == jax.grad(loss)(w, table, x)
-
-
-def test_n_auto_is_for_calls_outside():
-    params, batch, loss = regression()
-    step = replicated(funcga.accumulate(jax.grad(loss), "auto"), mesh())
-    check_refused('n="auto" tries sizes out when it is called', step, params, *batch)
 
 
 # -- check_replicas
@@ -378,38 +275,23 @@ def sharded(kind, rows=48):
     return place(params, P()), place(batch, P("data")), params, batch, loss
 
 
-def collectives_of_a_call(grad_fn, *args, **sizes):
-    """Those of the program that a call outside of jit runs, which knows where its arguments lie."""
-    program = Program(grad_fn, funcga.mean(), **sizes)
-    spread = sharding.Spread(sharding.spread_of_call(program, args, BACKEND).blocks)
-    return collectives(lambda *args: loop.Accumulate(program, BACKEND).traced(spread, args, {}), *args)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("size", [8, 20])
+@pytest.mark.parametrize("size", [8, 20, 6])
 def test_no_row_of_a_sharded_batch_moves(kind, size):
-    """Micro-batches take as many rows from each device: gradients are reduced, in the loop, and nothing else is sent."""
+    """Micro-batches take as many rows from each device, and are gathered only where they do not divide."""
     params, batch, *whole, loss = sharded(kind)
-    gradient = jax.value_and_grad(loss)
-    out = funcga.accumulate(gradient, microbatch_size=size)(params, batch)
-    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
-    assert {c.kind for c in collectives_of_a_call(gradient, params, batch, microbatch_size=size)} == {"all-reduce"}
-    if kind is AxisType.Explicit:  # inside jit the types say where rows lie
-        assert {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)} == {"all-reduce"}
+    seen = []
+
+    def seeing(params, x):
+        jax.debug.inspect_array_sharding(x, callback=lambda sharding: seen.append(sharding.spec))
+        return loss(params, x)
+
+    out = funcga.accumulate(jax.value_and_grad(seeing), microbatch_size=size)(params, batch)
+    assert difference(JAX, out, jax.value_and_grad(loss)(*whole)) <= LIMITS["float32"]
+    assert {*seen} == {P() if size == 6 else P("data")}
 
 
-def test_rows_are_gathered_where_they_do_not_divide():
-    params, batch, *whole, loss = sharded(AxisType.Auto)
-    gradient = jax.value_and_grad(loss)
-    out = funcga.accumulate(gradient, microbatch_size=6)(params, batch)
-    assert difference(JAX, out, gradient(*whole)) <= LIMITS["float32"]
-    found = collectives_of_a_call(gradient, params, batch, microbatch_size=6)
-    assert "all-gather" in {c.kind for c in found}
-    assert "all-gather" in {c.kind for c in collectives(funcga.accumulate(gradient, 6), params, batch)}  # inside jit
-
-
-@pytest.mark.parametrize("size", [8, 20, 10])
-@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize(("size", "axis"), [(8, 0), (20, -1), (10, 0)])
 def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
     _, batch, _, whole, _ = sharded(AxisType.Auto)
     grad_fn = lambda p, x: (jnp.moveaxis(x, 0, axis) * p, x.mean())
@@ -417,8 +299,8 @@ def test_rows_of_a_sharded_batch_stay_in_order(size, axis):
     np.testing.assert_array_equal(step(jnp.float32(2), batch)[0], jnp.moveaxis(whole, 0, axis) * 2)
 
 
-def test_order_that_counts_is_kept():
-    """Threaded state, and what has no row for each row: micro-batches are those of a batch on one device."""
+def test_an_order_that_counts_is_kept():
+    """Threaded state, moments, and what has no row for each row: micro-batches are those of a batch on one device."""
     _, batch, _, whole, _ = sharded(AxisType.Auto)
     each = funcga.accumulate(lambda p, x: x[:1] * p, 6, fold=funcga.concat())
     np.testing.assert_array_equal(each(jnp.float32(1), batch), whole[::8])
@@ -426,24 +308,5 @@ def test_order_that_counts_is_kept():
         lambda s, x: (x.mean(), x[0]), 6, in_axes=(funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry())
     )
     np.testing.assert_array_equal(step(jnp.zeros(5), batch)[1], whole[40])
-
-
-@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
-def test_replicas_over_axes_of_both_kinds(kinds):
-    params, batch, loss = regression()
-    names = ("data", "model")
-    on = jax.make_mesh((2, 2), names, axis_types=kinds)
-    step = replicated(funcga.accumulate(jax.value_and_grad(loss), 2, across=names), on, axis=names)
-    full = jax.value_and_grad(loss)(params, *batch)
-    assert difference(JAX, step(params, *batch), full) <= LIMITS["float32"]
-    assert difference(JAX, jax.jit(step)(params, *batch), full) <= LIMITS["float32"]
-
-
-def test_a_gradient_outside_of_jit():
-    """jax.grad begins on one device, whatever the mesh, whose axes are Explicit by default."""
-    two = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    loss = lambda w, x: ((x @ w) ** 2).mean()
-    r = np.random.default_rng(0)
-    w, x = jnp.asarray(r.normal(size=3), "float32"), jnp.asarray(r.normal(size=(8, 3)), "float32")
-    step = replicated(funcga.accumulate(loss, 2, across="data"), two)
-    np.testing.assert_allclose(jax.grad(step)(w, x), jax.grad(loss)(w, x), rtol=1e-5)
+    spread = funcga.accumulate(lambda p, x: x.mean(0), 6, fold=funcga.moments())
+    np.testing.assert_allclose(spread(jnp.float32(1), batch).variance, whole.reshape(6, 8, 5).mean(1).var(0), rtol=1e-4)

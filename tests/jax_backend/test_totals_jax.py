@@ -4,18 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import collectives, replicated
+import jax_backend
+from jax_backend import collectives
 from tests import objectives
 from tests.jax_backend.test_replicas_jax import mesh
-from tests.kits import JAX, difference
-from tests.test_errors import check_refused
-
-LIMIT = 1e-12
+from tests.kits import JAX
 
 
 @pytest.fixture(autouse=True)
@@ -28,61 +23,13 @@ def problem(dtype="float64"):
     return JAX.arrays(jax.tree.map(lambda leaf: leaf.astype(dtype), objectives.rollouts(12)))
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("name", objectives.OBJECTIVES)
-def test_replicas_give_the_whole_batch(name, devices):
-    params, batch = problem()
-    step = replicated(objectives.step(JAX, name, 3, across="data"), mesh(devices))
-    assert difference(JAX, step(params, batch), objectives.expected(JAX, name, params, batch)) < LIMIT
-
-
-@pytest.mark.usefixtures("x64")
-def test_inside_of_shard_map():
-    params, batch = problem()
-    step = objectives.step(JAX, "CE + auxiliary", 2, across="data")
-    specs = (P(), jax.tree.map(lambda _: P("data"), batch))
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh(4), in_specs=specs, out_specs=P()))
-    expected = objectives.expected(JAX, "CE + auxiliary", params, batch)
-    assert difference(JAX, mapped(params, batch), expected) < LIMIT
-    # A stream in shard_map has its micro-batches there.
-    stream = objectives.streaming(JAX, "CE + auxiliary", across="data")
-    halves = lambda params, batch: stream(params, objectives.cut(batch, 0, 1, 3))
-    mapped = jax.jit(jax.shard_map(halves, mesh=mesh(4), in_specs=specs, out_specs=P()))
-    assert difference(JAX, mapped(params, batch), expected) < LIMIT
-
-
-@pytest.mark.parametrize(("name", "sums"), [("GRPO", 1), ("DAPO", 1), ("CE + auxiliary", 2)])
+@pytest.mark.parametrize(("name", "sums"), [("DAPO", 1), ("CE + auxiliary", 2)])
 def test_one_sum_more_for_each_dtype_outside_of_the_loops(name, sums):
     params, batch = problem("float32")
-    step = replicated(objectives.step(JAX, name, 3, across="data"), mesh())
+    step = jax_backend.replicated(objectives.step(JAX, name, 3, across="data"), mesh())
     found = collectives(step, params, batch)
     assert {(each.kind, each.depth) for each in found} == {("all-reduce", 0)}
     assert len(found) == 1 + sums
-
-
-@pytest.mark.usefixtures("x64")
-def test_a_batch_that_lies_on_several_devices():
-    params, batch = problem()
-    spread = jax.device_put(batch, NamedSharding(mesh(), P("data")))
-    expected = objectives.expected(JAX, "CE + auxiliary", params, batch)
-    for step in (objectives.step(JAX, "CE + auxiliary", 3), jax.jit(objectives.step(JAX, "CE + auxiliary", 3))):
-        assert difference(JAX, step(params, spread), expected) < LIMIT
-
-
-def test_a_step_without_across_is_refused_where_it_is_replicated():
-    step = replicated(objectives.step(JAX, "DAPO", 2), mesh())
-    check_refused("and has no across=", step, *problem("float32"))
-
-
-def test_a_program_for_any_number_of_rows():
-    """The number of rows is a symbol, and so is their total."""
-    loss = lambda w, x, *, totals: (w * x).sum() / totals["rows"]
-    step = funcga.accumulate(jax.grad(loss), 2, fold=funcga.sum(), totals=lambda x: {"rows": x.shape[0]})
-    (rows,) = export.symbolic_shape("2*b")
-    x = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    exported = export.export(jax.jit(step))(jax.ShapeDtypeStruct((), jnp.float32), x)
-    assert float(exported.call(jnp.ones(()), jnp.arange(6.0))) == 2.5
 
 
 # -- without 64-bit types
@@ -95,7 +42,7 @@ def counted(amount, n=4, replicas=1):
     totals = lambda x: jnp.int32(amount) + (x[0] * 0).astype("int32")
     gradient = funcga.value_and_grad(loss, has_aux=True)
     step = funcga.accumulate(gradient, n, totals=totals, **options)
-    step = replicated(step, mesh(replicas)) if replicas > 1 else step
+    step = jax_backend.replicated(step, mesh(replicas)) if replicas > 1 else step
     results = [step(jnp.ones(()), jnp.ones(n * replicas))]
     if replicas == 1:
         results.append(funcga.stream(gradient, totals=totals, **options)(jnp.ones(()), [jnp.ones(1)] * n))
@@ -104,15 +51,13 @@ def counted(amount, n=4, replicas=1):
     return found.pop()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("each", [2**24 + 1, 2**29 - 1, -(2**29) + 2, -3, 0])
+@pytest.mark.parametrize(("each", "replicas"), [(2**24 + 1, 1), (2**29 - 1, 2), (-(2**29) + 2, 1), (0, 1)])
 def test_int32_is_exact(each, replicas):
     each //= replicas
     assert counted(each, replicas=replicas) == (0, 4 * replicas * each, 0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("each", [2**29, 2**31 - 1, -(2**30)])
+@pytest.mark.parametrize(("each", "replicas"), [(2**29, 1), (2**29, 2), (2**31 - 1, 1), (-(2**30), 2)])
 def test_what_int32_does_not_hold_spoils_the_result(each, replicas):
     value, _, gradient = counted(each, replicas=replicas)
     assert np.isnan([value, gradient]).all()

@@ -40,22 +40,3 @@ def test_estimates_are_unbiased_and_their_errors_are_not_too_small(signal, x64):
             assert ratio < 2.5
         if signal == 0:
             assert ratio < 1.5
-
-
-def test_the_ratio_of_averages_is_right_where_that_of_one_window_is_not(x64):
-    signal, decay = 1.0, 0.999
-    loss_fn = lambda w, x: 0.5 * jnp.mean(jnp.sum((w - x) ** 2, axis=1))
-    step = funcga.accumulate(funcga.grad(loss_fn), 8, observe=funcga.gradient_noise())
-
-    def window(state, key):
-        x = jnp.asarray(DEVIATIONS) * jax.random.normal(key, (16, len(DEVIATIONS)))
-        _, noise = step(jnp.full(len(DEVIATIONS), signal), x)
-        return funcga.observers.averaged(noise, state, decay)[::-1]
-
-    zero = jnp.zeros(())
-    state = funcga.observers.NoiseAverage(zero, zero, zero, zero, zero)
-    _, noise = jax.jit(lambda keys: jax.lax.scan(window, state, keys))(jax.random.split(jax.random.key(1), 4000))
-    last = jax.tree.map(lambda leaf: float(leaf[-1]), noise)
-    truth = (DEVIATIONS**2).sum() / (len(DEVIATIONS) * signal**2)
-    assert abs(last.scale - truth) < 3 * last.scale_error
-    assert last.scale_error < 0.1 * truth

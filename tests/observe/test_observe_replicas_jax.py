@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import Replicas, collectives, replicated
+import jax_backend
+from jax_backend import Replicas, collectives
 from jax_backend.hlo import folded_in_place
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
@@ -53,31 +52,20 @@ def check(observed, params, x):
 @pytest.mark.usefixtures("x64")
 def test_replicas_are_observed():
     params, x = problem()
-    step = replicated(funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=OBSERVE), mesh(DEVICES))
+    step = jax_backend.replicated(
+        funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=OBSERVE), mesh(DEVICES)
+    )
     grads, observed = step(params, x)
     assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
     check(observed, params, x)
 
 
-@pytest.mark.usefixtures("x64")
-def test_a_batch_that_lies_on_several_devices():
-    params, x = problem()
-    spread = jax.device_put(x, NamedSharding(mesh(DEVICES), P("data")))
-    observe = {**OBSERVE, "noise": funcga.gradient_noise()}
-    for step in (funcga.accumulate(funcga.grad(loss_fn), N * DEVICES, observe=observe),):
-        norms = step(params, spread)[1]["norms"]
-        assert np.allclose(norms.microbatches, expected(params, x)[1][0], rtol=LIMIT, atol=0)
-    # Where all is summed, micro-batches have rows of every device, and nothing is gathered.
-    step = funcga.accumulate(funcga.grad(loss_fn), N, observe=funcga.gradient_noise())
-    grads, noise = step(params, spread)
-    assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
-    assert noise.trace > 0
-
-
 def test_no_collective_more():
     params, x = problem("float32")
     steps = [
-        replicated(funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=observe), mesh(DEVICES))
+        jax_backend.replicated(
+            funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=observe), mesh(DEVICES)
+        )
         for observe in (None, funcga.gradient_noise())
     ]
     found = [[(each.kind, each.depth) for each in collectives(step, params, x)] for step in steps]
@@ -92,5 +80,5 @@ def test_layers_are_folded_in_place_beside_observers():
 
 def test_what_is_scattered_is_refused():
     step = lambda across: funcga.accumulate(funcga.grad(loss_fn), N, across=across, observe=OBSERVE)
-    replicated(step(Replicas("data")), mesh(DEVICES))(*problem("float32"))
+    jax_backend.replicated(step(Replicas("data")), mesh(DEVICES))(*problem("float32"))
     check_refused("observe= was given together with scatter=", step, Replicas("data", scatter=0))

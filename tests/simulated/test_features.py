@@ -24,11 +24,10 @@ def close(found, wanted):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("n", [1, 4, 7])
 @pytest.mark.parametrize("name", [name for name in FEATURES if name != "autocast"])
-def test_a_device_has_the_numbers_of_the_host(name, n):
+def test_a_device_has_the_numbers_of_the_host(name):
     feature = FEATURES[name]
-    made = [feature.step(Problem(device, n, dtype=feature.dtype)) for device in ("cuda", "cpu")]
+    made = [feature.step(Problem(device, 7, dtype=feature.dtype)) for device in ("cuda", "cpu")]
     for _ in range(2):
         found, wanted = (step() for step in made)
         close(found, wanted)

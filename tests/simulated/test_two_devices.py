@@ -58,12 +58,6 @@ def noisy(params, x, mask):
     return summed(params, x + torch.rand_like(x), mask) + (torch.rand_like(params["d"]) * params["d"]).sum()
 
 
-def coupled(devices):
-    summary = lambda params, x, mask: {"errors": errors(params, x), "mask": mask}
-    loss = lambda params, of: (of["errors"] * of["mask"].to(of["errors"].device)).sum() / of["errors"].sum()
-    return funcga.coupled(summary, loss, 4)(*arguments(devices))
-
-
 def coupled_mean(devices):
     summary = lambda params, x, mask: {"mean": errors(params, x).mean(), "weights": params["a"].sum() * x.mean()}
     loss = lambda params, of: of["mean"] * of["weights"].to(of["mean"].device)
@@ -133,34 +127,19 @@ CASES = {
     "per_weight": accumulated(summed, **WEIGHED),
     "totals": accumulated(share, fold=funcga.sum(), totals=lambda x, mask: {"rows": mask.sum()}),
     "noise": accumulated(averaged, observe=funcga.gradient_noise()),
-    "noise, per_weight": accumulated(summed, observe=funcga.gradient_noise(), **WEIGHED),
-    "norms, per_weight": accumulated(summed, observe=funcga.gradient_norms(), **WEIGHED),
     "dropped": accumulated(averaged, observe=funcga.dropped(), drop="microbatch"),
-    "drop, per_weight": accumulated(summed, drop="microbatch", **WEIGHED),
     "drop, a weight": accumulated(averaged, drop="microbatch", weight=rows),
-    "drop, a window": accumulated(averaged, drop="window", weight=rows),
     "reproducible": accumulated(summed, fold=EXACT(funcga.per_weight()), weight=rows),
-    "moments": accumulated(averaged, fold=(funcga.mean(), funcga.moments()), weight=rows),
     "max": accumulated(averaged, fold=(funcga.mean(), funcga.max()), weight=rows),
     "compiled": accumulated(torch.compile(averaged, backend="aot_eager"), weight=rows),
-    "any function": lambda devices: funcga.accumulate(
-        lambda params, x, mask: tree_map(lambda leaf: 2 * leaf, params), 4, weight=rows
-    )(*arguments(devices)),
-    "module": of_module,
     "module, drop": lambda devices: of_module(devices, drop="microbatch", weight=rows),
     "scaled": scaled,
-    "coupled": coupled,
     "coupled, a mean": coupled_mean,
     "Accumulator": accumulator,
     "flush": flushed,
     "multi_steps": multi_steps(lambda tx: funcga.multi_steps(tx, 4)),
-    "multi_steps, per_weight": multi_steps(lambda tx: funcga.multi_steps(tx, 4, fold=funcga.per_weight())),
     "multi_steps, reproducible": multi_steps(lambda tx: funcga.multi_steps(tx, 4, fold=EXACT(funcga.mean()))),
     "multi_steps, drop": multi_steps(lambda tx: funcga.multi_steps(tx, 4, drop="microbatch")),
-    "multi_steps, observe": multi_steps(
-        lambda tx: funcga.multi_steps(tx, 4, drop="window", observe=funcga.gradient_noise())
-    ),
-    "multi_steps, scaled": multi_steps(lambda tx: funcga.multi_steps(funcga.transforms.loss_scaled(tx), 4)),
     "scaled multi_steps": multi_steps(lambda tx: funcga.transforms.loss_scaled(funcga.multi_steps(tx, 4))),
     "clip": multi_steps(
         lambda tx: funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(1.0), tx), 4)
@@ -183,7 +162,7 @@ def test_two_devices_have_the_numbers_of_one(case):
 
 def test_gradients_are_where_the_parameters_are():
     params = arguments(TWO)[0]
-    for case in ("plain", "per_weight", "drop, a weight", "reproducible", "compiled", "coupled"):
+    for case in ("plain", "per_weight", "drop, a weight", "reproducible", "compiled"):
         grads = CASES[case](TWO)[1]
         assert {name: grad.device for name, grad in grads.items()} == {
             name: leaf.device for name, leaf in params.items()

@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import funcga
+import torch_backend
 from tests.processes import Failed, processes
 
 
@@ -38,230 +41,163 @@ PLACES = {  # of the parameters, of the batch
 }
 
 
-def placed(group, where, n, way):
-    mesh = dist.init_device_mesh("cpu", (2,))
-    params, *batch = problem()
-    expected = funcga.value_and_grad(loss)(params, *batch)
+def place(mesh, where, params, batch):
     places, rows = PLACES[where]
-    params = {k: distribute_tensor(v, mesh, [places[k]]) for k, v in params.items()}
-    batch = [distribute_tensor(x, mesh, [rows]) for x in batch]
+    placed = {k: distribute_tensor(v, mesh, [places[k]]) for k, v in params.items()}
+    return placed, [distribute_tensor(x.contiguous(), mesh, [rows]) for x in batch]
+
+
+def are_kept(grads, params):
+    return all(grads[k].placements == params[k].placements for k in params if isinstance(params[k], DTensor))
+
+
+# Scenarios: f(group, ...) -> how far a window is from the whole batch on one device
+
+
+def placed(group, where, n, way="engine"):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    whole, *rows = problem()
+    params, batch = place(mesh, where, whole, rows)
     gradient = funcga.value_and_grad(loss)
     if way == "func":
         gradient = lambda p, *batch: torch.func.grad_and_value(loss)(p, *batch)[::-1]
-    step = funcga.accumulate(gradient, n)
     with CommDebugMode() as sent:
-        found = step(params, *batch)
+        found = funcga.accumulate(gradient, n)(params, *batch)
     with CommDebugMode() as once:
         funcga.value_and_grad(loss)(params, *batch)
-    kept = all(found[1][k].placements == params[k].placements for k in params)
-    return difference(found, expected), kept, sent.get_total_counts(), once.get_total_counts()
+    of_model = once.get_total_counts()
+    # the loss and three gradients, whatever n; those of the model itself in each micro-batch
+    expected = {"data": 4, "neither": 0, "tensor": n * of_model, "sharded": sent.get_total_counts()}[where]
+    assert sent.get_total_counts() == expected
+    assert way == "func" or are_kept(found[1], params)
+    return difference(found, funcga.value_and_grad(loss)(whole, *rows))
 
 
-CUT = [("data", 4, "engine"), ("data", 8, "func"), ("tensor", 2, "engine"), ("tensor", 1, "func"), ("neither", 4, "engine"),
-       ("sharded", 8, "engine"), ("sharded", 4, "func"), ("data", 1, "engine")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("where", "n", "way"), CUT)
-def test_gradients_lie_where_their_parameters_do(where, n, way):
-    for error, kept, sent, once in processes(2).run(placed, where, n, way):
-        assert error <= 1e-13
-        if where in ("data", "neither"):  # the loss and three gradients, whatever n
-            assert sent == (4 if where == "data" else 0)
-        if where == "tensor":
-            assert sent == n * once  # those of the model itself
-        assert kept or way == "func"
-
-
-def ragged(group, places, options):
-    """How far a window is from the whole batch whose rows do not divide, in one way or another."""
+def ragged(group, places, **options):
+    """Rows that do not divide, in one way or another."""
     mesh = dist.init_device_mesh("cpu", (2,))
     params, *batch = problem()
-    expected = funcga.value_and_grad(loss)(params, *batch)
     whole = {k: distribute_tensor(v, mesh, [Replicate()]) for k, v in params.items()}
-    batch = [distribute_tensor(x, mesh, [place]) for x, place in zip(batch, places, strict=True)]
-    return difference(funcga.accumulate(funcga.value_and_grad(loss), **options)(whole, *batch), expected)
-
-
-@pytest.mark.parametrize(
-    ("places", "options"),
-    [
-        ((Shard(0), Shard(0)), {"n": 3}), ((Shard(0), Replicate()), {"n": 3}), ((Shard(0), Shard(0)), {"microbatch_size": 6}),
-        ((Shard(0), Shard(0)), {"n": 9}),  # a micro-batch has a row of every device
-    ],
-    ids=["n", "one is whole", "size", "too many"],
-)  # fmt: skip
-def test_rows_that_do_not_divide(places, options):
-    assert max(processes(2).run(ragged, places, options)) <= 1e-13
+    rows = [distribute_tensor(x, mesh, [place]) for x, place in zip(batch, places, strict=True)]
+    found = funcga.accumulate(funcga.value_and_grad(loss), **options)(whole, *rows)
+    return difference(found, funcga.value_and_grad(loss)(params, *batch))
 
 
 def folded(group):
     """Rows that are collected keep their order; moments and sums of exponentials are those of one device."""
-    mesh = dist.init_device_mesh("cpu", (2,))
     x = torch.arange(8.0, dtype=torch.float64)
-    cut = distribute_tensor(x, mesh, [Shard(0)])
+    cut = distribute_tensor(x, dist.init_device_mesh("cpu", (2,)), [Shard(0)])
     rows = funcga.accumulate(lambda x: x * 2, 4, fold=funcga.concat(), in_axes=0)(cut)
     moments = funcga.accumulate(lambda x: x.mean(), 4, fold=funcga.moments(), in_axes=0)
     logs = funcga.accumulate(lambda x: 100 * x.mean(), 4, fold=funcga.logsumexp(), in_axes=0)
     slope = funcga.grad(lambda x: logs(x))
     pairs = [(rows, 2 * x), *zip(moments(cut), moments(x), strict=True), (logs(cut), logs(x)), (slope(cut), slope(x))]
-    return [(found.full_tensor() - expected).abs().max().item() for found, expected in pairs]
+    return max((found.full_tensor() - expected).abs().max().item() for found, expected in pairs)
 
 
-def test_other_folds_are_those_of_one_device():
-    assert processes(2).run(folded) == [[0.0] * 5] * 2
+def parallel(mesh):
+    """A module that torch itself makes tensor parallel, and the same on one device."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    plain = copy.deepcopy(module)
+    return parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), plain
 
 
-def sixteen(group):
-    """Gradients of 1, 300 of them on each of two devices, of which a sum in bfloat16 would lose those after 256."""
-    mesh = dist.init_device_mesh("cpu", (2,))
-    params = distribute_tensor(torch.ones(3, dtype=torch.bfloat16), mesh, [Replicate()])
-    batch = distribute_tensor(torch.ones(600, 3, dtype=torch.bfloat16), mesh, [Shard(0)])
-    step = funcga.accumulate(
-        funcga.grad(lambda p, x: (p * x).sum()), 300, fold=funcga.sum(dtype="float32", out_dtype="float32")
-    )
-    with CommDebugMode() as sent:
-        grads = step(params, batch)
-    return grads.full_tensor().tolist(), sent.get_total_counts()
-
-
-def test_sixteen_bit_gradients_are_added_in_float32():
-    assert processes(2).run(sixteen) == [([600.0] * 3, 1)] * 2
-
-
-def two_dimensions(group, dtype, n):
-    """Tensor parallel on one dimension of the mesh, replicas that hold unlike parts of the batch on the other."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    params, *batch = problem(dtype)
-    expected = funcga.value_and_grad(loss)(params, *batch)
-    rows = slice(0, 10) if mesh.get_local_rank("dp") == 0 else slice(10, 16)
-    params = {k: distribute_tensor(v, mesh["tp"], [PLACES["tensor"][0][k]]) for k, v in params.items()}
-    batch = [distribute_tensor(x[rows].contiguous(), mesh["tp"], [Replicate()]) for x in batch]
-    step = funcga.accumulate(funcga.value_and_grad(loss), n, across=mesh["dp"])
-    step(params, *batch)
-    with CommDebugMode() as sent:
-        found = step(params, *batch)
-    over_replicas = sum(count for op, count in sent.get_comm_counts().items() if "c10d." in str(op))
-    return difference(found, expected), over_replicas, found[1]["a"].placements == params["a"].placements
-
-
-def test_tensor_parallel_replicas():
-    for dtype, limit, n in ((torch.float32, 1e-6, 1), (torch.float64, 1e-13, 3)):
-        for error, over_replicas, kept in processes().run(two_dimensions, dtype, n):
-            assert error <= limit
-            assert over_replicas == 2  # the header, which says what is to be merged, and one reduction
-            assert kept
+def mse(module, x, y):
+    return ((module(x) - y) ** 2).mean()
 
 
 def tensor_parallel_module(group):
-    """A module that torch itself has made tensor parallel."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    import torch_backend
-
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
     _, x, y = problem()
-    mse = lambda module, x, y: torch.nn.functional.mse_loss(module(x), y)
-    params = {k: p.detach().clone() for k, p in module.named_parameters()}
-    expected = funcga.value_and_grad(torch_backend.pure_loss(module, mse))(params, x, y)
-    mesh = dist.init_device_mesh("cpu", (2,))
-    parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    module, plain = parallel(dist.init_device_mesh("cpu", (2,)))
+    params = {k: p.detach() for k, p in plain.named_parameters()}
+    expected = funcga.value_and_grad(torch_backend.pure_loss(plain, mse))(params, x, y)
     step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, mse)), 4)
     return difference(step(dict(module.named_parameters()), x, y), expected)
 
 
-def test_a_tensor_parallel_module():
-    assert max(processes(2).run(tensor_parallel_module)) <= 1e-13
+def square():
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def idles(group, first):
+def two_dimensions(group, dtype, n):
+    """Tensor parallel on one dimension of the mesh, replicas that hold unlike parts of the batch on the other."""
+    mesh = square()
+    whole, *batch = problem(dtype)
+    rows = slice(0, 10) if mesh.get_local_rank("dp") == 0 else slice(10, 16)
+    params, own = place(mesh["tp"], "tensor", whole, [x[rows] for x in batch])
+    step = funcga.accumulate(funcga.value_and_grad(loss), n, across=mesh["dp"])
+    step(params, *own)
+    with CommDebugMode() as sent:
+        found = step(params, *own)
+    over_replicas = sum(count for op, count in sent.get_comm_counts().items() if "c10d." in str(op))
+    assert over_replicas == 2  # the header, which says what is to be merged, and one reduction
+    assert are_kept(found[1], params)
+    return difference(found, funcga.value_and_grad(loss)(whole, *batch))
+
+
+def idles(group, first=False):
     """A replica of tensor-parallel parameters that has nothing, in the first window or in a later one."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    params, *batch = problem()
-    expected = funcga.value_and_grad(loss)(params, *(x[:8] for x in batch))
-    params = {k: distribute_tensor(v, mesh["tp"], [PLACES["tensor"][0][k]]) for k, v in params.items()}
-    placed = lambda rows: [distribute_tensor(x[:rows].contiguous(), mesh["tp"], [Replicate()]) for x in batch]
+    mesh = square()
+    whole, *batch = problem()
     step = funcga.accumulate(funcga.value_and_grad(loss), 2, across=mesh["dp"])
-    mine = mesh.get_local_rank("dp") == 0
     if not first:
-        step(params, *placed(16))
-    found = step(params, *placed(8 if mine else 0))
-    return difference(found, expected), [found[1][k].placements == params[k].placements for k in params]
-
-
-def test_a_replica_of_a_mesh_without_data():
-    for error, kept in processes().run(idles, False):
-        assert error <= 1e-13
-        assert all(kept)
-    with pytest.raises(Failed, match="a replica has nothing to fold in its first window") as failure:
-        processes().run(idles, True)
-    assert {kind for kind, _ in failure.value.errors} == {"FuncgaError"}
+        params, rows = place(mesh["tp"], "tensor", whole, batch)
+        step(params, *rows)
+    params, rows = place(mesh["tp"], "tensor", whole, [x[: 8 * (mesh.get_local_rank("dp") == 0)] for x in batch])
+    found = step(params, *rows)
+    assert are_kept(found[1], params)
+    return difference(found, funcga.value_and_grad(loss)(whole, *(x[:8] for x in batch)))
 
 
 def idle_module(group):
     """A replica of a tensor-parallel module that has nothing in the first window, and then has."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    import torch_backend
-
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
-    plain = copy.deepcopy(module)
-    _, *batch = problem()
-    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    loss = lambda m, x, y: ((m(x) - y) ** 2).mean()
-    loss_fn = lambda m, x, y: (loss(m, x, y), {"rows": torch.tensor(len(x))})
+    mesh, (_, *batch), errors = square(), problem(), []
+    module, plain = parallel(mesh["tp"])
+    loss_fn = lambda m, x, y: (mse(m, x, y), {"rows": torch.tensor(len(x))})
     gradient = torch_backend.module_value_and_grad(module, loss_fn, has_aux=True)
     step = funcga.accumulate(gradient, 2, across=mesh["dp"], fold=((funcga.mean(), funcga.sum()), funcga.mean()))
-    errors, kept = [], []
     for rows in ((8, 0), (8, 8), (0, 8), (5, 1)):
-        start = rows[0] if mesh.get_local_rank("dp") else 0
-        own = slice(start, start + rows[mesh.get_local_rank("dp")])
-        (found, aux), grads = step(*(x[own] for x in batch))
-        plain.zero_grad()
-        expected = loss(plain, *(x[: sum(rows)] for x in batch))
-        expected.backward()
-        kept.append(aux["rows"].item() == sum(rows))
-        wanted = {name: p.grad for name, p in plain.named_parameters()}
+        rank = mesh.get_local_rank("dp")
+        start = rows[0] if rank else 0
+        (found, aux), grads = step(*(x[start : start + rows[rank]] for x in batch))
+        expected = mse(plain, *(x[: sum(rows)] for x in batch))
+        wanted = dict(zip(grads, torch.autograd.grad(expected, [*plain.parameters()]), strict=True))
+        assert aux["rows"].item() == sum(rows)
+        assert are_kept(grads, dict(module.named_parameters()))
         errors.append(difference((found, grads), (expected.detach(), wanted)))
-        kept += [
-            grads[name].placements == p.placements for name, p in module.named_parameters() if hasattr(p, "placements")
-        ]
-    return max(errors), all(kept)
+    return max(errors)
 
 
-def test_a_replica_of_a_tensor_parallel_module_without_data():
-    for error, kept in processes().run(idle_module):
-        assert error <= 1e-13
-        assert kept
+CUT, WHOLE = Shard(0), Replicate()
+SCENARIOS = {
+    2: [
+        (placed, "data", 4), (placed, "tensor", 2), (placed, "tensor", 1, "func"), (placed, "neither", 4),
+        (placed, "sharded", 8), (placed, "sharded", 4, "func"), (ragged, (CUT, CUT), {"n": 3}),
+        (ragged, (CUT, WHOLE), {"n": 3}), (ragged, (CUT, CUT), {"microbatch_size": 6}),
+        (ragged, (CUT, CUT), {"n": 9}),  # a micro-batch has a row of every device
+        (folded,), (tensor_parallel_module,),
+    ],
+    4: [(two_dimensions, torch.float32, 1), (two_dimensions, torch.float64, 3), (idles,), (idle_module,)],
+}  # fmt: skip
 
 
-def moves(group):
-    """Parameters that lie elsewhere from call to call."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    params, *batch = problem()
-    expected = funcga.value_and_grad(loss)(params, *batch)
-    step = funcga.accumulate(funcga.value_and_grad(loss), 2, across=mesh["dp"])
-    rows = [distribute_tensor(x, mesh["tp"], [Replicate()]) for x in batch]
-    found = [difference(step(params, *batch), expected)]
-    for place in (Replicate(), Shard(0)):
-        moved = {k: distribute_tensor(v, mesh["tp"], [place]) for k, v in params.items()}
-        found.append(difference(step(moved, *rows), expected))
-    return max(found)
+def errors_of(group):
+    found = {}
+    for function, *args in SCENARIOS[group.size()]:
+        options = args.pop() if args and isinstance(args[-1], dict) else {}
+        found[f"{function.__name__} {args} {options}"] = function(group, *args, **options)
+    return found
 
 
-def test_parameters_that_move():
-    assert max(processes().run(moves)) <= 1e-13
+@pytest.mark.parametrize("size", SCENARIOS)
+def test_windows_are_those_of_one_device_and_gradients_lie_where_their_parameters_do(size):
+    for found in processes(size).run(errors_of):
+        wrong = {name: e for name, e in found.items() if not e <= (1e-6 if "float32" in name else 1e-13)}
+        assert wrong == {}
 
 
-def divided(group):
-    """Each of the replicas has another part of a sharded parameter, as it should."""
-    mesh = dist.init_device_mesh("cpu", (2,))
-    whole = torch.arange(8.0)
-    funcga.check_replicas({"cut": distribute_tensor(whole, mesh, [Shard(0)]), "same": whole.to_sparse(), "n": 3}, group)
-    return True
-
-
-def test_what_is_cut_over_the_replicas_is_not_compared():
-    assert processes(2).run(divided) == [True, True]
+def test_a_replica_of_a_mesh_without_data_in_its_first_window():
+    with pytest.raises(Failed, match="a replica has nothing to fold in its first window") as failure:
+        processes().run(idles, True)
+    assert {kind for kind, _ in failure.value.errors} == {"FuncgaError"}

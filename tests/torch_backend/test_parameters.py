@@ -61,36 +61,6 @@ def test_none_and_graphs_and_frozen_parameters():
     assert m[0].weight.grad.grad_fn is None
 
 
-def test_the_loop_is_that_of_backward():
-    torch.manual_seed(1)
-    x, y = torch.randn(12, 3), torch.randn(12, 2)
-    left, right = module(), module()
-    optimizers = [optim.AdamW(m.parameters(), lr=0.1) for m in (left, right)]
-    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
-    loss_fn = torch_backend.pure_loss(left, lambda m, x, y: nn.functional.mse_loss(m(x), y))
-    step = funcga.accumulate(funcga.value_and_grad(loss_fn), 1)
-    for _ in range(5):
-        _, grads = step(dict(left.named_parameters()), x, y)
-        torch_backend.assign_grads(left, grads)
-        optimizers[1].zero_grad()
-        nn.functional.mse_loss(right(x), y).backward()
-        for m, optimizer, scheduler in zip((left, right), optimizers, schedulers, strict=True):
-            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-            optimizer.step()
-            scheduler.step()
-    assert all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
-
-
-def test_a_parameter_may_have_a_gradient_of_another_dtype():
-    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    p.grad_dtype = torch.float32
-    torch_backend.assign_grads([p], [torch.ones(2)])
-    assert p.grad.dtype == torch.float32
-    p.grad_dtype = None
-    torch_backend.assign_grads([p], [torch.ones(2, dtype=torch.float64)])
-    assert p.grad.dtype == torch.float64
-
-
 def test_one_tensor_of_two_parameters_is_two_gradients():
     params = {k: nn.Parameter(torch.ones(3)) for k in "ab"}
     grads = torch.func.grad(lambda p: (p["a"] + p["b"]).square().sum())({k: p.detach() for k, p in params.items()})

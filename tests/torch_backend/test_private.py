@@ -151,20 +151,6 @@ def test_this_version_has_every_name():
     assert _private.sends_no_fakes()
 
 
-def test_a_name_that_a_version_lacks_has_a_stand_in():
-    x = torch.ones(2)
-    assert _private._attribute(torch, "_C._no_such.name", 3) == 3
-    assert _private._attribute(x, "shape", None) == (2,)
-    assert _private._reader("_version", otherwise=-1)(x) == 0
-    assert _private._reader("_version", "_no_such", otherwise=())(x) == ()
-
-
-def test_without_versions_writes_go_unnoticed_and_gradients_are_right(monkeypatch):
-    want = uneven()
-    monkeypatch.setattr(_private, "version", lambda _: 0)
-    funcga.compare(want, uneven(), rtol=0, atol=0).assert_close()
-
-
 def merged_without(group, names):
     """A window over replicas, with and without these names of torch.distributed, which sends early the second time."""
     import torch.distributed as dist
@@ -193,21 +179,3 @@ def test_replicas_without_a_group_of_our_own():
     assert processes().run(merged_without, [], size=2) == [(False, False)] * 2
     assert processes().run(merged_without, ["ProcessGroupGloo"], size=2) == [(True, False)] * 2
     assert processes().run(merged_without, ["_get_sequence_number_for_group"], size=2) == [(False, True)] * 2
-
-
-def test_a_local_tensor_without_its_attribute():
-    import types
-
-    held = torch.ones(2, requires_grad=True)
-    found = _private.local_tensor(types.SimpleNamespace(to_local=lambda: held * 1))
-    assert found.equal(held)
-    assert not found.requires_grad
-
-
-@pytest.mark.parametrize("tells", [True, False])
-def test_views_of_the_same_memory(monkeypatch, tells):
-    monkeypatch.setattr(_private, "_TELLS_BASE", tells)
-    whole = torch.ones(3)
-    assert _private.is_view_of_same(whole[1:], whole)
-    assert _private.is_view_of_same(whole[1:], whole[:2])
-    assert not _private.is_view_of_same(whole, torch.ones(3))

@@ -12,7 +12,6 @@ import funcga
 from tests.processes import Failed, processes
 from tests.torch_backend.wrapped.test_wrapped import (
     WRAPPERS,
-    ddp,
     errors,
     made,
     mean_square,
@@ -47,32 +46,6 @@ def step_without(group, wrapper):
 def test_the_reducer_of_ddp(wrapper):
     for found in processes(2).run(step_without, wrapper):
         assert max(found) <= 1e-6
-
-
-class Branches(nn.Module):
-    """A module of which one part is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 3), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-def unused_without(group):
-    module = ddp(group, Branches())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_private, "is_finished", hidden(_private.is_finished))
-        funcga.accumulate(module_value_and_grad(module, mean_square), 2)(*rows_of(group.rank(), torch.float32))
-
-
-def test_a_pass_that_does_not_synchronise_is_refused_without_the_reducer():
-    with pytest.raises(Failed) as failed:
-        processes(2).run(unused_without)
-    for kind, text in failed.value.errors:
-        assert kind == "FuncgaError"
-        assert "no gradient for `module.unused.weight`, `module.unused.bias`, so that Distributed" in text
 
 
 def refused_without(group, wrapper, owner, name):
@@ -139,32 +112,9 @@ def test_what_all_batch_norms_are(reloaded, monkeypatch):
     funcga.compare(want, statistics(), rtol=0, atol=0).assert_close()
 
 
-def test_a_layer_that_is_not_found_leaves_torch_s_own_error(monkeypatch):
-    module = nn.BatchNorm1d(3)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, lambda module, x: module(x).sum())), 2)
-    with pytest.raises(funcga.FuncgaError, match="BatchNorm layer"):
-        step(dict(module.named_parameters()), torch.ones(2, 3))
-    monkeypatch.setattr(_private, "layer_and_input_of", lambda error: (None, None))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        step(dict(module.named_parameters()), torch.ones(2, 3))
-
-
 def test_what_a_compiler_is_asked(reloaded):
     reloaded(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
     assert _private.compiling() is None
     module = made()
     value, grads = funcga.accumulate(module_value_and_grad(module, mean_square), 3)(*rows_of(0, torch.float32))
     assert max(errors(module, (value, grads), *whole_rows(1, torch.float32))) <= 1e-6
-
-
-def test_what_ddp_does_not_tell():
-    assert not _private.is_in_join(SimpleNamespace())
-    assert _private.has_comm_hooks(SimpleNamespace())
-
-
-def test_memory_is_known_by_its_address_without_a_key(monkeypatch):
-    whole = torch.zeros(4)
-    stub = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(data_ptr=whole.untyped_storage().data_ptr))
-    other = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(data_ptr=whole[1:].untyped_storage().data_ptr))
-    assert _private.storage_key(stub) == _private.storage_key(other)
-    assert _private.storage_key(whole) == _private.storage_key(whole[1:]) != _private.storage_key(torch.zeros(4))

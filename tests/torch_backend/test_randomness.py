@@ -39,49 +39,12 @@ def test_noise_is_the_example_s_own(kit):
     assert noise(kit, keys(kit)[:0]).shape == (0, 2)
 
 
-def test_keys_of_an_epoch_and_of_one_example(kit):
-    of_epoch = [MODULES[kit.name].example_keys(key(kit), epoch) for epoch in (0, 1)]
-    found = [noise(kit, MODULES[kit.name].example_keys(k, kit.arrays(np.arange(4, dtype="int32")))) for k in of_epoch]
-    assert not (found[0] == found[1]).any()
-
-
 def test_seeds_are_those_of_split_mix():
     """The published generator: the n-th number of the stream that begins at 0 is the mix of n times gamma."""
     mix = torch_backend.randomness._mixed
     gamma = torch_backend.randomness._GAMMA
     found = [mix(torch.tensor(n) * gamma).item() % 2**64 for n in (1, 2, 3)]
     assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-
-
-def test_seeds_of_many_examples_differ():
-    found = torch_backend.example_keys(0, torch.arange(100_000))
-    assert found.unique().numel() == found.numel()
-    bits = (found[:, None] >> torch.arange(64)) & 1
-    assert ((bits.double().mean(0) - 0.5).abs() < 0.01).all()  # six standard deviations
-
-
-def dropout_loss(kit):
-    sampled, uniform = MODULES[kit.name].sampled, UNIFORM[kit.name]
-
-    def loss_fn(w, given, x):
-        kept = sampled(uniform, given, (3,)) < 0.5
-        return (kit.xp.where(kept, x @ w, 0) ** 2).mean()
-
-    return loss_fn
-
-
-def test_a_gradient_with_dropout_does_not_depend_on_n(kit):
-    rng = np.random.default_rng(0)
-    w, x = (
-        kit.arrays(rng.standard_normal((4, 3)).astype("float32")),
-        kit.arrays(rng.standard_normal((ROWS, 4)).astype("float32")),
-    )
-    gradient = funcga.grad(dropout_loss(kit))
-    (whole,) = kit.leaves(gradient(w, keys(kit), x))
-    for n in (3, 5):
-        (found,) = kit.leaves(funcga.accumulate(gradient, n)(w, keys(kit), x))
-        np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
-    assert abs(kit.leaves(gradient(w, keys(kit, seed=4), x))[0] - whole).max() > 0.1
 
 
 def dropout_module():
@@ -135,19 +98,6 @@ def test_bad_input(text):
     with pytest.raises(funcga.FuncgaError) as error:
         BAD[text]()
     assert str(error.value) == text
-
-
-def test_keys_of_jax_that_are_of_one_or_many_examples():
-    one = jax.random.key(0)
-    with pytest.raises(funcga.FuncgaError, match="there must be one for each row"):
-        jax_backend.sampled(jax.random.uniform, one)
-    with pytest.raises(funcga.FuncgaError, match="it is one for all examples, which their indices tell apart"):
-        jax_backend.example_keys(jax.random.split(one, 3), jnp.arange(3))
-
-
-def test_under_jit():
-    found = jax.jit(lambda i: jax_backend.example_keys(jax.random.key(3), i))(jnp.arange(ROWS, dtype="int32"))
-    np.testing.assert_array_equal(noise(JAX, found), noise(JAX, keys(JAX)))
 
 
 def test_keys_of_a_key_are_other_keys():

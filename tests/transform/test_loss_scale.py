@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import funcga
 import jax_backend
 import torch_backend
-from tests.kits import JAX, TORCH, counted
+from tests.kits import JAX
 from tests.processes import processes
 
 RNG = np.random.default_rng(0)
@@ -71,20 +71,8 @@ def scaled_gradient(module):
     return funcga.value_and_grad(torch_backend.pure_loss(module, cross_entropy), scaled=True)
 
 
-def by_accumulate(init_scale):
-    module, tx = network(), transform(init_scale)
-    step = funcga.accumulate(scaled_gradient(module), N)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    state = tx.init(params)
-    for x, y in windows():
-        _, grads = step(params, x, y, loss_scale=state.scale)
-        updates, state = tx.update(grads, state, params)
-        params = torch_backend.apply_updates(params, updates)
-        yield state.scale.item(), [*params.values()]
-
-
-def by_multi_steps(init_scale, donate):
-    module, tx = network(), funcga.multi_steps(transform(init_scale), N, donate=donate)
+def by_multi_steps(init_scale):
+    module, tx = network(), funcga.multi_steps(transform(init_scale), N, donate=True)
     gradient = scaled_gradient(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
     state = tx.init(params)
@@ -108,18 +96,13 @@ def by_assigned_grads(init_scale):
         yield updated(module, optimizer, scaler)
 
 
-WAYS = {
-    "accumulate": by_accumulate,
-    "multi_steps": lambda scale: by_multi_steps(scale, donate=False),
-    "multi_steps, donated": lambda scale: by_multi_steps(scale, donate=True),
-    "assign_grads": by_assigned_grads,
-}
+WAYS = {"multi_steps": by_multi_steps, "assign_grads": by_assigned_grads}
 
 
-@pytest.mark.parametrize(("way", "init_scale"), [*((way, 2.0**22) for way in WAYS), ("accumulate", 2.0**10)])
-def test_it_is_grad_scaler_step_for_step(way, init_scale):
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_grad_scaler_step_for_step(way):
     """`scale(loss / n)` begins its backward passes at a scale that is n times smaller than it says."""
-    theirs, ours = [*by_grad_scaler(init_scale)], [*WAYS[way](init_scale / N)]
+    theirs, ours = [*by_grad_scaler(2.0**22)], [*WAYS[way](2.0**22 / N)]
     scales = [scale for scale, _ in theirs]
     assert [scale * N for scale, _ in ours] == scales
     assert {b / a for a, b in itertools.pairwise(scales)} == {0.5, 1, 2}  # it backs off, stays and grows
@@ -158,24 +141,18 @@ def test_a_scale_neither_leaves_a_float32_nor_becomes_0(kit):
     assert float(state.scale) == 2.0**-126
 
 
-@pytest.mark.parametrize("with_aux", [False, True])
-def test_the_value_is_the_loss_and_the_gradient_that_of_the_product(kit, with_aux):
-    def loss_fn(w, x):
-        loss = ((w * x) ** 2).mean()
-        return (loss, {"rows": x.shape[0]}) if with_aux else loss
-
+def test_the_value_is_the_loss_and_the_gradient_that_of_the_product(kit):
+    loss_fn = lambda w, x: (((w * x) ** 2).mean(), {"rows": x.shape[0]})
     w, x = kit.arrays(np.array(2.0, "float32")), kit.arrays(np.arange(6, dtype="float32"))
-    plain = funcga.value_and_grad(loss_fn, has_aux=with_aux)(w, x)
-    gradient = funcga.value_and_grad(loss_fn, has_aux=with_aux, scaled=True)
-    fold = ((funcga.mean(), funcga.sum()), funcga.mean()) if with_aux else funcga.mean()
+    plain = funcga.value_and_grad(loss_fn, has_aux=True)(w, x)
+    gradient = funcga.value_and_grad(loss_fn, has_aux=True, scaled=True)
+    fold = ((funcga.mean(), funcga.sum()), funcga.mean())
     for step in (gradient, funcga.accumulate(gradient, 3, fold=fold)):
         value, grads = step(w, x, loss_scale=4.0)
         np.testing.assert_allclose(kit.leaves(value)[0], kit.leaves(plain[0])[0], rtol=1e-6)
         np.testing.assert_allclose(kit.leaves(grads)[0], 4 * kit.leaves(plain[1])[0], rtol=1e-6)
-    assert (
-        kit.leaves(funcga.grad(loss_fn, has_aux=with_aux, scaled=True)(w, x, loss_scale=0.5))[0]
-        == 0.5 * kit.leaves(plain[1])[0]
-    )
+    halved, _ = funcga.grad(loss_fn, has_aux=True, scaled=True)(w, x, loss_scale=0.5)
+    assert kit.leaves(halved)[0] == 0.5 * kit.leaves(plain[1])[0]
 
 
 def test_small_gradients_survive_in_float16(kit):
@@ -190,116 +167,6 @@ def test_small_gradients_survive_in_float16(kit):
     (update,) = kit.leaves(updates)
     assert update.dtype == "float64"
     np.testing.assert_allclose(update, -1e-8, rtol=2e-3)  # of float16's eleven bits
-
-
-def test_one_program_for_all_scales_in_jax():
-    traced, calls = counted(lambda w, x: ((w * x) ** 2).mean())
-    tx = funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1e-2, 0.9), growth_interval=1), 2)
-
-    @jax.jit
-    def train_step(params, state, x):
-        loss, grads = funcga.accumulate(funcga.value_and_grad(traced, scaled=True), 2)(
-            params, x, loss_scale=state.inner.scale
-        )
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params, x = jnp.ones(3), jnp.ones((4, 3))
-    state = tx.init(params)
-    for i in range(8):
-        params, state, _ = train_step(params, state, x * (jnp.inf if i == 5 else 1))
-        if i == 0:
-            known = len(calls)
-    assert len(calls) == known
-    assert (float(state.inner.scale), int(state.inner.skipped), int(state.updates)) == (2.0**18, 1, 4)
-    assert np.isfinite(params).all()
-
-
-def test_a_wrapped_module_takes_a_scale():
-    module = network()
-    x, y = torch.tensor(INPUTS[0]), torch.tensor(LABELS[0])
-    loss_fn = lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
-    plain = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), 2)(x, y)
-    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn, scaled=True), 2)
-    value, grads = step(x, y, loss_scale=2.0**8)
-    assert value == plain[0]
-    for name, gradient in grads.items():
-        torch.testing.assert_close(gradient / 2**8, plain[1][name], rtol=0, atol=0)
-
-
-def test_what_tx_cannot_do_leaves_donated_gradients_as_they_were():
-    def fails(grads, state, params=None):
-        raise RuntimeError("no")
-
-    scaled = funcga.transforms.loss_scaled(torch_backend.chain(funcga.transforms.Transform(lambda p: (), fails)))
-    tx = funcga.multi_steps(scaled, 2, donate=True)
-    grads = {"w": torch.tensor([3.0, 5.0])}
-    state = tx.accumulate(grads, tx.init(grads))
-    with pytest.raises(RuntimeError, match="no"):
-        tx.flush(state, grads)
-    torch.testing.assert_close(state.window.accumulated, grads, rtol=0, atol=0)
-
-
-@pytest.mark.host
-def test_a_state_goes_on_from_a_file(kit, tmp_path):
-    tx = funcga.transforms.loss_scaled(momentum(kit), init_scale=4.0, growth_interval=3)
-    params = kit.arrays({"w": np.ones(2, "float32")})
-    _, state = tx.update(params, tx.init(params), params)
-    again = funcga.trees.from_state_dict(tx.init(params), funcga.to_numpy(funcga.trees.to_state_dict(state)))
-    if kit is TORCH:
-        torch.save(state, tmp_path / "state.pt")
-        again = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert (type(again), float(again.scale), int(again.growth)) == (funcga.transforms.LossScaledState, 4, 1)
-
-
-ABOVE_0 = "it must be a finite number above 0, in float32, such as init_scale=65536.0."
-BAD = [
-    ("init_scale", 0, ABOVE_0),
-    ("init_scale", -1.0, ABOVE_0),
-    ("init_scale", float("nan"), ABOVE_0),
-    ("init_scale", 1e39, ABOVE_0),
-    ("growth_factor", 1, "it must be a finite number above 1, in float32, such as growth_factor=2.0."),
-    ("backoff_factor", 2, "it must be a number between 0 and 1, in float32, such as backoff_factor=0.5."),
-    ("growth_interval", 0, "it must be an int from 1 to 2**31 - 1, such as growth_interval=2000."),
-]
-
-
-@pytest.mark.parametrize(("name", "number", "text"), BAD)
-def test_numbers_that_are_none(name, number, text):
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.transforms.loss_scaled(optax.sgd(1.0), **{name: number})
-    assert str(error.value) == f"{name} is {number}: {text}"
-
-
-@pytest.mark.parametrize("number", [-1, 0.0, float("inf"), float("nan")])
-@pytest.mark.host
-def test_a_scale_that_cannot_be_divided_by(kit, number):
-    w = kit.arrays(np.ones(2, "float32"))
-    for scale, said in ((number, number), (kit.arrays(np.array(float(number), "float32")), float(number))):
-        with pytest.raises(funcga.FuncgaError) as error:
-            funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=scale)
-        assert str(error.value) == (
-            f"loss_scale is {said}: it must be a finite number above 0, or a 0-d array of one, such as the scale of "
-            "funcga.transforms.loss_scaled: loss_scale=state.scale."
-        )
-
-
-def test_what_is_missing_or_of_another(kit):
-    w = kit.arrays(np.ones(2, "float32"))
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum(), scaled=True), 2)(w, w)
-    assert str(error.value) == (
-        "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the state "
-        "that divides by it: step(params, batch, loss_scale=state.scale)."
-    )
-    with pytest.raises(funcga.FuncgaError, match=r"loss_scale is float32\[2\]: it must be"):
-        funcga.grad(lambda w: w.sum(), scaled=True)(w, loss_scale=w)
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.transforms.loss_scaled(momentum(kit)).update(w, (), w)
-    assert str(error.value) == (
-        "the state is of type tuple, and that of loss_scaled is a LossScaledState: state = tx.init(params); "
-        "updates, state = tx.update(grads, state, params)."
-    )
 
 
 def test_replicas_in_jax_skip_a_window_together():
@@ -343,19 +210,20 @@ def sharded(group, kind):
     return found, numbers
 
 
-def all_kinds(group):
+def on_each_rank(group):
+    merging_parts(group, dist.init_device_mesh("cpu", (2,)))
     return [sharded(group, kind) for kind in ("cut", "uneven", "plain")]
 
 
 def test_replicas_with_parts_of_the_gradients_skip_a_window_together():
-    for kinds in processes(2).run(all_kinds):
+    for kinds in processes(2).run(on_each_rank):
         for found, numbers in kinds:
             halves = [-x / 2 for x in numbers]
             assert found == [(halves, 2, 0), ([0] * len(numbers), 1, 1), ([-x for x in numbers], 1, 1)]
 
 
-def merging_parts(group):
-    mesh = dist.init_device_mesh("cpu", (2,))
+def merging_parts(group, mesh):
+    """Parts of a tensor are not merged."""
     grads = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=1.0), 1, across=group)
     with pytest.raises(
@@ -363,11 +231,6 @@ def merging_parts(group):
         match=r"which hold different parts of one DTensor, \[.*Shard\(dim=0\)\] on .*reduced over its own mesh without across=",
     ):
         tx.update(grads, tx.init(grads), grads)
-    return True
-
-
-def test_parts_of_a_tensor_are_not_merged():
-    assert processes(2).run(merging_parts) == [True, True]
 
 
 def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():
@@ -382,32 +245,82 @@ def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():
     torch.testing.assert_close(known(torch.ones(()), weights, loss_scale=2.0**7), expected, rtol=1e-3, atol=0)
 
 
-MISUSED = {
-    "drop is 'window', and the wrapped transform is a loss_scaled, which has to see what is not finite: its scale would never back off, and no window be an update. Leave drop out: it skips such windows itself.": lambda: (
-        funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1.0)), 2, drop="window")
+ABOVE_0 = "it must be a finite number above 0, in float32, such as init_scale=65536.0."
+SCALED = funcga.grad(lambda w, x: (w * x).sum(), scaled=True)
+W, X = torch.ones(()), torch.ones(4)
+OF_A_SCALE = (
+    "it must be a finite number above 0, or a 0-d array of one, such as the scale of funcga.transforms.loss_scaled: "
+    "loss_scale=state.scale."
+)
+scaled = lambda **options: lambda: funcga.transforms.loss_scaled(optax.sgd(1.0), **options)
+REFUSED = [
+    (scaled(init_scale=0), f"init_scale is 0: {ABOVE_0}"),
+    (scaled(init_scale=float("nan")), f"init_scale is nan: {ABOVE_0}"),
+    (scaled(init_scale=1e39), f"init_scale is 1e+39: {ABOVE_0}"),
+    (
+        scaled(growth_factor=1),
+        "growth_factor is 1: it must be a finite number above 1, in float32, such as growth_factor=2.0.",
     ),
-    "transforms[1] is a loss_scaled, and those before it would see gradients that are scaled: clipping would leave next to nothing of them. Put it around: funcga.transforms.loss_scaled(torch_backend.chain(torch_backend.clip_grad_norm(1.0), adamw)).": lambda: (
-        torch_backend.chain(torch_backend.clip_grad_norm(1.0), transform(1.0))
+    (
+        scaled(backoff_factor=2),
+        "backoff_factor is 2: it must be a number between 0 and 1, in float32, such as backoff_factor=0.5.",
     ),
-    "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. Give it another name; or multiply the loss yourself, without scaled=True.": lambda: (
-        funcga.grad(lambda w, loss_scale: w * loss_scale, scaled=True)
+    (
+        scaled(growth_interval=0),
+        "growth_interval is 0: it must be an int from 1 to 2**31 - 1, such as growth_interval=2000.",
     ),
-    "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, as funcga.value_and_grad(loss_fn, scaled=True).": lambda: (
-        funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), 2)(torch.ones(()), torch.ones(4), loss_scale=2.0)
+    (lambda: SCALED(W, X, loss_scale=0.0), f"loss_scale is 0.0: {OF_A_SCALE}"),
+    (lambda: SCALED(W, X, loss_scale=torch.tensor(float("nan"))), f"loss_scale is nan: {OF_A_SCALE}"),
+    (lambda: SCALED(*map(JAX.arrays, (np.float32(1), np.ones(4, "float32"))), loss_scale=-1), f"loss_scale is -1: {OF_A_SCALE}"),
+    (lambda: SCALED(W, X, loss_scale=X), f"loss_scale is float32[4]: {OF_A_SCALE}"),
+    (
+        lambda: funcga.accumulate(SCALED, 2)(W, X),
+        "the gradient function was made with scaled=True, and the call has no loss_scale. Pass the one of the state that "
+        "divides by it: step(params, batch, loss_scale=state.scale).",
     ),
-}
+    (
+        lambda: funcga.accumulate(funcga.grad(lambda w, x: (w * x).sum()), 2)(W, X, loss_scale=2.0),
+        "the call has a loss_scale, which this gradient function does not take. Make it with scaled=True, as "
+        "funcga.value_and_grad(loss_fn, scaled=True).",
+    ),
+    (
+        lambda: funcga.transforms.loss_scaled(momentum(None)).update(W, (), W),
+        "the state is of type tuple, and that of loss_scaled is a LossScaledState: state = tx.init(params); updates, "
+        "state = tx.update(grads, state, params).",
+    ),
+    (
+        lambda: funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1.0)), 2, drop="window"),
+        "drop is 'window', and the wrapped transform is a loss_scaled, which has to see what is not finite: its scale "
+        "would never back off, and no window be an update. Leave drop out: it skips such windows itself.",
+    ),
+    (
+        lambda: torch_backend.chain(torch_backend.clip_grad_norm(1.0), transform(1.0)),
+        "transforms[1] is a loss_scaled, and those before it would see gradients that are scaled: clipping would leave "
+        "next to nothing of them. Put it around: funcga.transforms.loss_scaled(torch_backend.chain(torch_backend."
+        "clip_grad_norm(1.0), adamw)).",
+    ),
+    (
+        lambda: funcga.grad(lambda w, loss_scale: w * loss_scale, scaled=True),
+        "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of the backward pass. Give it "
+        "another name; or multiply the loss yourself, without scaled=True.",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", MISUSED)
-def test_misuse(text):
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_what_is_refused(call, text):
     with pytest.raises(funcga.FuncgaError) as error:
-        MISUSED[text]()
+        call()
     assert str(error.value) == text
 
 
-def test_a_loss_may_have_a_loss_scale_of_its_own():
-    w, x = torch.ones(()), torch.ones(4)
-    found = funcga.accumulate(funcga.grad(lambda w, x, loss_scale: (w * x).mean() * loss_scale), 2)(
-        w, x, loss_scale=2.0
-    )
-    assert found == 2
+def test_a_wrapped_module_takes_a_scale():
+    module = network()
+    x, y = torch.tensor(INPUTS[0]), torch.tensor(LABELS[0])
+    loss_fn = lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)
+    plain = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn), 2)(x, y)
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss_fn, scaled=True), 2)
+    value, grads = step(x, y, loss_scale=2.0**8)
+    assert value == plain[0]
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient / 2**8, plain[1][name], rtol=0, atol=0)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import funcga
@@ -99,25 +99,6 @@ def adam():
     return optax.adam(1e-2)
 
 
-def test_a_window_in_one_shard_map_is_that_of_one_device():
-    tx = multi_steps(adam(), N, across="data")
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
-
-    def run(params, grads, weights):
-        def step(carry, more):
-            grads, weight = more
-            updates, state = tx.update(own(grads), carry[1], carry[0], weight=weight[0])
-            return (optax.apply_updates(carry[0], updates), state), None
-
-        return lax.scan(step, (params, tx.init(params)), (grads, weights))[0][0]
-
-    each = P(None, "data")
-    run = jax.jit(jax.shard_map(run, mesh=mesh(), in_specs=(P(), each, each), out_specs=P()))
-    assert difference(JAX, run(PARAMS, stacked, WEIGHTS), alone(adam(), WINDOWS)) < 1e-6
-    # inside of two loops, that over the calls and that of at most one turn
-    assert [(c.kind, c.depth) for c in collectives(run, PARAMS, stacked, WEIGHTS)] == [("all-reduce", 2)]
-
-
 def test_a_shard_map_for_each_call_gives_the_same_with_one_reduction_where_there_is_an_update():
     steps = Stepped(multi_steps(adam(), N, across="data"))
     params, state, found = steps.train()
@@ -158,28 +139,6 @@ def test_what_one_device_drops_is_dropped_by_all(drop, found, windows, counts):
     assert updates == found
     assert difference(JAX, params, alone(adam(), windows, WEIGHTS.at[1, 2].set(0))) < 1e-6
     assert [int(c) for c in (state.updates, *state.dropped)] == counts
-
-
-def test_a_target_weight_is_that_of_all_devices():
-    weights = [float(w) for w in WEIGHTS.sum(axis=1)]
-    target, windows, total = weights[0] + weights[1], [[]], 0.0
-    for i, weight in enumerate(weights):
-        windows[-1].append(i)
-        total += weight
-        if total >= target:
-            windows, total = [*windows, []], 0.0
-    tx = multi_steps(adam(), funcga.transforms.TargetWeight(target), across="data")
-    params, state, _ = Stepped(tx).train()
-    assert int(state.updates) == len(windows) - 1 >= 2
-    assert difference(JAX, params, alone(adam(), windows[:-1])) < 1e-6
-
-
-def test_across_no_axis_is_one_device():
-    tx = multi_steps(adam(), 2, across=(), drop="microbatch")
-    state = tx.init(PARAMS)
-    for scale in (1.0, jnp.nan):
-        _, state = tx.update(jax.tree.map(lambda p, s=scale: p * s, PARAMS), state, PARAMS)
-    assert [int(c) for c in (state.updates, *state.dropped)] == [1, 1, 0]
 
 
 def test_specs_are_of_a_state_that_differs_between_devices():
@@ -227,66 +186,6 @@ def test_what_is_merged_is_one_state_of_all_devices():
     check_refused(text, tx.merge, [multi_steps(adam(), N).init(PARAMS)])
 
 
-# --- sharded state, without across -------------------------------------------------------------------------------------
-
-
-def shardings(tree):
-    return {leaf.sharding.spec for leaf in jax.tree.leaves(tree) if leaf.ndim}
-
-
-def followed(params):
-    """What a window of one gradient each makes of the params, and the specs of all that it made."""
-    tx, grads = multi_steps(adam(), 2), jax.tree.map(lambda p: p.astype("float32") / 2, params)
-    specs, state = set(), tx.init(params)
-    specs |= shardings((state.window.accumulated, state.inner))
-    update, accumulate = jax.jit(tx.update), jax.jit(tx.accumulate)
-    specs |= shardings(accumulate(grads, state).window.accumulated)
-    for _ in range(4):
-        updates, state = update(grads, state, params)
-        specs |= shardings((state.window.accumulated, state.inner, updates))
-    updates, state = jax.jit(tx.flush)(accumulate(grads, state), params)
-    specs |= shardings((state.window.accumulated, state.inner, updates))
-    return optax.apply_updates(params, updates), specs
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [(AxisType.Auto, "bfloat16"), (AxisType.Explicit, "float32")])
-def test_the_state_is_sharded_as_the_params_are(kind, dtype):
-    devices, params = mesh(kind), jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    with jax.set_mesh(devices):
-        found, specs = followed(jax.device_put(params, NamedSharding(devices, P("data"))))
-    assert {tuple(axis for axis in spec if axis) for spec in specs} == {("data",)}
-    assert difference(JAX, jax.device_put(found, jax.devices()[0]), followed_by_one(params)) < 1e-6
-
-
-def followed_by_one(params):
-    tx, grads = multi_steps(adam(), 2), jax.tree.map(lambda p: p.astype("float32") / 2, params)
-    state = tx.init(params)
-    for _ in range(4):
-        _, state = tx.update(grads, state, params)
-    updates, _ = tx.flush(tx.accumulate(grads, state), params)
-    return optax.apply_updates(params, updates)
-
-
-def test_plain_data_parallelism_needs_nothing():
-    devices, x = mesh(), jnp.asarray(rng(5).normal(size=(CALLS, 8, 8)), jnp.float32)
-    loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
-    tx = multi_steps(adam(), N)
-
-    @jax.jit
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    results = []
-    for place in (lambda tree, spec: tree, lambda tree, spec: jax.device_put(tree, NamedSharding(devices, spec))):
-        params, state = place(PARAMS, P()), place(tx.init(PARAMS), P())
-        for batch in x:
-            params, state = step(params, state, place(batch, P("data")))
-        results.append(jax.device_put(params, jax.devices()[0]))
-    assert difference(JAX, *results) < 1e-6
-    assert not difference(JAX, results[0], PARAMS) < 1e-3
-
-
 # --- gradients that are computed where they are folded -----------------------------------------------------------------
 
 ROWS = jnp.asarray(rng(6).normal(size=(2 * N, 16, 8)), jnp.float32)  # of every call, those of all devices
@@ -331,11 +230,6 @@ def test_gradients_of_the_devices_own_copy(check_vma):
     assert difference(JAX, computed(own_copy, check_vma), whole_batches()) < 1e-6
 
 
-def test_without_types_a_gradient_is_the_devices_own():
-    """With check_vma=False JAX sums no gradient by itself, so there is nothing to refuse."""
-    assert difference(JAX, computed(lambda params: params, check_vma=False), whole_batches()) < 1e-6
-
-
 SUMMED = (
     '`grads{}` is the same on all devices along "data", so it is merged already: JAX sums the gradient of what does not '
     'differ between devices. Take the gradient of the device\'s own copy, jax.grad(loss)(jax.lax.pcast(params, "data", '
@@ -357,14 +251,6 @@ def test_gradients_that_are_merged_already_are_refused():
     check_refused(SUMMED.format("['b']"), jax_backend.replicated(halves, mesh()), PARAMS, ROWS[0])
 
 
-def test_an_axis_of_vmap_has_no_types():
-    tx = multi_steps(adam(), 1, across="data")
-    step = lambda x: tx.update(jax.grad(square)(PARAMS, x), tx.init(PARAMS), PARAMS)[0]
-    updates = jax.vmap(step, axis_name="data")(ROWS[0].reshape(4, 4, 8))
-    grads = jax.grad(square)(PARAMS, ROWS[0])
-    assert difference(JAX, own(updates), adam().update(grads, adam().init(PARAMS))[0]) < 1e-6
-
-
 UNMERGED = (
     'the step runs on every device along "data", in jax_backend.replicated, and has no across=: each device would have '
     'the fold of its own rows. Write across="data"; or across=() if the step merges in another way.'
@@ -384,8 +270,7 @@ def test_a_replicated_step_in_which_nothing_merges_is_refused(check_vma, half):
     check_refused(UNMERGED, jax_backend.replicated(step, mesh(), check_vma=check_vma), PARAMS, ROWS[0])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_what_the_step_has_merged_needs_no_across(check_vma):
+def test_what_the_step_has_merged_needs_no_across():
     """By a fold of ours before it, or in another way, which across=() says."""
     plain, told = multi_steps(adam(), 1), multi_steps(adam(), 1, across=())
     fold = funcga.accumulate(jax.grad(square), 2, across="data")
@@ -396,5 +281,5 @@ def test_what_the_step_has_merged_needs_no_across(check_vma):
     expected = adam().update(jax.grad(square)(PARAMS, ROWS[0]), adam().init(PARAMS))[0]
     for tx, gradient in ((plain, fold), (told, by_hand)):
         step = lambda params, x, tx=tx, gradient=gradient: tx.update(gradient(params, x), tx.init(params), params)[0]
-        updates = jax_backend.replicated(step, mesh(), check_vma=check_vma)(PARAMS, ROWS[0])
+        updates = jax_backend.replicated(step, mesh())(PARAMS, ROWS[0])
         assert difference(JAX, updates, expected) < 1e-6

@@ -1,7 +1,6 @@
 """Options that are functions of the window's weight: against AdamW by hand, whose beta follows the tokens."""
 
 import math
-import pickle
 from functools import partial
 
 import jax
@@ -99,16 +98,6 @@ def flushed(kit, tx, state, params):
     return (TORCH_APPLY if kit is TORCH else optax.apply_updates)(params, updates), state
 
 
-def in_two_calls(kit, tx):
-    apply = TORCH_APPLY if kit is TORCH else optax.apply_updates
-
-    def call(grads, state, params, tokens):
-        updates, state = tx.update(grads, state, params, weight=tokens)
-        return apply(params, updates), state
-
-    return trained(kit, tx, call, partial(flushed, kit, tx))
-
-
 TORCH_APPLY = torch_backend.apply_updates
 
 
@@ -124,20 +113,13 @@ def jitted(kit, tx):
 
 
 CASES = {
-    "torch": (TORCH, lambda: funcga.multi_steps(adamw(), 3), in_two_calls),
     "torch, apply": (TORCH, lambda: funcga.multi_steps(adamw(), 3), in_one),
     "torch, donated": (TORCH, lambda: funcga.multi_steps(adamw(), 3, donate=True), lambda *a: in_one(*a, donate=True)),
     "torch, scaled": (TORCH, lambda: funcga.multi_steps(funcga.transforms.loss_scaled(adamw(), init_scale=1.0), 3), in_one),
     "torch, of groups": (TORCH, lambda: funcga.multi_steps(adamw(betas=(0.1, 0.1), groups=lambda _: {"betas": betas}), 3), in_one),
-    "torch, a pair": (TORCH, lambda: funcga.multi_steps(paired(adamw()), 3), in_two_calls),
-    "jax": (JAX, lambda: funcga.multi_steps(of_optax(), 3), in_two_calls),
     "jax, jitted": (JAX, lambda: funcga.multi_steps(of_optax(), 3), jitted),
     "jax, scaled": (JAX, lambda: funcga.multi_steps(funcga.transforms.loss_scaled(of_optax(), init_scale=1.0), 3), jitted),
 }  # fmt: skip
-
-
-def paired(tx):
-    return tx.init, lambda grads, state, params=None, *, weight: tx.update(grads, state, params, weight=weight)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,34 +127,6 @@ def test_the_beta_follows_the_tokens(case):
     kit, make, train = CASES[case]
     for (params, _), (expected, _) in zip(train(kit, make()), by_hand(), strict=True):
         assert difference(kit, params, kit.arrays(expected)) <= 1e-12
-
-
-def test_behind_clipping_with_what_was_used_last():
-    adam = adamw(lr=lambda count: RATE)
-    tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(0.5), adam), 3)
-    for (params, state), (expected, beta) in zip(in_one(TORCH, tx), by_hand(clip=0.5), strict=True):
-        assert difference(TORCH, params, TORCH.arrays(expected)) <= 1e-12
-        # A state that was saved and loaded says so, too.
-        loaded = funcga.trees.from_state_dict(tx.init(params), funcga.trees.to_state_dict(state))
-        for saved in (state, loaded, pickle.loads(pickle.dumps(state))):
-            (options,) = torch_backend.last_options(adam, saved.inner[1], params)
-            assert options["betas"] == (0.9, beta)
-            assert options["lr"] == RATE
-
-
-def test_bitwise_as_a_loop_that_sets_the_group():
-    torch.manual_seed(0)
-    p = torch.randn(7, requires_grad=True)
-    optimizer = torch.optim.AdamW([p], lr=RATE, weight_decay=DECAY)
-    tx, params = adamw(), {"p": p.detach().clone()}
-    state = tx.init(params)
-    for tokens in (100, 2, 100_000, torch.tensor(30), np.float64(5.5)):
-        grad = torch.randn(7)
-        params, state = funcga.transforms.apply(tx, {"p": grad}, state, params, weight=tokens)
-        optimizer.param_groups[0]["betas"] = 0.9, 2.0 ** (-float(tokens) / HALF_LIFE)
-        p.grad = grad
-        optimizer.step()
-        assert torch.equal(params["p"], p)
 
 
 def test_the_total_is_of_what_was_folded():
@@ -224,23 +178,6 @@ def total_over(group):
     for tokens in (3, 40):
         _, state = tx.update(params, state, params, weight=tokens * (1 + dist.get_rank(group)))
     return [float(weight) for weight in told]
-
-
-@pytest.mark.parametrize(
-    "rate", [lambda weight: 1.0, lambda weight, count: 1.0, lambda count, tokens: 1.0, lambda: 1.0]
-)
-def test_functions_that_take_something_else(rate):
-    params = {"w": torch.ones(2)}
-    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=rate)
-    with pytest.raises(funcga.FuncgaError, match=r"the option lr is a function that takes other .* lr=lambda count, w"):
-        tx.update(params, tx.init(params), params, weight=2.0)
-
-
-def test_errors_of_an_option_function_pass():
-    params = {"w": torch.ones(2)}
-    tx = torch_backend.from_optimizer(torch.optim.SGD, lr=lambda count, weight: "1" + weight)
-    with pytest.raises(TypeError, match="can only concatenate str"):
-        tx.update(params, tx.init(params), params, weight=2.0)
 
 
 def test_over_replicas():

@@ -173,19 +173,6 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_find_the_parameters(reentrant, no_func):
-    """In the backward pass, too, the module has the given parameters, whose values are not its own."""
-    module = Checkpointed(reentrant)
-    params = others(module)
-    got = funcga.value_and_grad(torch_backend.pure_loss(module, square))(params, X)
-    module.load_state_dict(params)
-    loss = square(module, X)
-    loss.backward()
-    expected = loss.detach(), {name: p.grad for name, p in module.named_parameters()}
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_in_a_graph_is_refused(reentrant):
     """A second derivative would run the checkpoint again, when the module has its own parameters back."""
     module, a = Checkpointed(reentrant), torch.tensor(2.0, requires_grad=True)
@@ -226,37 +213,6 @@ def test_dtypes_and_layouts(no_func):
     assert got.to_dense().sum(1).tolist() == [0, 3, 6, *[0] * 7]
 
 
-def test_a_loss_scale(no_func):
-    w = torch.tensor([1.0, 2.0])
-    gradient = funcga.value_and_grad(lambda w, x: (w * x).sum(), scaled=True)
-    value, grads = gradient(w, w, loss_scale=8.0)
-    assert (value.item(), grads.tolist()) == (5, [8, 16])
-
-
-def test_hooks_of_parameters():
-    seen = []
-    w = torch.ones(2, requires_grad=True)
-    w.register_hook(lambda g: seen.append(1) or 3 * g)
-    with torch.no_grad():
-        assert funcga.grad(lambda w, x: (w * x).sum())(w, torch.ones(2)).tolist() == [3, 3]
-    assert seen == [1]
-    assert w.grad is None
-    w.register_post_accumulate_grad_hook(lambda w: None)
-    with torch.no_grad(), pytest.raises(funcga.FuncgaError, match="`w` has a hook of register_post_accumulate"):
-        funcga.grad(lambda w, x: (w * x).sum())(w, torch.ones(2))
-
-
-def test_autocast_ends_before_the_backward_pass():
-    module = net(torch.float32)
-    params, x = {name: p.detach() for name, p in module.named_parameters()}, X.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value, grads = funcga.value_and_grad(torch_backend.pure_loss(module, square))(params, x)
-        loss = square(module, x)
-    loss.backward()
-    assert value.dtype == loss.dtype
-    torch.testing.assert_close(grads, {name: p.grad for name, p in module.named_parameters()}, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
@@ -275,32 +231,8 @@ def test_errors(loss, says):
         funcga.grad(loss)(w, w)
 
 
-def test_the_loss_that_is_its_parameter(no_func):
-    value, slope = funcga.value_and_grad(lambda p: p)(torch.tensor(3.0))
-    assert (value.item(), slope.item()) == (3, 1)
-
-
-def test_a_step_of_ones_own_around_it(no_func):
-    """The arguments of a grad_fn in a window have no graph, so that a gradient inside of it runs on autograd."""
-    module = net()
-    params = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
-    inner = funcga.value_and_grad(torch_backend.pure_loss(module, square))
-    step = funcga.accumulate(lambda params, x: inner(params, x), 3)
-    _, loss, grads = by_hand(module, params, X)
-    got = step(params, X)
-    torch.testing.assert_close(got, (loss.detach(), {name: g.detach() for name, g in grads.items()}))
-
-
 def test_a_compiled_function_traces_it():
     w = torch.tensor([1.0, 2.0])
     gradient = funcga.value_and_grad(lambda w, x: ((w * x) ** 2).sum())
     compiled = torch.compile(lambda w, x: gradient(w, x), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(w, w), gradient(w, w))
-
-
-def test_transforms_around_it_run_on_torch_func():
-    w = torch.randn(4, 3, dtype=torch.float64)
-    gradient = funcga.grad(lambda w, x: torch.sin(w * x).sum())
-    torch.testing.assert_close(torch.func.vmap(gradient)(w, w), w * torch.cos(w * w))
-    double = torch.func.grad(lambda w: gradient(w, X[0]).sum())(w[0])
-    torch.testing.assert_close(double, -(X[0] ** 2) * torch.sin(w[0] * X[0]))

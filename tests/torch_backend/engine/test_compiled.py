@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import funcga
 from benchmarks.torch_measure import allocator_peak
-from torch_backend import module_value_and_grad, pure_loss
+from torch_backend import pure_loss
 
 # torch's compiler warns of torch's own use of what it has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
@@ -49,10 +49,9 @@ def check(found, expected):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["", "mode"])
-def test_as_it_is_called_first(options):
+def test_as_it_is_called_first():
     """The rows do not divide."""
-    step = made(3, **options)
+    step = made(3)
     first, second = step(W, X), step(W, X)
     check(first, whole_batch(W, X))
     check(second, first)
@@ -62,46 +61,6 @@ def test_dynamic_shapes():
     step = made(2, dynamic=True, fullgraph=True)
     for rows in (8, 7):
         check(step(W, X[:rows]), whole_batch(W, X[:rows]))
-
-
-def test_a_train_step_of_a_module_with_buffers():
-    """The step, and an update in the same graph; the module and its statistics are left alone."""
-    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, lambda m, x: (m(x)[:, 0] * x[:, 0]).mean())), 2)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-    @torch.compile
-    def train(params, x):
-        value, grads = step(params, x)
-        return value, {name: p - 0.1 * grads[name] for name, p in params.items()}
-
-    value, updated = train(params, X)
-    expected, grads = step(params, X)
-    check((value, updated), (expected, {name: p - 0.1 * grads[name] for name, p in params.items()}))
-    check(dict(module.named_buffers()), before)
-
-
-def test_a_step_after_one_that_cannot_be_compiled():
-    """Torch has given up on the code of a step, and the next one has that code too: it runs as it is."""
-    module, loss_fn = nn.Linear(3, 1), lambda module, x: (module(x) ** 2).mean()
-    refused = torch.compile(funcga.accumulate(module_value_and_grad(module, loss_fn), 2), backend="eager")
-    with pytest.raises(funcga.FuncgaError, match=r"use funcga\.value_and_grad"):
-        refused(X)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss_fn)), 2)
-    params = dict(module.named_parameters())
-    check(torch.compile(step, backend="eager")(params, X), step(params, X))
-    with pytest.raises(funcga.FuncgaError, match=r"use funcga\.value_and_grad"):
-        refused(X)
-
-
-def test_every_micro_batch_draws_its_own_dropout():
-    module = nn.Dropout(0.5)
-    step = torch.compile(funcga.accumulate(lambda x: module(x), 2, in_axes=0, fold=funcga.concat()))
-    first, second = step(torch.ones(2, 256)), step(torch.ones(2, 256))
-    assert {*first.unique().tolist()} == {0.0, 2.0}
-    assert not torch.equal(first[0], first[1])
-    assert not torch.equal(first, second)
 
 
 # What the loop makes of folds, weights and structures is the same for every backend. This one takes no g++.
@@ -115,9 +74,7 @@ def counting(w, x):
 
 
 KINDS = {
-    "aux": {"fold": ((funcga.mean(), {"rows": funcga.concat(), "positive": funcga.sum(), "constant": funcga.max()}), funcga.mean())},
-    "moments": {"fold": ((funcga.moments(), {"rows": funcga.concat(), "positive": funcga.max(), "constant": funcga.min()}), funcga.moments())},
-    "logsumexp": {"fold": ((funcga.logsumexp(), {"rows": funcga.concat(), "positive": funcga.max(), "constant": funcga.min()}), funcga.logsumexp())},
+    "moments": {"fold": ((funcga.moments(), {"rows": funcga.concat(), "positive": funcga.max(), "constant": funcga.min()}), funcga.logsumexp())},
     "weight": {"fold": ((funcga.mean(), {"rows": funcga.concat(), "positive": funcga.sum(), "constant": funcga.sum()}), funcga.per_weight()), "weight": lambda x: (x > 0).sum()},
 }  # fmt: skip
 
@@ -158,33 +115,9 @@ def test_no_second_gradient_is_alive():
     assert allocator_peak(lambda: compiled(params, x))[0] <= (6 + 1) * size + 2.5 * activations
 
 
-def test_carried_state():
-    module = nn.BatchNorm1d(3)
-    gradient = funcga.value_and_grad(pure_loss(module, lambda m, x: (m(x) ** 3).mean(), buffers=True), has_aux=True)
-    fold = ((funcga.mean(), funcga.carry()), funcga.mean())
-    step = funcga.accumulate(gradient, 2, in_axes=(None, funcga.CARRY, 0), fold=fold)
-    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    found = traced(step, fullgraph=True)(params, buffers, X)
-    check(found, step(params, buffers, X))
-    assert found[0][1]["num_batches_tracked"] == 2
-
-
 def test_a_stream():
     step = funcga.stream(funcga.value_and_grad(loss))
     check(traced(lambda w, x: step(w, x.split(3)), fullgraph=True)(W, X), whole_batch(W, X))
-
-
-def test_a_loss_that_breaks_the_graph():
-    """Numbers that are read, as for a log: what cannot be compiled runs as it is."""
-    seen = []
-
-    def logged(w, x):
-        seen.append(float(x.sum()))
-        return loss(w, x)
-
-    step = traced(funcga.accumulate(funcga.value_and_grad(logged), 2))
-    check(step(W, X), whole_batch(W, X))
-    assert seen == pytest.approx([float(rows.sum()) for rows in X.split(4)])
 
 
 def test_a_weight_on_a_device_after_one_on_the_host_writes_to_no_argument():

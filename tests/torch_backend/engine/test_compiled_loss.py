@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import funcga
 from tests.processes import processes
-from torch_backend import module_value_and_grad, pure_loss, trainable
-from torch_backend.engine import compiled
+from torch_backend import pure_loss, trainable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
 
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*
 def fresh():
     """What was compiled before, and how often, has no influence."""
     torch._dynamo.reset()
-    compiled._MICRO_STEPS.clear()
     yield
     torch._dynamo.reset()
 
@@ -117,30 +114,6 @@ def test_one_graph_for_every_n(how, graphs):
     assert all(p.grad is None for p in module.parameters())
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_a_loss_of_a_tree(how, graphs):
-    """Without a module, and with what is not differentiated in front."""
-    w = {"w": torch.randn(3, dtype=torch.float64), "v": (torch.randn((), dtype=torch.float64),)}
-    loss = lambda scale, params, x, y: plain(params, x, y) * scale + params["v"][0] ** 2
-    gradient = {
-        "loss": lambda: funcga.value_and_grad(graphs.compile(loss), argnums=1),
-        "gradient": lambda: graphs.compile(funcga.value_and_grad(loss, argnums=1)),
-    }[how]()
-    x, y = batch(8)
-    step = funcga.accumulate(gradient, 4, in_axes=(None, None, 0, 0))
-    check(step(torch.tensor(2.0), w, x, y), funcga.value_and_grad(loss, argnums=1)(torch.tensor(2.0), w, x, y))
-    assert graphs.additions == [2]
-
-
-def test_grad_alone_and_by_two_arguments(graphs):
-    w, v = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    loss = lambda w, v, x: ((x @ (w * v)) ** 2).mean()
-    x, _ = batch(6)
-    step = funcga.accumulate(funcga.grad(graphs.compile(loss), argnums=(0, 1)), 3, in_axes=(None, None, 0))
-    check(step(w, v, x), funcga.grad(loss, argnums=(0, 1))(w, v, x))
-    assert graphs.additions == [2]
-
-
 WEIGHTS = {
     "tokens": ({"fold": funcga.per_weight(), "weight": lambda x, y: (x > 0).sum()}, 0),
     "some weigh nothing": ({"weight": lambda x, y: int(x[0, 0] > 0)}, 1),
@@ -161,53 +134,6 @@ def test_weights_are_inputs(kind, graphs):
     assert sorted(graphs.additions) == [0] * eager + [4]
 
 
-def test_a_weight_that_only_the_device_knows(graphs):
-    """As a CUDA tensor is; NaN is not added where it is 0."""
-    x, y = batch(4)
-    micro_step = compiled.MicroStep(compiled._private.compiled_of(graphs.compile(plain)))
-    w = {"w": torch.zeros(3, dtype=torch.float64)}
-    total = torch.zeros(3, dtype=torch.float64)
-    arguments = (None, {}, (0,), [None, x, y], {})
-    with torch.no_grad():
-        micro_step.run([total], (w,), *arguments, torch.tensor(0.0), True)
-        micro_step.run([total], (w,), *arguments, torch.tensor(0.5), True)
-        nan = (None, {}, (0,), [None, x * torch.nan, y], {})
-        micro_step.run([total], (w,), *nan, torch.tensor(0.0), True)
-    check(total, 0.5 * funcga.grad(plain)(w, x, y)["w"])
-    assert graphs.additions == [1]
-
-
-def test_wide_sums_of_16_bit_parameters(graphs):
-    module, (x, y) = mlp(torch.bfloat16), batch(512, torch.bfloat16)
-    params = trainable(module)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), 64)
-    expected = funcga.accumulate(funcga.value_and_grad(pure_loss(module, squares)), 64)(params, x, y)
-    found = step(params, x, y)
-    assert {leaf.dtype for leaf in tree_leaves(found)} == {torch.bfloat16}
-    # What differs is how the graph rounds between its operations: here not at all.
-    check(found, expected)
-    assert graphs.additions == [4]
-
-
-OTHERS = {
-    "a hook": lambda module, params: module[0].weight.register_hook(lambda gradient: 2 * gradient) and {},
-    "a fold that is no sum": lambda module, params: {"fold": (funcga.mean(), funcga.moments())},
-    "two kinds of sums": lambda module, params: {
-        "fold": (funcga.mean(), {name: funcga.sum() if "bias" in name else funcga.mean() for name in params})
-    },
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_autograd_adds_everything_else(kind, graphs):
-    module, (x, y) = mlp(), batch(8)
-    params = trainable(module)
-    options = OTHERS[kind](module, params)
-    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2, **options)
-    check(make(graphs.compile(squares))(params, x, y), make(squares)(params, x, y))
-    assert graphs.additions == [0]
-
-
 def test_what_is_around_the_step(graphs):
     """Autocast and saved-tensor hooks are for the engine; afterwards the micro-step is compiled as ever."""
     module, (x, y) = mlp(torch.float32), batch(8, torch.float32)
@@ -222,32 +148,6 @@ def test_what_is_around_the_step(graphs):
     assert not any(graphs.additions)
     step(params, x, y)
     assert graphs.additions[-1] == 4
-
-
-def test_a_loss_that_does_not_fit_into_one_graph(graphs):
-    """It is compiled as it was given, in pieces, and the micro-step is not tried again."""
-
-    def broken(module, x, y):
-        torch._dynamo.graph_break()
-        return squares(module, x, y)
-
-    module, (x, y) = mlp(), batch(8)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(broken))), 2)
-    check(step(trainable(module), x, y), whole_batch(module, x, y))
-    before = len(graphs)
-    step(trainable(module), x, y)
-    assert len(graphs) == before
-    assert not any(graphs.additions)
-
-
-def test_a_checkpoint_is_left_to_autograd(graphs):
-    """Which computes its part of the loss again; in one graph it would be kept."""
-    again = lambda module, x, y: F.mse_loss(checkpoint(module, x, use_reentrant=False), y)
-    module, (x, y) = mlp(), batch(8)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, torch.compile(again, backend="aot_eager"))), 2)
-    check(step(trainable(module), x, y), whole_batch(module, x, y))
-    (refused,) = [micro_step.is_refused for micro_step in compiled._MICRO_STEPS.values()]
-    assert refused
 
 
 def test_a_backend_that_refuses_a_later_shape(graphs):
@@ -266,29 +166,6 @@ def test_a_backend_that_refuses_a_later_shape(graphs):
         check(step(trainable(module), x, y), whole_batch(module, x, y))
 
 
-def test_errors_are_those_of_the_engine(graphs):
-    module, (x, y) = mlp(), batch(8)
-    params = trainable(module)
-    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(loss))), 2)
-    with pytest.raises(funcga.FuncgaError, match=r"does not depend on `params`"):
-        make(lambda module, x, y: (x**2).mean())(params, x, y)
-    with pytest.raises(funcga.FuncgaError, match="a gradient is that of a scalar"):
-        make(lambda module, x, y: module(x))(params, x, y)
-    with pytest.raises(funcga.FuncgaError, match=r"2\.weightt"):
-        make(squares)({"2.weightt": params["2.weight"]}, x, y)
-
-
-def test_results_are_not_written_to_later(graphs):
-    module, (x, y) = mlp(), batch(8)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), 2)
-    first = step(params, x, y)
-    copies = [leaf.clone() for leaf in tree_leaves(first)]
-    step(params, 2 * x, y)
-    check(first, copies)
-    check(params, dict(module.named_parameters()))
-
-
 def test_another_module_of_the_same_kind_compiles_nothing(graphs):
     """And a module is not kept alive by what was compiled for it."""
     loss, (x, y) = graphs.compile(squares), batch(8)
@@ -303,50 +180,6 @@ def test_another_module_of_the_same_kind_compiles_nothing(graphs):
     del module, step
     gc.collect()
     assert alive() is None
-
-
-def test_buffers_stay(graphs):
-    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
-    x, y = batch(8)
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    make = lambda loss: funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
-    check(make(graphs.compile(squares))(trainable(module), x, y), make(squares)(trainable(module), x, y))
-    check(dict(module.named_buffers()), before)
-    assert max(graphs.additions) >= 6
-
-
-def test_a_stream(graphs):
-    module, (x, y) = mlp(), batch(11)
-    step = funcga.stream(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))))
-    check(step(trainable(module), zip(x.split(4), y.split(4), strict=True)), whole_batch(module, x, y))
-    assert graphs.additions == [4, 4]
-
-
-def test_the_gradient_of_a_module_is_that_of_the_engine(graphs):
-    """Its parameters are its own, and their `.grad`s are put aside by the engine."""
-    module, (x, y) = mlp(), batch(8)
-    step = funcga.accumulate(module_value_and_grad(module, graphs.compile(squares)), 2)
-    check(step(x, y), whole_batch(module, x, y))
-    assert graphs.additions == [0]
-
-
-def test_sums_for_cuda_graphs_stay_where_they_are(graphs, monkeypatch):
-    """As they are replayed on fixed addresses: every window writes to the same sums, and its result is a copy."""
-    module, (x, y) = mlp(), batch(8)
-    loss = graphs.compile(squares)
-    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
-    step(trainable(module), x, y)
-    micro_step = compiled._MICRO_STEPS[loss]
-    monkeypatch.setattr(micro_step, "replays", True)
-    monkeypatch.setattr(compiled, "_is_on_cuda", lambda leaves: True)
-    results = [step(trainable(module), x, y) for _ in range(2)]
-    ((totals),) = micro_step.static_sums
-    addresses = {total.data_ptr() for total in totals}
-    for result in results:
-        check(result, whole_batch(module, x, y))
-        assert addresses.isdisjoint(leaf.data_ptr() for leaf in tree_leaves(result))
-    step(trainable(module), x, y)
-    assert addresses == {total.data_ptr() for total in micro_step.static_sums[0]}
 
 
 class Seen(TorchDispatchMode):
@@ -384,18 +217,6 @@ def test_autograd_adds_where_something_stands_against_it(why, graphs):
     with around():
         check(make(compiled_loss)(*args, **scale), make(loss_fn)(*args, **scale))
     assert not any(graphs.additions)
-    assert not any(step is not None and step.is_refused for step in compiled._MICRO_STEPS.values())  # nor was it tried
-
-
-@pytest.mark.parametrize("option", ["buffers", "statistics"])
-def test_a_pure_loss_that_returns_more_is_left_to_autograd(option, graphs):
-    """Which says that what it returns is no scalar."""
-    module, rows = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), mlp()), batch(8)
-    state = [dict(module.named_buffers())] if option == "buffers" else []
-    loss = pure_loss(module, graphs.compile(squares), **{option: True})
-    step = funcga.accumulate(funcga.value_and_grad(loss), 2, in_axes=(None, *[None for _ in state], 0, 0))
-    with pytest.raises(funcga.FuncgaError, match="has_aux=True"):
-        step(trainable(module), *state, *rows)
 
 
 def of_replicas(group, across):

@@ -3,7 +3,6 @@
 import gc
 import threading
 import weakref
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import funcga
 import torch_backend
 from benchmarks.torch_measure import Watch
 from tests import oracle, problems
-from tests.kits import LIMITS, TORCH, difference, needs_cuda, no_synchronisation
+from tests.kits import LIMITS, TORCH, difference
 
 
 def generic(loss):
@@ -99,15 +98,6 @@ def test_weights_that_only_the_device_knows(fold, weights, way):
             np.testing.assert_allclose(leaf.numpy(), wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_gradients_that_are_carried():
-    """The gradient of one micro-batch as the state of the next."""
-    loss = lambda p, m, x: (p * x * (1 + m)).sum()
-    options = {"fold": (funcga.mean(), funcga.carry()), "in_axes": (None, funcga.CARRY, 0)}
-    results = both(loss, (torch.tensor(2.0), torch.tensor(0.5), torch.arange(5.0)), 3, **options)
-    assert_same(*results)
-    assert float(results[0][1]) == 54  # 1 * 1.5, then 5 * 2.5, then 4 * 13.5
-
-
 def leaves_of(kind):
     """params and a loss of rows x [8, 3] that uses them; other kinds are in tests/core/test_modules.py."""
     torch.manual_seed(0)
@@ -127,13 +117,6 @@ def test_leaves(kind):
     params, loss = leaves_of(kind)
     for fold in ("mean", "sum", "moments"):
         assert_same(*both(loss, (params, torch.randn(8, 3)), 4, fold=(funcga.mean(), getattr(funcga, fold)())))
-
-
-def test_none_and_numbers_among_the_parameters():
-    params = {"w": torch.tensor(2.0), "scale": 3.0, "bias": None}
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] * x * p["scale"]).sum()), 2, fold=funcga.sum())
-    grads = step(params, torch.arange(4.0))
-    assert (float(grads["w"]), float(grads["scale"]), grads["bias"]) == (18.0, 12.0, None)
 
 
 # --- purity
@@ -158,7 +141,7 @@ def test_memory_that_a_backward_pass_hands_out_is_not_added_into(kept):
             assert out.tolist() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("kind", ["pure_loss", "module", "function"])
+@pytest.mark.parametrize("kind", ["pure_loss", "module"])
 def test_nothing_of_a_window_waits_for_the_garbage_collector(kind):
     """What waited would keep the memory of the parameters, which a pure update replaces."""
     module, x = nn.Linear(3, 1), torch.randn(8, 3)
@@ -222,27 +205,7 @@ def test_in_inference_mode():
     assert_same(streamed, funcga.accumulate(funcga.value_and_grad(loss), 1)(params, *batch))
 
 
-def test_inference_tensors_as_keywords_and_state():
-    with torch.inference_mode():
-        p, scale, state, x = torch.tensor(2.0), torch.tensor(3.0), {"k": torch.tensor(1.0)}, torch.arange(4.0)
-        loss = lambda p, s, x, *, scale: ((p * x * s["k"] * scale).sum(), {"k": s["k"] + 1})
-        step = funcga.accumulate(
-            funcga.grad(loss, has_aux=True), 2, in_axes=(None, funcga.CARRY, 0), fold=(funcga.sum(), funcga.carry())
-        )
-        grads, after = step(p, state, x, scale=scale)
-    assert (float(grads), float(after["k"])) == (3 * (1 + 2 * 5), 3)
-
-
 # --- what autograd can do
-
-
-def test_tensors_of_somebody_else_s_get_no_gradient():
-    params, batch, loss = regression()
-    teacher = torch.nn.Linear(3, 2)
-    step = funcga.accumulate(funcga.value_and_grad(lambda p, x, y: loss(p, x, teacher(x))), 4)
-    value, _ = step(params, *batch)
-    assert not value.requires_grad
-    assert all(p.grad is None for p in teacher.parameters())
 
 
 def layers(params, x):
@@ -348,6 +311,13 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
                 call(given, x)
 
 
+def test_a_module_instead_of_its_parameters_is_refused():
+    module = nn.Linear(3, 2)
+    for given in (module, module.parameters()):
+        with pytest.raises(funcga.FuncgaError, match=r"by name: torch_backend.trainable\(module\)"):
+            funcga.accumulate(funcga.grad(lambda params, x: x.sum()), 2)(given, torch.ones(4, 3))
+
+
 def changing(first, later):
     """A loss whose output has another structure or dtype from the second micro-batch on."""
     calls = []
@@ -390,51 +360,7 @@ def test_refusals(kind):
     assert parameter.grad is None
 
 
-def test_a_module_instead_of_its_parameters_is_refused():
-    module = nn.Linear(3, 2)
-    for given in (module, module.parameters()):
-        with pytest.raises(funcga.FuncgaError, match=r"by name: torch_backend.trainable\(module\)"):
-            funcga.accumulate(funcga.grad(lambda params, x: x.sum()), 2)(given, torch.ones(4, 3))
-
-
-def test_negative_argnums_are_watched_too():
-    w = nn.Parameter(torch.ones(3))
-
-    def runs(x, p):
-        (w * x).sum().backward()
-        return (p * x).sum()
-
-    with pytest.raises(funcga.FuncgaError, match=r"a parameter's \.grad changed"):
-        funcga.accumulate(funcga.grad(runs, argnums=-1), 2, in_axes=(0, None))(torch.ones(4, 3), w)
-    assert w.grad is None
-
-
 # --- the cotangent, which is the weight
-
-
-class Clamps(torch.autograd.Function):
-    """The identity, whose backward pass is not linear."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.clamp(-0.1, 0.1)
-
-
-def test_the_cotangent_is_one_for_micro_batches_that_weigh_the_same():
-    torch.manual_seed(0)
-    w, x = torch.randn(3), torch.randn(12, 3)
-    loss = lambda w, x: (Clamps.apply(x @ w) ** 2).sum()
-    for n in (3, 4, 12):
-        total = torch.zeros(3)
-        for rows in x.chunk(n):
-            leaf = w.clone().requires_grad_()
-            loss(leaf, rows).backward()
-            total += leaf.grad
-        torch.testing.assert_close(funcga.accumulate(funcga.grad(loss), n)(w, x), total / n)
 
 
 @pytest.mark.parametrize(("value", "weights"), [(2000.0, (1, 100)), (1e-5, (4096, 1))])
@@ -448,7 +374,7 @@ def test_float16_neither_overflows_nor_underflows_by_its_weight(value, weights):
     torch.testing.assert_close(step(w, torch.arange(2)), expected)
 
 
-@pytest.mark.parametrize(("ratio", "light"), [(10, 1), (3000, 0), (100_000, 0), (100_000, 2)])
+@pytest.mark.parametrize(("ratio", "light"), [(3000, 0), (100_000, 2)])
 def test_a_light_micro_batch_makes_no_float16_inside_of_the_loss_overflow(ratio, light):
     """The cotangent is at most 1, as that of a loop is its share of the whole: w / W."""
     torch.manual_seed(0)
@@ -468,7 +394,7 @@ def test_a_light_micro_batch_makes_no_float16_inside_of_the_loss_overflow(ratio,
     torch.testing.assert_close(step(w, x, weights), leaf.grad, atol=2e-3 * float(leaf.grad.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("weights", [(1e-44, 1.0), (1e-300, 1.0), (1.0, 1e300), (1e300, 1e-300)])
+@pytest.mark.parametrize("weights", [(1e-300, 1.0), (1e300, 1e-300)])
 def test_weights_that_are_far_apart(weights):
     loss = lambda w, x: (w * x).sum()
     for gradient in (funcga.grad(loss), torch.func.grad(loss)):
@@ -525,13 +451,6 @@ def test_peak_memory_is_one_gradient_and_a_layer(fold):
         assert ours <= 1.01 * peak(hand_written(loss, 8), params, x)
 
 
-def test_peak_memory_of_16_bit_parameters():
-    params, x, loss = deep(dtype=torch.bfloat16)
-    size = sum(p.nbytes for p in params.values())
-    for fold in (funcga.mean(), funcga.per_weight()):
-        assert peak(funcga.accumulate(funcga.value_and_grad(loss), 8, fold=fold), params, x) <= 2.2 * size
-
-
 def test_memory_is_flat_in_n():
     params, x, loss = deep(rows=128, width=64)
     step = funcga.accumulate(funcga.value_and_grad(loss), microbatch_size=1)
@@ -546,23 +465,6 @@ def test_weights_of_a_device_cost_one_leaf_more():
 
 
 # --- CUDA
-
-
-@needs_cuda
-@pytest.mark.parametrize("weighted", [False, True])
-def test_nothing_waits_for_the_device(weighted):
-    params, batch, loss = regression()
-    params, batch = tree_map(torch.Tensor.cuda, (params, tuple(batch)))
-    weight = (lambda x, y: (x > 0).sum()) if weighted else None
-    step = funcga.accumulate(funcga.value_and_grad(loss), 5, weight=weight)
-    expected = step(params, *batch)
-    with no_synchronisation():
-        result = step(params, *batch)
-    assert_same(result, expected)
-    on_host = funcga.accumulate(funcga.value_and_grad(loss), 5, weight=weight)(
-        *tree_map(torch.Tensor.cpu, (params, *batch))
-    )
-    assert difference(TORCH, result, on_host) <= 1e-5
 
 
 @pytest.mark.gpu
@@ -584,18 +486,6 @@ def test_a_captured_cuda_graph_replays_right():
         graph.replay()
         torch.cuda.synchronize()
         assert difference(TORCH, captured, step(params, *batch)) <= LIMITS["float32"]
-
-
-@needs_cuda
-def test_several_devices_in_one_tree():
-    devices = ["cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cpu"]
-    params = {"a": torch.randn(3, 3, device=devices[0]), "b": torch.randn(3, 2, device=devices[1])}
-    loss = lambda p, x: ((x.to(devices[0]) @ p["a"]).to(devices[1]) @ p["b"]).square().mean()
-    x = torch.randn(8, 3)
-    for weight in (None, lambda x: (x.to(devices[0]) > 0).sum()):
-        value, grads = funcga.accumulate(funcga.value_and_grad(loss), 4, weight=weight)(params, x)
-        assert [str(g.device) for g in grads.values()] == devices
-        assert value.isfinite()
 
 
 @pytest.mark.parametrize("rows", [8, 7])
@@ -621,34 +511,3 @@ def test_where_new_tensors_lie_by_default_makes_no_difference(rows, dtype):
     with torch.device("meta"):
         found = step(w, x)
     assert_same(found, expected)
-
-
-class Extent(NamedTuple):
-    """The sum of an element, and how often it was positive."""
-
-    total: torch.Tensor
-    count: torch.Tensor
-
-
-def test_a_fold_of_each_element_may_have_several_arrays_as_its_result():
-    """Of long leaves, which are folded in pieces, and of short ones."""
-    torch.manual_seed(0)
-    module, rows = torch.nn.Sequential(torch.nn.Linear(280, 280), torch.nn.LayerNorm(280)), torch.randn(6, 280)
-    both = funcga.Monoid(
-        lambda xp, like: tuple([xp.zeros_like(part) for part in like]), lambda xp, a, b: (a[0] + b[0], a[1] + b[1])
-    )
-    results = []
-    for per_element in (True, False):
-        fold = funcga.Fold(
-            funcga.Reducer(lambda xp, v, w: (v * w, (v > 0) * 1), both, kinds=("float",), per_element=per_element),
-            funcga.normalizers.Normalizer(
-                lambda xp, sums, tally: Extent(sums[0], sums[1] * 1.0), per_element=per_element
-            ),
-        )
-        loss_fn = torch_backend.pure_loss(module, lambda module, x: module(x).sin().mean())
-        results.append(funcga.accumulate(funcga.grad(loss_fn), 3, fold=fold)(dict(module.named_parameters()), rows))
-    for name, extent in results[0].items():
-        assert type(extent) is Extent
-        for part, expected in zip(extent, results[1][name], strict=True):
-            assert torch.equal(part, expected)
-            assert part.untyped_storage().nbytes() == part.nbytes

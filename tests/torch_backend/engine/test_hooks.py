@@ -1,14 +1,12 @@
 """Hooks on parameters: called for the gradient of every micro-batch, whichever way the gradient is taken."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
 import funcga
-from torch_backend import module_value_and_grad, pure_loss
+from torch_backend import pure_loss
 
 MASK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
 
@@ -87,47 +85,6 @@ def test_every_way_calls_them_for_every_micro_batch(hook, n):
             torch.testing.assert_close(grads[name], gradient, rtol=1e-12, atol=1e-15, msg=f"{way} {name}")
         assert len(calls) == n, way
         assert all(p.grad is None for p in module.parameters())
-
-
-def test_the_loss_scale_is_in_what_a_hook_sees():
-    module, x = net()
-    seen = []
-    module[0].weight.register_hook(lambda g: seen.append(g.clone()))
-    step = funcga.accumulate(funcga.grad(pure_loss(module, mse), scaled=True), 2)
-    step(params_of(module), x, loss_scale=8.0)
-    expected = []
-    for rows in x.tensor_split(2):
-        expected.append(torch.autograd.grad(8 * mse(module, rows), module[0].weight)[0])
-    for own, other in zip(seen[:2], expected, strict=True):
-        torch.testing.assert_close(own, other)
-
-
-@pytest.mark.parametrize("observe", [None, funcga.gradient_noise()], ids=["", "observed"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_module_is_left_without_a_trace_of_hooks(fails, observe):
-    """Even an empty table of hooks is called from every later backward pass, those of others too."""
-    module, x = net()
-    handle = module[0].weight.register_hook(HOOKS["linear"])
-
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, loss):
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise RuntimeError("no gradient")
-
-    loss_fn = (lambda module, x: Failing.apply(mse(module, x))) if fails else mse
-    with pytest.raises(RuntimeError, match="no gradient") if fails else nullcontext():
-        funcga.accumulate(module_value_and_grad(module, loss_fn), 2, observe=observe)(x)
-    weight, *others = module.parameters()
-    assert [*weight._backward_hooks.values()] == [HOOKS["linear"]]
-    assert {p._backward_hooks for p in others} == {None}
-    handle.remove()
-    _, grads = funcga.accumulate(module_value_and_grad(module, mse), 2)(x)
-    for name, gradient in by_hand(module, x, 2).items():
-        torch.testing.assert_close(grads[name], gradient, rtol=1e-12, atol=1e-15)
 
 
 def test_hooks_that_act_on_grad_are_refused():

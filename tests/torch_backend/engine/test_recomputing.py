@@ -1,21 +1,29 @@
-"""Functions that run backward passes of their own: reentrant checkpoints, and whatever recomputes in its backward.
+"""Losses that recompute in their backward pass, generated, with every fold, shared layers and hooks: as loops by hand.
 
-`tests/torch_backend/test_fuzz_torch.py` draws losses of them, with every fold, shared layers and modules of others.
+`FUNCGA_FUZZ=2000` runs that many cases; a case that fails is named by its seed, and `FUNCGA_FUZZ_SEED=17` runs it alone.
 """
 
+import os
+import random
 import threading
+import warnings
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import funcga
-from tests.processes import processes
-from torch_backend import Replicas, pure_loss
-from torch_backend.engine import foreign_leaves
+from torch_backend import pure_loss
+
+CASES = int(os.environ.get("FUNCGA_FUZZ", "60"))
+ONLY = os.environ.get("FUNCGA_FUZZ_SEED")
+CHUNKS = 2  # tests that the cases are spread over
+
+
+# --- losses of one module, layer by layer, each applied in a way of its own
 
 
 class Recompute(torch.autograd.Function):
@@ -35,164 +43,215 @@ class Recompute(torch.autograd.Function):
         return None, x.grad
 
 
-RECOMPUTES = {
-    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
-    "own": Recompute.apply,
-    "other": lambda function, x: checkpoint(function, x, use_reentrant=False),
-    "plain": lambda function, x: function(x),
-}
-
-
-@pytest.fixture(params=["reentrant", "own"])
-def recompute(request):
-    return RECOMPUTES[request.param]
-
-
-class Net(nn.Module):
-    """Three layers, the second of which is used twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.shared, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def loss(self, x, apply=RECOMPUTES["plain"]):
-        hidden = apply(lambda h: torch.tanh(self.shared(h)), torch.tanh(self.first(x)))
-        hidden = apply(lambda h: torch.tanh(self.shared(h)), hidden)
-        return self.last(hidden).square().mean()
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return Net().double(), torch.randn(7, 3, dtype=torch.float64)
-
-
-def params_of(module):
-    return dict(module.named_parameters())
-
-
-def by_hand(module, loss, pieces):
-    """The gradients of each micro-batch, each a loop's own."""
+def in_a_thread(function, x):
     found = []
-    for rows in pieces:
+    thread = threading.Thread(target=lambda: found.append(Recompute.apply(function, x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class Doubled(torch.autograd.Function):
+    """A function that only has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+APPLIED = {
+    "plain": lambda f, x: f(x),
+    "non-reentrant": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "reentrant": lambda f, x: checkpoint(f, x, use_reentrant=True),
+    "recompute": Recompute.apply,
+    "in a thread": in_a_thread,
+    "doubled": lambda f, x: Doubled.apply(f(x)),
+}
+HOOKS = (lambda g: g * 3, lambda g: g.clamp(-0.01, 0.01), lambda g: None, lambda g: g / (1 + g.abs().sum()))
+FOLDS = ("mean", "sum", "per_weight", "max", "min", "logsumexp", "moments", "concat")
+
+
+@dataclass
+class Program:
+    """A drawn loss: which layer comes when, how it is applied, and in which micro-batches it is applied so."""
+
+    layers: list[int]
+    ways: list[str]
+    always: list[bool]
+    leafy: bool  # whether the input is made a leaf inside of the loss
+    foreign: nn.Module | None  # a module of somebody else's
+    switch: float
+    holder: dict = field(default_factory=dict)
+
+    def __call__(self, module, x, weights):
+        active = bool(x[0, 0] > self.switch)
+        h = x.clone().requires_grad_() if self.leafy else x
+        for layer, way, always in zip(self.layers, self.ways, self.always, strict=True):
+            own = module[layer] if layer < len(module) else self.foreign
+            h = APPLIED[way if always or active else "plain"](lambda h, own=own: torch.tanh(own(h)), h)
+        per_row = h.square().sum(1)
+        return (per_row * weights).sum() / weights.sum().clamp(min=1)
+
+
+def drawn_program(dice):
+    count = dice.randint(1, 3)
+    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)]).double()
+    foreign = nn.Linear(3, 3).double() if dice.random() < 0.3 else None
+    depth = dice.randint(1, 4)
+    layers = [dice.randrange(count + (foreign is not None)) for _ in range(depth)]
+    ways = [dice.choice([*APPLIED]) for _ in layers]
+    always = [dice.random() < 0.5 for _ in layers]
+    switch = dice.choice([-9.0, 0.0, 0.0, 9.0])
+    return module, Program(layers, ways, always, dice.random() < 0.6, foreign, switch)
+
+
+def hooked(module, dice):
+    for p in module.parameters() if dice.random() < 0.4 else ():
+        for _ in range(dice.choice([0, 0, 1, 2])):
+            p.register_hook(dice.choice(HOOKS))
+
+
+def gradients_by_hand(module, loss, pieces):
+    """What .backward() of each micro-batch leaves in the module's own parameters, None where it leaves nothing."""
+    found = []
+    for piece in pieces:
         module.zero_grad()
-        loss(module, rows).backward()
-        found.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params_of(module).items()})
+        value = loss(module, *piece)
+        if value.requires_grad:
+            value.backward()
+        found.append({name: p.grad for name, p in module.named_parameters()})
     module.zero_grad()
     return found
 
 
-def mean_by_hand(module, loss, x, n):
-    """The gradient of the whole, weighed by rows."""
-    pieces = x.tensor_split(n)
-    found = by_hand(module, loss, pieces)
-    return {name: sum(len(p) * g[name] for p, g in zip(pieces, found, strict=True)) / len(x) for name in found[0]}
+def folded_by_hand(fold, values, weights):
+    """The fold of the values of all micro-batches, as its definition has it."""
+    stacked, total = torch.stack(values), sum(weights)
+    shares = torch.tensor(weights, dtype=torch.float64).view(-1, *[1] * (stacked.ndim - 1)) / (total or 1)
+    # what weighs nothing is left out, whatever it is
+    weighed = lambda stacked: torch.where(shares != 0, shares * stacked, 0).sum(0)
+    if fold == "mean":
+        return weighed(stacked)
+    if fold == "moments":
+        mean = weighed(stacked)
+        return torch.stack([mean, weighed((stacked - mean) ** 2)])
+    if fold == "concat":
+        return torch.cat(values)
+    if fold == "logsumexp":
+        return stacked.logsumexp(0)
+    if fold == "per_weight":
+        return stacked.sum(0) / total if total else torch.zeros_like(values[0])
+    return {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[fold](0)
 
 
-def assert_equal(left, right):
-    assert left.keys() == right.keys()
-    for name, gradient in left.items():
-        torch.testing.assert_close(gradient, right[name], rtol=1e-12, atol=1e-14, msg=name)
-        assert not gradient.requires_grad
+def recomputing_losses(dice):
+    """Checkpoints of both kinds, functions that recompute, shared layers, hooks, ragged micro-batches, every fold."""
+    module, loss = drawn_program(dice)
+    rows, fold = dice.randint(1, 9), dice.choice(FOLDS)
+    n = dice.randint(1, rows)
+    x = torch.randn(rows, 3, dtype=torch.float64)
+    weights = torch.tensor([dice.choice([0, 1, 1, 2, 7, 300]) for _ in range(rows)], dtype=torch.float64)
+    hooked(module, dice)
+    weigh = (lambda x, w: float(w.sum())) if dice.random() < 0.6 else None
+
+    pieces = [*zip(x.tensor_split(n), weights.tensor_split(n), strict=True)]
+    found = gradients_by_hand(module, loss, pieces)
+    numbers = [len(rows) if weigh is None else weigh(rows, own) for rows, own in pieces]
+    foreign = [] if loss.foreign is None else [*loss.foreign.parameters()]
+    for p in foreign:
+        p.grad = torch.ones_like(p) if dice.random() < 0.5 else None
+    before = [(p.grad, None if p.grad is None else p.grad.clone()) for p in foreign]
+
+    params = dict(module.named_parameters())
+    given = dict(dice.sample([*params.items()], dice.randint(1, len(params)))) if dice.random() < 0.3 else params
+    gradient = funcga.grad(pure_loss(module, loss))
+    options = {"fold": getattr(funcga, fold)(), "weight": weigh}
+    reached = any(g[k] is not None for g, number in zip(found, numbers, strict=True) for k in given if number)
+    try:
+        if dice.random() < 0.5:
+            result = funcga.accumulate(gradient, n, **options)(given, x, weights)
+        else:
+            result = funcga.stream(gradient, **options)(given, pieces)
+    except funcga.FuncgaError as error:
+        if reached or "the loss does not depend on `params`" not in str(error):
+            raise
+        return
+
+    assert result.keys() == given.keys()
+    for name, value in result.items():
+        gradients = [torch.zeros_like(params[name]) if g[name] is None else g[name] for g in found]
+        expected = folded_by_hand(fold, gradients, numbers)
+        own = torch.stack([*value]) if fold == "moments" else value
+        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-12, msg=lambda text, k=name: f"{k}: {text}")
+    assert all(p.grad is None for p in module.parameters())
+    for p, (grad, copy) in zip(foreign, before, strict=True):
+        assert p.grad is grad
+        assert grad is None or torch.equal(grad, copy)
 
 
-def assert_without_grads(*modules):
-    assert all(p.grad is None for module in modules for p in module.parameters())
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_generated(chunk):
+    for seed in [int(ONLY)] if ONLY else range(chunk, CASES, CHUNKS):
+        torch.manual_seed(seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # by hand as well
+                recomputing_losses(random.Random(seed))
+        except Exception as error:
+            raise AssertionError(f"this fails with FUNCGA_FUZZ_SEED={seed}") from error
 
 
-@pytest.mark.parametrize("n", [1, 3, 7])
-def test_in_some_micro_batches_only(recompute, n):
-    """Which ones is decided by the data, and the input leads to no parameter."""
-    module, x = net()
+# --- what goes wrong inside of it
 
-    def loss(module, x):
-        own = recompute(module.first, x.clone().requires_grad_()) if x[0, 0] > 0 else module.first(x)
-        return module.last(module.shared(own)).square().mean() + module.loss(x)
 
-    assert len({bool(rows[0, 0] > 0) for rows in x.tensor_split(7)}) == 2
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), n)
-    for _ in range(2):
-        assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, n))
-        assert_without_grads(module)
+class Applies(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.way = nn.Linear(3, 3), nn.Linear(3, 3), way
+
+    def forward(self, x):
+        return APPLIED[self.way](lambda h: torch.tanh(self.second(h)), torch.tanh(self.first(x))).square().mean()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch's own compiler looks at
-@pytest.mark.parametrize("tells", [True, False])
-def test_where_a_function_is_applied_makes_no_difference(tells, monkeypatch):
-    """In another thread, after a break of a compiled graph, and in a torch that does not tell that one was applied."""
-    module, x = net()
-    monkeypatch.setattr(foreign_leaves.python_functions, "is_noted", tells)
-
-    def elsewhere(function, x):
-        found = []
-        thread = threading.Thread(target=lambda: found.append(Recompute.apply(function, x)))
-        thread.start()
-        thread.join()
-        return found[0]
+def test_after_a_break_of_a_compiled_graph(x):
+    module = Applies("plain").double()
 
     @torch.compile(backend="eager")
     def broken(module, x):
-        return module.loss(x, torch.compiler.disable(Recompute.apply))
+        apply = torch.compiler.disable(Recompute.apply)
+        return apply(lambda h: torch.tanh(module.second(h)), torch.tanh(module.first(x))).square().mean()
 
     torch._dynamo.reset()
-    for loss in (broken, lambda module, x: module.loss(x, elsewhere)):
-        step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
-        assert_equal(step(params_of(module), x), mean_by_hand(module, Net.loss, x, 3))
-        assert_without_grads(module)
+    grads = funcga.accumulate(funcga.grad(pure_loss(module, broken)), 2)(dict(module.named_parameters()), x)
+    (expected,) = gradients_by_hand(module, lambda module, x: module(x), [(x,)])
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_it_is_switched_on_in_a_later_call_and_off_again(recompute):
-    module, x = net()
-    switch = [False]
-
-    def loss(module, x):
-        return module.loss(x.clone().requires_grad_(), recompute if switch[0] else RECOMPUTES["plain"])
-
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)
-    for switch[0] in (False, True, False, True):
-        assert_equal(step(params_of(module), x), mean_by_hand(module, loss, x, 3))
-
-
-def test_a_leaf_of_somebody_else_s_beside_it_keeps_its_grad(recompute):
-    module, x = net()
-    foreign = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    loss = lambda module, x: module.loss(x * foreign, recompute) * foreign.sum()
-    expected = mean_by_hand(module, loss, x, 3)
-    for foreign.grad in (None, torch.ones(3, dtype=torch.float64)):
-        before = foreign.grad
-        assert_equal(funcga.accumulate(funcga.grad(pure_loss(module, loss)), 3)(params_of(module), x), expected)
-        assert foreign.grad is before
-        assert before is None or torch.equal(before, torch.ones_like(before))
-
-
-def test_an_exception_in_it_leaves_every_grad_as_it_was(recompute):
-    module, x = net()
-    other, calls = Net().double(), []
+@pytest.mark.parametrize("way", ["reentrant", "recompute"])
+def test_an_exception_leaves_every_grad_as_it_was(way, x):
+    module, other, calls = Applies(way).double(), nn.Linear(3, 3).double(), []
 
     def fails(h):
         calls.append(1)
         if len(calls) == 4:
             raise KeyError("inside")
-        return other.shared(h)
+        return other(h)
 
-    step = funcga.accumulate(funcga.grad(pure_loss(module, lambda m, x: recompute(fails, m.first(x)).sum())), 2)
+    step = funcga.accumulate(funcga.grad(pure_loss(module, lambda m, x: APPLIED[way](fails, m.first(x)).sum())), 2)
     with pytest.raises(KeyError):
-        step(params_of(module), x)
-    assert_without_grads(module, other)
-
-
-def functional(module, apply):
-    """A loss by functional_call, which has put the module's own parameters back when it runs again."""
-
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            return self.module.loss(x, apply)
-
-    whole = Loss()
-    return lambda params, x: functional_call(whole, {f"module.{name}": p for name, p in params.items()}, (x,))
+        step(dict(module.named_parameters()), x)
+    assert all(p.grad is None for p in (*module.parameters(), *other.parameters()))
 
 
 LOST = (
@@ -203,68 +262,17 @@ LOST = (
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("as_list", [True, False])
-def test_gradients_that_functional_call_loses_are_refused(recompute, own, as_list):
-    module, x = net()
-    names, loss = [*params_of(module)], functional(module, recompute)
-    params = {name: p if own else p.detach().clone() for name, p in params_of(module).items()}
-    given = [*params.values()] if as_list else params
-    listed = lambda params, x: loss(dict(zip(names, params, strict=True)) if as_list else params, x)
-    for step in (funcga.accumulate(funcga.grad(listed), 2), *([] if own else [funcga.grad(listed)])):
-        with pytest.raises(funcga.FuncgaError, match=LOST):
-            step(given, x)
-    assert_without_grads(module)
-    plain = functional(module, RECOMPUTES["other"])
-    grads = funcga.accumulate(funcga.grad(plain), 2)(params, x)
-    assert_equal(grads, mean_by_hand(module, lambda m, x: m.loss(x), x, 2))
-
-
-def test_state_and_streams(recompute):
-    module, x = net()
-
-    def loss(module, state, x):
-        state["seen"] += len(x)  # in place, as BatchNorm
-        return module.loss(x, recompute), state
-
-    expected = mean_by_hand(module, lambda m, x: m.loss(x), x, 3)
-    gradient = funcga.grad(pure_loss(module, loss), has_aux=True)
-    options = {"fold": (funcga.mean(), funcga.carry()), "in_axes": (None, funcga.CARRY, 0)}
-    step = funcga.accumulate(gradient, 3, **options)
-    streamed = funcga.stream(gradient, **options)
-    for grads, state in (
-        step(params_of(module), {"seen": torch.tensor(0)}, x),
-        streamed(params_of(module), {"seen": torch.tensor(0)}, [(rows,) for rows in x.tensor_split(3)]),
-    ):
-        assert int(state["seen"]) == len(x)
-        assert_equal(grads, expected)
-
-
-def over_replicas(group, kinds):
-    """How far each of three windows is from the gradient of all rows; each rank has its own kind of layer."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]).double()
-    x = torch.randn(4 * size, 16, dtype=torch.float64)
-
-    def loss_by(apply):
-        def loss(module, x):
-            x = x.clone().requires_grad_()
-            for layer in module:
-                x = apply(lambda h, layer=layer: torch.tanh(layer(h)), x)
-            return apply(lambda h: torch.tanh(module[5](h)), x).square().mean()  # it is complete last, and was first
-
-        return loss
-
-    across = Replicas(group, bucket_bytes=2 * 8 * 16 * 16)
-    step = funcga.accumulate(funcga.grad(pure_loss(module, loss_by(RECOMPUTES[kinds[rank]]))), 2, across=across)
-    expected = mean_by_hand(module, loss_by(RECOMPUTES["plain"]), x, 1)
-    own = x[4 * rank :][:4]
-    results = [step(params_of(module), own) for _ in range(3)]
-    return [max(float((grads[k] - g).abs().max()) for k, g in expected.items()) for grads in results]
-
-
-@pytest.mark.parametrize("kinds", [("own", "own"), ("own", "plain"), ("plain", "reentrant")])
-def test_nothing_is_sent_before_it_is_complete(kinds):
-    """A hook cannot say when a leaf is complete that gets its gradient in several parts."""
-    for errors in processes().run(over_replicas, kinds, size=2):
-        assert max(errors) <= 1e-13
+@pytest.mark.parametrize("way", ["reentrant", "recompute", "non-reentrant"])
+def test_gradients_that_functional_call_loses_are_refused(way, own, x):
+    module = Applies(way).double()
+    params = {name: p if own else p.detach().clone() for name, p in module.named_parameters()}
+    names, given = [*params], [*params.values()]
+    gradient = funcga.grad(lambda leaves, x: functional_call(module, dict(zip(names, leaves, strict=True)), (x,)))
+    if way != "non-reentrant":
+        for step in (funcga.accumulate(gradient, 2), *([] if own else [gradient])):
+            with pytest.raises(funcga.FuncgaError, match=LOST):
+                step(given, x)
+    else:
+        (expected,) = gradients_by_hand(module, lambda module, x: module(x), [(x,)])
+        torch.testing.assert_close(funcga.accumulate(gradient, 2)(given, x), [*expected.values()])
+    assert all(p.grad is None for p in module.parameters())

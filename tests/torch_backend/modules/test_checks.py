@@ -78,14 +78,3 @@ def test_a_loss_that_closes_over_a_wrapped_module_is_refused(named, way, monkeyp
         for step in (funcga.accumulate(gradient, 2), lambda p, x, y, g=gradient: funcga.stream(g)(p, [(x, y)])):
             with pytest.raises(funcga.FuncgaError, match=f"the loss uses a module of type .*{named}"):
                 step(params, X, Y)
-
-
-def test_a_module_that_is_not_wrapped_is_fine():
-    module = nn.Linear(3, 2)
-    loss = pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y))
-    grads = funcga.accumulate(funcga.grad(loss), 2)(dict(module.named_parameters()), X, Y)
-    assert sorted(grads) == ["bias", "weight"]
-    inner = ddp().module
-    funcga.accumulate(funcga.grad(lambda p, x: functional_call(inner, p, (x,)).sum()), 2)(
-        dict(inner.named_parameters()), X
-    )

@@ -40,7 +40,7 @@ def alone(module, loss_fn=loss_fn):
 WAYS = {"module": of_module, "alone": alone, "pure_loss": of_pure_loss}
 
 
-PAIRS = [("module", "pure_loss"), ("alone", "module"), ("pure_loss", "alone"), ("module", "module")]
+PAIRS = [("module", "pure_loss"), ("pure_loss", "alone")]
 
 
 def by_hand(scale):

@@ -10,7 +10,7 @@ import torch_backend
 from tests import experts
 from tests.experts import count_of, loss_of, own_experts, problem, truth
 from tests.kits import TORCH, difference
-from tests.processes import Failed, processes
+from tests.processes import processes
 from tests.torch_backend.reduce.test_replicas import counted
 from torch_backend import Replicas
 
@@ -56,16 +56,6 @@ def accumulated(group, how, reduction, shape=(2, 2)):
     return max(found)
 
 
-@pytest.mark.parametrize(("how", "reduction"), [("prefix", "sum"), ("function", "mean"), ("replicas", "sum")])
-def test_exact_against_one_process(how, reduction):
-    assert max(processes().run(accumulated, how, reduction)) <= 1e-12
-
-
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-def test_each_expert_on_one_process_and_on_all(shape):
-    assert max(processes().run(accumulated, "prefix", "mean", shape)) <= 1e-12
-
-
 def streamed(group):
     """Ragged windows: as many micro-batches on all processes, of different sizes."""
     grid = Grid(group)
@@ -80,10 +70,6 @@ def streamed(group):
     )
 
 
-def test_stream():
-    assert max(processes().run(streamed)) <= 1e-12
-
-
 def with_totals(group):
     """Tokens are counted over the whole window, and each micro-batch returns its part of the mean."""
     grid = Grid(group)
@@ -94,13 +80,6 @@ def with_totals(group):
     )
     params, batch = problem()
     return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch)))
-
-
-def test_totals_are_those_of_the_window():
-    assert max(processes().run(with_totals)) <= 1e-12
-
-
-# --- modules
 
 
 class Experts(nn.Module):
@@ -145,62 +124,6 @@ def of_module(group, reduction):
     return max(found)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_parameters_of_a_module(reduction):
-    assert max(processes().run(of_module, reduction)) <= 1e-12
-
-
-# --- a transform
-
-
-def trained(group, calls):
-    """Two windows of two micro-batches with multi_steps, and by hand on all experts."""
-    grid = Grid(group)
-    params, batch = problem()
-    own, mine = own_experts(params, grid.ep), grid.rows(batch)
-    across = {"dense": grid.all, "experts": grid.edp}
-    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=0.1), 2, fold=folds("sum"), across=across)
-    state, gradient = tx.init(own), funcga.grad(loss_of(grid.ep, "sum"))
-    halves = [[leaf[:2] for leaf in mine], [leaf[2:] for leaf in mine]]
-    for half in halves * 2:
-        weight = count_of(*half)
-        if calls == "update":
-            updates, state = tx.update(gradient(own, *half), state, own, weight=weight)
-        else:
-            state = tx.accumulate(gradient(own, *half), state, weight=weight)
-            updates, state = tx.flush(state, own) if half is halves[1] else (None, state)
-        if updates is not None:
-            own = torch_backend.apply_updates(own, updates)
-    for _ in range(2):
-        _, grads = truth(params, batch)
-        params = torch.utils._pytree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
-    return difference(TORCH, own, own_experts(params, grid.ep))
-
-
-@pytest.mark.parametrize("calls", ["update", "accumulate and flush"])
-def test_updates(calls):
-    assert max(processes().run(trained, calls)) <= 1e-12
-
-
-def weighed(group):
-    grid = Grid(group)
-    own = own_experts(problem()[0], grid.ep)
-    across = {"dense": grid.all, "experts": grid.edp}
-    tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.SGD, lr=0.1), 2, across=across)
-    with pytest.raises(funcga.FuncgaError, match="per_weight"):
-        tx.update(own, tx.init(own), own, weight=3)
-    state = tx.accumulate(own, tx.init(own))
-    with pytest.raises(funcga.FuncgaError, match="are of different experts"):
-        tx.merge([state, state, state, state])
-
-
-def test_gradients_of_means_that_have_a_weight_are_refused():
-    processes().run(weighed)
-
-
-# --- any grad_fn
-
-
 def of_any(group, reduction, equal):
     grid = Grid(group)
     params, batch = problem()
@@ -214,16 +137,33 @@ def of_any(group, reduction, equal):
     return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch, sizes)))
 
 
-def test_a_function_around_the_gradient():
-    assert max(processes().run(of_any, "sum", False)) <= 1e-12
-    assert max(processes().run(of_any, "mean", True)) <= 1e-12
-    # The losses of other processes came with the weight 1: what cannot be had any more is refused, on all of them.
-    with pytest.raises(Failed) as failed:
-        processes().run(of_any, "mean", False)
-    assert all("nothing has weighed that" in text for _, text in failed.value.errors)
+def trained(group):
+    """Two windows of two micro-batches with multi_steps, by `update` and by `flush`, and by hand on all experts."""
+    grid = Grid(group)
+    params, batch = problem()
+    own, mine, across = own_experts(params, grid.ep), grid.rows(batch), {"dense": grid.all, "experts": grid.edp}
+    sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
+    tx = funcga.multi_steps(sgd, 2, fold=folds("sum"), across=across)
+    state, gradient = tx.init(own), funcga.grad(loss_of(grid.ep, "sum"))
+    halves = [[leaf[:2] for leaf in mine], [leaf[2:] for leaf in mine]]
+    for half in halves:
+        updates, state = tx.update(gradient(own, *half), state, own, weight=count_of(*half))
+    own = torch_backend.apply_updates(own, updates)
+    for half in halves:
+        state = tx.accumulate(gradient(own, *half), state, weight=count_of(*half))
+    own = torch_backend.apply_updates(own, tx.flush(state, own)[0])
+    for _ in range(2):
+        _, grads = truth(params, batch)
+        params = torch.utils._pytree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+    means = funcga.multi_steps(sgd, 2, across=across)
+    with pytest.raises(funcga.FuncgaError, match="per_weight"):
+        means.update(own, means.init(own), own, weight=3)
+    with pytest.raises(funcga.FuncgaError, match="are of different experts"):
+        means.merge([means.accumulate(own, means.init(own))] * 4)
+    return difference(TORCH, own, own_experts(params, grid.ep))
 
 
-WAYS = ["exact", "wide", "hook", "half", "beside", "split", "bfloat16 loss", "scaled"]
+WAYS = ["exact", "hook", "split", "scaled"]
 
 
 def weighed_late(group, how, equal):
@@ -232,49 +172,22 @@ def weighed_late(group, how, equal):
     params, batch = problem()
     if equal:
         batch = (*batch[:3], torch.ones_like(batch[3]))
-    kind = {"half": torch.float16, "wide": torch.float32}.get(how, torch.float64)
-    as_kind = lambda tree: torch.utils._pytree.tree_map(lambda x: x.to(kind) if x.is_floating_point() else x, tree)
-    own, rows = as_kind(own_experts(params, grid.ep)), as_kind(grid.rows(batch, [6] * 4 if equal else SIZES))
-    base, options, kwargs = loss_of(grid.ep, "mean"), {}, {}
-    loss_fn = (lambda *args: base(*args).bfloat16()) if how == "bfloat16 loss" else base
-    folds = {
-        "exact": funcga.reproducible(funcga.mean()),
-        "wide": funcga.mean(dtype="float64"),
-        "beside": (funcga.mean(), {"dense": funcga.sum(), "experts": funcga.mean()}),
-    }
-    weight = (lambda *batch: count_of(*batch) / 7) if how == "bfloat16 loss" else count_of
+    own, rows = own_experts(params, grid.ep), grid.rows(batch, [6] * 4 if equal else SIZES)
+    fold, options, kwargs, argnums, across = funcga.mean(), {}, {}, 0, grid.across()
+    if how == "exact":
+        fold = funcga.reproducible(fold)
     if how == "hook":
         own["dense"]["w"].requires_grad_().register_hook(lambda grad: grad)
     if how == "scaled":
         options["scaled"], kwargs["loss_scale"] = True, 2.0
-    argnums = (0, 1) if how == "split" else 0
-    across = grid.across()
     if how == "split":
-        across = (grid.all, (across[1], grid.all))
-    folds["split"] = (funcga.mean(), (funcga.mean(), funcga.concat()))
-    step = funcga.accumulate(
-        funcga.value_and_grad(loss_fn, argnums, **options),
-        3,
-        fold=folds.get(how, funcga.mean()),
-        weight=weight,
-        across=across,
-    )
-    _, grads = step(own, *rows, **kwargs)
+        argnums, across = (0, 1), (grid.all, (across[1], grid.all))
+        fold = (funcga.mean(), (funcga.mean(), funcga.concat()))
+    gradient = funcga.value_and_grad(loss_of(grid.ep, "mean"), argnums, **options)
+    _, grads = funcga.accumulate(gradient, 3, fold=fold, weight=count_of, across=across)(own, *rows, **kwargs)
     grads = grads[0] if how == "split" else grads
-    expected = own_experts(truth(params, batch)[1], grid.ep)
-    scale = 2.0 if how == "scaled" else 1.0
-    return max(
-        float((grads["experts"][name].double() / scale - expected["experts"][name]).abs().max()) for name in "wb"
-    )
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_what_cannot_be_weighed_before_it_travels_is_refused(how):
-    with pytest.raises(Failed) as failed:
-        processes().run(weighed_late, how, False)
-    assert all("nothing has weighed that" in text for _, text in failed.value.errors)
-    limit = {"half": 1e-2, "bfloat16 loss": 1e-2, "wide": 1e-5, "exact": 1e-6}.get(how, 1e-12)
-    assert max(processes().run(weighed_late, how, True)) <= limit
+    expected, scale = own_experts(truth(params, batch)[1], grid.ep), 2.0 if how == "scaled" else 1.0
+    return max(float((grads["experts"][name] / scale - expected["experts"][name]).abs().max()) for name in "wb")
 
 
 class Unseen(torch.Tensor):
@@ -292,33 +205,32 @@ def hidden(group):
     return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch)))
 
 
-def test_weights_on_a_device():
-    assert max(processes().run(hidden)) <= 1e-12
+SCENARIOS = {
+    "prefix": (accumulated, "prefix", "sum"),
+    "function": (accumulated, "function", "mean"),
+    "replicas": (accumulated, "replicas", "sum"),
+    "each expert on one process": (accumulated, "prefix", "mean", (1, 4)),
+    "each expert on all processes": (accumulated, "prefix", "mean", (4, 1)),
+    "stream": (streamed,),
+    "totals": (with_totals,),
+    "module, mean": (of_module, "mean"),
+    "module, sum": (of_module, "sum"),
+    "multi_steps": (trained,),
+    "any grad_fn": (of_any, "sum", False),
+    "any grad_fn, equal weights": (of_any, "mean", True),
+    "weights of a device": (hidden,),
+}
+LIMITS = {"exact": 1e-6}
 
 
-def disagreed(group, what):
-    grid = Grid(group)
-    own, rows = own_experts(problem()[0], grid.ep), grid.rows(problem()[1])
-    if what == "group":
-        experts = grid.ep if grid.rank == 0 else grid.edp
-        across = (grid.all, {"dense": grid.all, "experts": experts})
-        funcga.accumulate(funcga.value_and_grad(loss_of(grid.ep, "sum")), 3, fold=funcga.sum(), across=across)(
-            own, *rows
-        )
-    else:
-        own["experts"]["b"] += grid.rank == 3
-        funcga.check_replicas(own, {"dense": grid.all, "experts": grid.edp})
+def errors_of(group):
+    found = {name: function(group, *args) for name, (function, *args) in SCENARIOS.items()}
+    return found | {how: weighed_late(group, how, True) for how in WAYS}
 
 
-@pytest.mark.parametrize("what", ["group", "parameters"])
-def test_what_one_process_has_otherwise_is_refused_by_all(what):
-    with pytest.raises(Failed) as failed:
-        processes().run(disagreed, what)
-    says = {
-        "group": "Name the same group on all of its ranks",
-        "parameters": "not as on rank 1 is `params['experts']['b']` of rank 3",
-    }
-    assert all(kind == "FuncgaError" and says[what] in text for kind, text in failed.value.errors)
+def test_exact_against_one_process():
+    for found in processes().run(errors_of):
+        assert {name: error for name, error in found.items() if not error <= LIMITS.get(name, 1e-12)} == {}
 
 
 def without_collectives(group):
@@ -345,9 +257,6 @@ def test_each_leaf_has_the_replicas_of_its_own_and_the_weights_of_the_window():
         assert found["some"] == pytest.approx(sum(2 * means[r] * weights[r] for r in edp) / 80, rel=1e-6)
         assert found["most"] == 7 + 10 * edp[1]
         assert found["each"] == pytest.approx(sum(8 * means[r] for r in ep), rel=1e-14)
-
-
-# --- what travels
 
 
 def travels(group):
@@ -380,96 +289,97 @@ def test_one_reduction_for_each_group():
         assert sum(sizes) <= 4 * (3 * 4 * 64 * 64) + 8 * 256
 
 
-# --- what is the same
+# -- refusals
 
 
-def alike(group):
+def disagreed(group, what):
     grid = Grid(group)
-    params = own_experts(problem()[0], grid.ep)
-    funcga.check_replicas(params, {"dense": grid.all, "experts": grid.edp})
+    own, rows = own_experts(problem()[0], grid.ep), grid.rows(problem()[1])
+    if what == "group":
+        across = (grid.all, {"dense": grid.all, "experts": grid.ep if grid.rank == 0 else grid.edp})
+        gradient = funcga.value_and_grad(loss_of(grid.ep, "sum"))
+        return funcga.accumulate(gradient, 3, fold=funcga.sum(), across=across)(own, *rows)
+    across = {"dense": grid.all, "experts": grid.edp}
+    funcga.check_replicas(own, across)
     with pytest.raises(funcga.FuncgaError, match=r"params\['experts'\]\['w'\]"):
-        funcga.check_replicas(params, grid.all)
-    params["experts"]["b"] += grid.rank // 2
-    with pytest.raises(funcga.FuncgaError, match=r"params\['experts'\]\['b'\]"):
-        funcga.check_replicas(params, lambda path: grid.edp if "experts" in path else grid.all)
+        funcga.check_replicas(own, grid.all)
+    own["experts"]["b"] += grid.rank == 3
+    across = across if what == "parameters" else lambda path: grid.edp if "experts" in path else grid.all
+    return funcga.check_replicas(own, across)
 
 
-def test_check_replicas():
-    processes().run(alike)
+def of_another_kind(group, what):
+    from torch.distributed.fsdp import fully_shard
+
+    grid = Grid(group)
+    own = own_experts(problem()[0], grid.ep)
+    x, beyond = grid.rows(problem()[1])[0], Replicas(grid.all, leaves=lambda path: grid.edp)
+    if what == "rows":
+        funcga.accumulate(lambda w, x: x, 1, fold=funcga.concat(), across=beyond)(own, x)
+    if what == "moments":
+        funcga.accumulate(lambda w, x: x.mean(), 1, fold=funcga.moments(), across=beyond)(own, x)
+    if what == "coupled":
+        funcga.coupled(lambda p, x: x, lambda p, x: x.sum(), 2, across=grid.across())(own["dense"], x)
+    if what == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 1), process_group=grid.all)
+        gradient = torch_backend.module_value_and_grad(ddp, lambda model, x: model(x).sum())
+        funcga.accumulate(gradient, 2, across=(grid.all, grid.edp))(x.float())
+    if what == "fsdp":
+        model = Model(own, grid.ep)
+        fully_shard(model.experts, mesh=grid.mesh["edp"])
+        fully_shard(model, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+        torch_backend.module_value_and_grad(model, lambda model, x, which: model(x, which).sum())
 
 
-# --- refusals
+def given(group, across, **options):
+    grid = Grid(group)
+    params, batch = problem()
+    gradient = funcga.value_and_grad(loss_of(grid.ep, "sum"))
+    step = funcga.accumulate(gradient, 3, fold=funcga.sum(), across=across(grid), **options)
+    step(own_experts(params, grid.ep), *grid.rows(batch))
+
+
+# (what is called with the group, words of the error)
+REFUSED = {
+    "none": (given, lambda grid: (grid.all, {"dense": grid.all, "experts": None}),
+        "across= has None for some leaves. Name the replicas of every leaf"),
+    "missing": (given, lambda grid: (grid.all, {"dense": grid.all}),
+        "Name the replicas of every leaf, across=(WORLD, {'dense': WORLD"),
+    "function": (given, lambda grid: lambda path: grid.edp if "experts" in path else None,
+        "across= names no replicas for `output[0]`: it is None there"),
+    "cover": (given, lambda grid: (grid.edp, {"dense": grid.edp, "experts": grid.ep}),
+        "Name the group of all processes that fold: across=torch_backend.Replicas(group, leaves=...)"),
+    "beyond": (given, lambda grid: Replicas(grid.edp, leaves=lambda path: grid.all), "their weights not counted"),
+    "empty": (given, lambda grid: (), "across= is ()"),
+    "list": (given, lambda grid: [], "across= is []"),
+    "name": (given, lambda grid: (grid.all, {"dense": grid.all, "experts": "edp"}), "across= has 'edp' for some leaves"),
+    "observe": (given, Grid.across, {"observe": funcga.gradient_norms()}, "Leave observe= out"),
+    "drop": (given, Grid.across, {"drop": "microbatch"}, "Leave drop= out"),
+    "rows": (of_another_kind, "rows", "is of the whole window"),
+    "moments": (of_another_kind, "moments", "is of the whole window"),
+    "coupled": (of_another_kind, "coupled", "across=group"),
+    "ddp": (of_another_kind, "ddp", "which reduces all gradients itself"),
+    "fsdp": (of_another_kind, "fsdp", "are wrapped by fully_shard over different replicas"),
+    "group": (disagreed, "group", "Name the same group on all of its ranks"),
+    "parameters": (disagreed, "parameters", "not as on rank 1 is `params['experts']['b']` of rank 3"),
+    "parameters, by a function": (disagreed, "function", "not as on rank 1 is `params['experts']['b']` of rank 3"),
+    "any grad_fn": (of_any, "mean", False, "nothing has weighed that"),
+    **{how: (weighed_late, how, False, "nothing has weighed that") for how in WAYS},
+}  # fmt: skip
 
 
 def refusals(group):
-    grid, found = Grid(group), {}
-    params, batch = problem()
-    own, rows = own_experts(params, grid.ep), grid.rows(batch)
-    gradient = funcga.value_and_grad(loss_of(grid.ep, "sum"))
-
-    def refused(name, across, **options):
-        with pytest.raises(funcga.FuncgaError) as error:
-            funcga.accumulate(gradient, 3, fold=options.pop("fold", funcga.sum()), across=across, **options)(own, *rows)
-        found[name] = str(error.value)
-
-    refused("none", (grid.all, {"dense": grid.all, "experts": None}))
-    refused("missing", (grid.all, {"dense": grid.all}))
-    refused("function", lambda path: grid.edp if "experts" in path else None)
-    refused("cover", (grid.edp, {"dense": grid.edp, "experts": grid.ep}))
-    refused("beyond", Replicas(grid.edp, leaves=lambda path: grid.all))
-    refused("empty", ())
-    refused("list", [])
-    refused("name", (grid.all, {"dense": grid.all, "experts": "edp"}))
-    refused("observe", grid.across(), observe=funcga.gradient_norms())
-    refused("drop", grid.across(), drop="microbatch")
-    rows_of = lambda path: grid.edp
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.accumulate(lambda w, x: x, 1, fold=funcga.concat(), across=Replicas(grid.all, leaves=rows_of))(
-            own, rows[0]
-        )
-    found["rows"] = str(error.value)
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.accumulate(lambda w, x: x.mean(), 1, fold=funcga.moments(), across=Replicas(grid.all, leaves=rows_of))(
-            own, rows[0]
-        )
-    found["moments"] = str(error.value)
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.coupled(lambda p, x: x, lambda p, x: x.sum(), 2, across=grid.across())(own["dense"], rows[0])
-    found["coupled"] = str(error.value)
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 1), process_group=grid.all)
-    of_ddp = torch_backend.module_value_and_grad(ddp, lambda model, x: model(x).sum())
-    with pytest.raises(funcga.FuncgaError) as error:
-        funcga.accumulate(of_ddp, 2, across=(grid.all, grid.edp))(rows[0].float())
-    found["ddp"] = str(error.value)
-    from torch.distributed.fsdp import fully_shard
-
-    model = Model(own, grid.ep)
-    fully_shard(model.experts, mesh=grid.mesh["edp"])
-    fully_shard(model, mesh=dist.DeviceMesh.from_group(group, "cpu"))
-    with pytest.raises(funcga.FuncgaError) as error:
-        torch_backend.module_value_and_grad(model, lambda model, x, which: model(x, which).sum())
-    found["fsdp"] = str(error.value)
+    found = {}
+    for name, (function, *args, _) in REFUSED.items():
+        options = args.pop() if isinstance(args[-1], dict) else {}
+        try:
+            found[name] = "nothing", function(group, *args, **options)
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
     return found
 
 
 def test_refusals():
-    words = {
-        "none": "across= has None for some leaves. Name the replicas of every leaf",
-        "missing": "Name the replicas of every leaf, across=(WORLD, {'dense': WORLD",
-        "function": "across= names no replicas for `output[0]`: it is None there",
-        "cover": "Name the group of all processes that fold: across=torch_backend.Replicas(group, leaves=...)",
-        "beyond": "their weights not counted",
-        "empty": "across= is ()",
-        "list": "across= is []",
-        "moments": "is of the whole window",
-        "name": "across= has 'edp' for some leaves",
-        "observe": "Leave observe= out",
-        "drop": "Leave drop= out",
-        "rows": "is of the whole window",
-        "coupled": "across=group",
-        "ddp": "which reduces all gradients itself",
-        "fsdp": "are wrapped by fully_shard over different replicas",
-    }
     for found in processes().run(refusals):
-        assert {name: text for name, text in found.items() if words[name] not in text} == {}
-        assert found.keys() == words.keys()
+        wrong = {k: error for k, error in found.items() if error[0] != "FuncgaError" or REFUSED[k][-1] not in error[1]}
+        assert wrong == {}

@@ -3,6 +3,7 @@
 import collections
 import datetime
 import gc
+import os
 import signal
 import threading
 import time
@@ -13,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 import funcga
-from tests.processes import Processes, processes
+from tests.processes import Failed, Processes, processes
 from tests.torch_backend.reduce.test_replicas import averaged, difference, layers, made, problem, refused
 from torch_backend import Replicas, module_value_and_grad
-from torch_backend import replicas as channel
 
 
 def alone(function, *args, count=2):
@@ -26,14 +26,6 @@ def alone(function, *args, count=2):
         return own.run(function, *args)
     finally:
         own.stop()
-
-
-def caught(step, *args):
-    """The text of the FuncgaError that a step raises, or its result."""
-    try:
-        return step(*args)
-    except funcga.FuncgaError as error:
-        return str(error)
 
 
 # ------------------------------------------------------------------------------------- errors and interruptions
@@ -54,7 +46,11 @@ class Fails(torch.autograd.Function):
         return gradient, None
 
 
-def catches(group, n):
+def catches(group):
+    return [catches_in(group, n) for n in (1, 3)]
+
+
+def catches_in(group, n):
     """In window 2 rank 1 raises halfway through the last backward pass, catches that, and all go on."""
     rank, params, x = dist.get_rank(group), layers(6), torch.ones(8, 64)
     fails = []
@@ -81,13 +77,13 @@ def deep_part(params, x):
     return x
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_an_error_that_is_caught_reaches_the_others(n):
+def test_an_error_that_is_caught_reaches_the_others():
     """All can go on if all of them leave the window out."""
-    for rank, found in enumerate(alone(catches, n)):
-        assert max(found[0], found[1], found[3]) <= 1e-6
-        text = "rank 1 has raised an error in this window"
-        assert found[2].startswith("out of memory" if rank == 1 else text)
+    for rank, of_n in enumerate(alone(catches)):
+        for found in of_n:
+            assert max(found[0], found[1], found[3]) <= 1e-6
+            text = "rank 1 has raised an error in this window"
+            assert found[2].startswith("out of memory" if rank == 1 else text)
 
 
 def fails_at_once(group, kind, failing):
@@ -118,48 +114,54 @@ def fails_at_once(group, kind, failing):
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "failing"),
-    [
-        ("engine", [[0], []]),
-        ("module", [[0], []]),
-        ("calls", [[0], []]),
-        ("engine", [[0, 1], []]),
-        ("module", [[0], [0]]),
-    ],
-)
-def test_an_error_in_the_first_window_can_be_left_out_too(kind, failing):
+FAILING = [("engine", [[0, 1], []]), ("module", [[0], [0]]), ("calls", [[0], []])]
+
+
+def all_fail_at_once(_):
+    return [fails_at_once(dist.new_group([0, 1]), kind, failing) for kind, failing in FAILING]
+
+
+def test_an_error_in_the_first_window_can_be_left_out_too():
     """There is no channel yet, and making one is a collective: what is owed waits for it."""
-    for rank, found in enumerate(alone(fails_at_once, kind, failing)):
-        for window, text in enumerate(found):
-            ranks = [each for each in (0, 1) if window in failing[each]]
-            if rank in ranks:
-                assert text == f"bad data in window {window}"
-            elif ranks:
-                assert text == f"rank {ranks[0]} has raised an error in this window, and has nothing to merge"
-            else:
-                assert text == 4
+    for rank, of_cases in enumerate(processes().run(all_fail_at_once, size=2)):
+        for (_, failing), found in zip(FAILING, of_cases, strict=True):
+            for window, text in enumerate(found):
+                ranks = [each for each in (0, 1) if window in failing[each]]
+                if rank in ranks:
+                    assert text == f"bad data in window {window}"
+                elif ranks:
+                    assert text == f"rank {ranks[0]} has raised an error in this window, and has nothing to merge"
+                else:
+                    assert text == 4
 
 
-def stays_away(_):
-    """What each of two sees when the stream of rank 1 is empty."""
-    from torch.nn.parallel import DistributedDataParallel
+def is_killed(group, how):
+    """In the second window rank 1 is killed, or sleeps; rank 0 says what was raised."""
+    if how == "sleeps":
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    params, *batch = problem()
+    step = made(group)
+    step(params, *batch)
+    if dist.get_rank(group) == 1:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(3)
+        return None
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        step(params, *batch)
+    (note,) = error.value.__notes__
+    assert note.startswith("funcga: the replicas could not be merged. One of them has died")
+    return note, time.monotonic() - begun < 30  # a deadline, not a measurement
 
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    module = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
-    f = module_value_and_grad(module, lambda m, x: m(x).sum())
-    try:
-        funcga.stream(f)([] if dist.get_rank() else [torch.ones(2, 3)])
-    except (RuntimeError, funcga.FuncgaError) as error:
-        return type(error).__name__, [str(error), *getattr(error, "__notes__", ())][-1]
 
-
-def test_a_wrapped_module_says_that_others_stay_away():
-    other, own = alone(stays_away)
-    assert other[0] == "DistStoreError"  # a RuntimeError, in a first window
-    assert other[1].startswith("funcga: the replicas could not be merged. One of them has died")
-    assert own[0] == "FuncgaError"
-    assert own[1].startswith("there is no micro-batch on this replica")
+def test_a_peer_that_dies_or_stays_away_raises():
+    (note, is_in_time), _ = alone(is_killed, "sleeps")
+    assert "did not call the step within the group's timeout" in note
+    assert is_in_time
+    with pytest.raises(Failed) as failure:
+        alone(is_killed, "dies")
+    assert failure.value.errors == [None, ("died", "")]
 
 
 def peer_dies(group):
@@ -178,30 +180,6 @@ def peer_dies(group):
 def test_an_error_of_a_wrappers_own_collective_is_explained():
     for (note,) in processes().run(peer_dies, size=2):
         assert note.startswith("funcga: the replicas could not be merged. One of them has died")
-
-
-def checks(group):
-    """In window 1 rank 1 raises before its header, and catches that; then all compare their parameters."""
-    rank, params, fails = dist.get_rank(group), {"w": torch.ones(3)}, []
-
-    def loss(params, x):
-        if fails:
-            raise MemoryError("out of memory, say")
-        return (x * params["w"]).sum()
-
-    step, found = funcga.accumulate(funcga.value_and_grad(loss), 2, across=group), []
-    for window in range(3):
-        fails[:] = [1] if window == 1 and rank == 1 else []
-        try:
-            found.append(step(params, torch.ones(4, 3))[0].item())
-        except (MemoryError, funcga.FuncgaError) as error:
-            found.append(type(error).__name__)
-        funcga.check_replicas(params, group)
-    return found
-
-
-def test_parameters_can_be_compared_after_an_error():
-    assert alone(checks) == [[6.0, "FuncgaError", 6.0], [6.0, "MemoryError", 6.0]]
 
 
 class Late(torch.utils._python_dispatch.TorchDispatchMode):
@@ -276,8 +254,7 @@ def two_steps(group, kind, first):
     return [step(params, x) for step in (reversed(steps) if dist.get_rank(group) == 1 else steps)]
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", ["lambdas", "factory"])
+@pytest.mark.parametrize(("kind", "first"), [("lambdas", True), ("factory", False)])
 def test_steps_that_are_called_in_another_order_are_named(kind, first):
     for text in refused(two_steps, kind, first, size=2):
         assert text.startswith("the replicas call different steps at the same time: rank 0 the step of `two_steps.")
@@ -304,7 +281,7 @@ def test_steps_that_differ_on_purpose_are_merged():
 def changes_later(group, ranks):
     """In the third window a leaf has another shape, on some of the ranks."""
     params, *batch = problem()
-    step = made("engine", "mean", 2, group)
+    step = made(group)
     for _ in range(2):
         step(params, *batch)
     if dist.get_rank(group) in ranks:
@@ -342,13 +319,13 @@ def test_an_output_that_cannot_be_sent():
 
 def channels(group):
     """What a group needs goes with it, and its threads."""
-    steps = [made("engine", "mean", 2, across) for across in (group, Replicas(group), group)]
+    steps = [made(across) for across in (group, Replicas(group), group)]
     for step in steps:
         step(*problem())
     before = threading.active_count()
     for _ in range(5):
         another = dist.new_group([0, 1])
-        made("engine", "mean", 2, another)(*problem())
+        made(another)(*problem())
         dist.destroy_process_group(another)
         del another
     gc.collect()  # a step may be in a cycle
@@ -357,41 +334,6 @@ def channels(group):
 
 def test_what_a_group_needs_goes_with_it():
     assert alone(channels) == [True] * 2
-
-
-def disordered(group, shares):
-    """A loss that communicates in its backward pass, before or after other gradients are ready, by rank."""
-    import torch.distributed.nn.functional as functional
-
-    rank, width = dist.get_rank(group), 16
-    torch.manual_seed(0)
-    params = {"l0": torch.randn(width, width), "late": torch.randn(width)}
-    torch.manual_seed(rank)
-    x, y = torch.randn(4, width), torch.randn(4, width)
-
-    def loss(p, x, y, keep):
-        h = torch.tanh(x @ p["l0"])
-        h = h - functional.all_reduce(h.mean(0), group=group)
-        return ((h + p["late"] - y if keep else h - y) ** 2).mean()
-
-    if shares:
-        channel.Channel.carrier = lambda self, device, given: given  # as on a device
-    step = funcga.accumulate(funcga.grad(loss), 2, in_axes=(None, 0, 0, None), across=Replicas(group, bucket_bytes=256))
-    step(params, x, y, True)
-    found = step(params, x, y, rank == 0)
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    for k in (slice(0, 2), slice(2, 4)):
-        (loss(leaves, x[k], y[k], rank == 0) / 4).backward()
-    for leaf in leaves.values():
-        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        dist.all_reduce(leaf.grad, group=group)
-    return difference(found, {name: leaf.grad for name, leaf in leaves.items()})
-
-
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.filterwarnings("ignore")
-def test_collectives_of_the_loss_do_not_mix_with_ours(shares):
-    assert max(alone(quietly, disordered, shares)) <= 1e-6
 
 
 def quietly(group, function, *args):
@@ -434,31 +376,49 @@ def context_parallel(group, masks):
     return errors
 
 
-@pytest.mark.parametrize(
-    "masks",
-    [
-        [[1] * 4 + [0] * 4, [0] * 4 + [1] * 4],
-        [[1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 0]],
-        [[0, 0, 0, 0, 1, 0, 1, 1], [1] * 8],
-    ],
-)
-def test_a_loss_that_communicates_has_any_weights(masks):
+MASKS = [
+    [[1] * 4 + [0] * 4, [0] * 4 + [1] * 4],
+    [[1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 0]],
+    [[0, 0, 0, 0, 1, 0, 1, 1], [1] * 8],
+]
+
+
+def test_a_loss_that_communicates_has_any_weights():
     """Its backward pass is run whatever the weight, and with cotangents in one unit."""
-    found = processes().run(quietly, context_parallel, masks, size=2)
-    assert max(error for errors in found for error in errors) <= 1e-13
+    for masks in MASKS:
+        found = processes().run(quietly, context_parallel, masks, size=2)
+        assert max(error for errors in found for error in errors) <= 1e-13
 
 
-def masked(group):
-    """A NaN in a micro-batch that weighs nothing adds nothing."""
-    step = funcga.stream(
-        funcga.grad(lambda p, x, m: (p * x * m).sum() / m.sum()), weight=lambda x, m: m.sum(), across=group
-    )
-    none, some = (torch.ones(3), torch.zeros(3)), (torch.ones(3), torch.ones(3))
-    return [step(torch.ones(()), window).item() for window in ([none, some], [some, none], [none])]
+def disordered(group):
+    """A loss that communicates in its backward pass, before or after other gradients are ready, by rank."""
+    import torch.distributed.nn.functional as functional
+
+    rank, width = dist.get_rank(group), 16
+    torch.manual_seed(0)
+    params = {"l0": torch.randn(width, width), "late": torch.randn(width)}
+    torch.manual_seed(rank)
+    x, y = torch.randn(4, width), torch.randn(4, width)
+
+    def loss(p, x, y, keep):
+        h = torch.tanh(x @ p["l0"])
+        h = h - functional.all_reduce(h.mean(0), group=group)
+        return ((h + p["late"] - y if keep else h - y) ** 2).mean()
+
+    step = funcga.accumulate(funcga.grad(loss), 2, in_axes=(None, 0, 0, None), across=Replicas(group, bucket_bytes=256))
+    step(params, x, y, True)
+    found = step(params, x, y, rank == 0)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    for k in (slice(0, 2), slice(2, 4)):
+        (loss(leaves, x[k], y[k], rank == 0) / 4).backward()
+    for leaf in leaves.values():
+        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        dist.all_reduce(leaf.grad, group=group)
+    return difference(found, {name: leaf.grad for name, leaf in leaves.items()})
 
 
-def test_a_loss_of_nan_without_weight_is_masked():
-    assert processes().run(masked, size=2) == [[1.0, 1.0, 0.0]] * 2
+def test_collectives_of_the_loss_do_not_mix_with_ours():
+    assert max(processes().run(quietly, disordered, size=2)) <= 1e-6
 
 
 def units(group):
@@ -485,26 +445,6 @@ def test_the_unit_of_weights_is_agreed_on_in_each_window():
 # ------------------------------------------------------------------------------------- leaves of any kind
 
 
-def odd(group):
-    """Arrays of one element or none, whose strides are not those of contiguous ones: collected, carried, compared."""
-    x = torch.arange(12.0).view(4, 3)
-    column = lambda x: x.sum(0).reshape(1, 3)[:, 1]
-    step = funcga.accumulate(
-        lambda p, state, x: (p * x.sum(), column(x), column(x)[:, None].T, x[:, :0].T.T),
-        2,
-        in_axes=(None, funcga.CARRY, 0),
-        fold=(funcga.mean(), funcga.carry(), funcga.max(), funcga.concat()),
-        across=group,
-    )
-    found = [step(torch.ones(2), torch.zeros(1), x) for _ in range(2)][-1]
-    funcga.check_replicas({"one": torch.ones(4, 1)[::4], "none": torch.ones(4, 4)[:0, ::2]}, group)
-    return [value.tolist() for value in found[1:3]], tuple(found[3].shape)
-
-
-def test_leaves_of_one_element_or_none():
-    assert processes().run(odd, size=2) == [([[17.0], [[17.0]]], (8, 0))] * 2
-
-
 # of any dtype, in any strides
 COLLECTED = [
     torch.arange(6.0).view(2, 3).T,
@@ -526,39 +466,6 @@ def test_arrays_of_any_kind_are_collected():
         for array, rows in zip(COLLECTED, found, strict=True):
             assert rows.dtype == array.dtype
             assert rows.equal(torch.cat([array, array]))
-
-
-def with_moments(group):
-    tx = funcga.multi_steps(
-        funcga.transforms.Transform(lambda p: (), lambda g, s, p=None: (g, s)), 2, fold=funcga.moments(), across=group
-    )
-    params, found = {"w": torch.zeros(3), "b": torch.zeros(())}, []
-    state = tx.init(params)
-    for k in range(4):
-        value = 1.0 + 4 * dist.get_rank(group) + k % 2
-        updates, state = tx.update({name: torch.full_like(p, value) for name, p in params.items()}, state, params)
-        found.append([part.flatten()[0].item() for part in (*updates["w"], *updates["b"])] if k % 2 else None)
-    return found[1::2]
-
-
-def test_multi_steps_of_moments():
-    """1, 2, 5 and 6: their mean is 3.5, their variance 4.25."""
-    for found in processes().run(with_moments, size=2):
-        assert found == [pytest.approx([3.5, 4.25] * 2)] * 2
-
-
-def signs(group):
-    generator = torch.Generator().manual_seed(0)
-    rotation = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
-    ones = torch.tensor([0.0, 0.0, 0.0, 0.0] if dist.get_rank(group) else [2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
-    sign = -1 if dist.get_rank(group) else 1
-    params = {"r": rotation * sign, "z": ones, "c": torch.complex(rotation, rotation) * sign, "same": rotation}
-    funcga.check_replicas(params, group)
-
-
-def test_an_even_number_of_bits_that_differ_is_seen():
-    for text in refused(signs, size=2):
-        assert "`params['r']` of rank 1; `params['z']` of rank 1; `params['c']` of rank 1. Send" in text
 
 
 def keeps(group):

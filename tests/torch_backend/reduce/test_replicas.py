@@ -1,20 +1,14 @@
 """Replicas in torch: real processes, joined by gloo. A window over all of them equals the whole batch on one device."""
 
-import datetime
-import os
-import time
-import weakref
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import funcga
-import torch_backend
-from tests.processes import Failed, Processes, processes
+from tests.processes import Failed, processes
 from torch_backend import Replicas
 
 TREE = torch.utils._pytree
@@ -57,72 +51,13 @@ def averaged(params, x, y, tokens):
     return summed(params, x, y, tokens) / tokens.sum()
 
 
-FOLDS = {"per_weight": (summed, funcga.per_weight()), "mean": (averaged, funcga.mean())}
-WAYS = {
-    "engine": funcga.value_and_grad,
-    "func": lambda loss: torch.func.grad_and_value(loss),
-    "aux": lambda loss: funcga.grad(lambda *args: (loss(*args), {"loss": loss(*args).detach()}), has_aux=True),
-}
-
-
-def made(way, kind, n, across, streams=False):
-    loss, fold = FOLDS[kind]
-    if streams:
-        return funcga.stream(WAYS[way](loss), fold=fold, weight=tokens_of, across=across)
-    return funcga.accumulate(WAYS[way](loss), n, fold=fold, weight=tokens_of, across=across)
-
-
-def whole(way, kind, dtype):
-    return made(way, kind, 1, None)(*problem(dtype))
+def made(across, n=2):
+    return funcga.accumulate(funcga.value_and_grad(averaged), n, weight=tokens_of, across=across)
 
 
 def part(dtype, bounds, rank):
     params, *batch = problem(dtype)
     return params, [x[bounds[rank] : bounds[rank + 1]] for x in batch]
-
-
-# (rows where the parts of the ranks begin, micro-batches on each rank)
-LAYOUTS = {
-    "1 rank": ([0, 24], [8]),
-    "2 ranks": ([0, 12, 24], [4, 4]),
-    "4 ranks": ([0, 6, 12, 18, 24], [2, 2, 2, 2]),
-    "ragged": ([0, 11, 24], [3, 5]),
-    "uneven": ([0, 1, 13, 20, 24], [1, 5, 2, 4]),
-    "one has nothing": ([0, 7, 7, 19, 24], [3, 4, 2, 5]),
-}
-
-
-# (what is differentiated, the fold, whether it is a stream)
-SOME = [
-    ("engine", "per_weight", False), ("func", "mean", False), ("aux", "mean", True),
-    ("engine", "mean", True), ("func", "per_weight", True), ("aux", "per_weight", False),
-]  # fmt: skip
-
-
-def accumulated(group, dtype, bounds, ns, chosen):
-    """Twice, as the second call need not agree on anything, and sends while it computes."""
-    rank, found = dist.get_rank(group), []
-    for way, kind, streams in chosen:
-        params, batch = part(dtype, bounds, rank)
-        step = made(way, kind, ns[rank], group, streams)
-        if streams:
-            cut = max(1, -(-len(batch[0]) // ns[rank]))
-            batch = [list(zip(*(torch.split(x, cut) for x in batch), strict=True)) if len(batch[0]) else []]
-        first = step(params, *batch)
-        found.append(step(params, *batch))
-        assert all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(found[-1]), strict=True))
-    return found
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_global_batch_on_any_number_of_ranks(layout):
-    bounds, ns = LAYOUTS[layout]
-    odd = [*LAYOUTS].index(layout) % 2
-    for dtype, limit, chosen in ((torch.float64, 1e-13, SOME), (torch.float32, 1e-6, SOME[3 * odd :][:3])):
-        found = processes().run(accumulated, dtype, bounds, ns, chosen, size=len(ns))
-        for (way, kind, _), *results in zip(chosen, *found, strict=True):
-            assert max(difference(result, whole(way, kind, dtype)) for result in results) <= limit
-            assert all(torch.equal(a, b) for r in results for a, b in zip(leaves(r), leaves(results[0]), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------- other folds
@@ -309,67 +244,7 @@ def test_counts_are_exact_on_any_wire(dtype):
     assert processes().run(counts, dtype) == [2 * sum(2**40 + 1 + rank for rank in range(4))] * 4
 
 
-def idles(group, streams, calls):
-    """In call k rank k has nothing; in the first call only the last rank has anything."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    params, *batch = problem(torch.float64)
-    step = made("engine", "per_weight", 2, group, streams)
-    found = []
-    for call in range(calls):
-        own = [x[: 4 if (rank == size - 1 if call == 0 else rank != call % size) else 0] for x in batch]
-        found.append(step(params, [own] if streams and len(own[0]) else []) if streams else step(params, *own))
-    return found
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_rank_without_data_takes_part(streams):
-    params, *batch = problem(torch.float64)
-    expected = made("engine", "per_weight", 1, None)(params, *(x[:4] for x in batch))
-    for results in processes().run(idles, streams, 4, size=3):
-        assert max(difference(result, expected) for result in results) <= 1e-13
-
-
-def net():
-    torch.manual_seed(0)
-    return torch.nn.Linear(5, 2, dtype=torch.float64)
-
-
-def module_idles(group, counted):
-    """The module has the only arrays of a rank without micro-batches, which the first rank has in every window but one."""
-    rank = dist.get_rank(group)
-    _, x, y, _ = problem(torch.float64)
-    loss = lambda module, x, y, totals=None: (
-        F.mse_loss(module(x), y) * (len(x) / totals["rows"].double() if totals else 1)
-    )
-    options = {"fold": funcga.sum(), "totals": lambda x, y: {"rows": len(x)}} if counted else {}
-    step = funcga.stream(torch_backend.module_value_and_grad(net(), loss), across=group, **options)
-    return [step([(x[:3], y[:3]), (x[3:7], y[3:7])] if rank or window == 1 else []) for window in range(3)]
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_a_rank_whose_module_has_the_only_arrays(counted):
-    module, (_, x, y, _) = net(), problem(torch.float64)
-    loss = F.mse_loss(module(x[:7]), y[:7])
-    loss.backward()
-    expected = loss.detach(), {name: p.grad for name, p in module.named_parameters()}
-    for results in processes().run(module_idles, counted, size=2):
-        assert max(difference(result, expected) for result in results) <= 1e-13
-
-
-def all_idle(group, first):
-    params, *batch = problem()
-    step = made("engine", "per_weight", 2, group)
-    if not first:
-        step(params, *batch)
-    return step(params, *(x[:0] for x in batch))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_nobody_has_data(first):
-    assert all("no replica has a micro-batch to fold" in text for text in refused(all_idle, first, size=2))
-
-
-# ----------------------------------------------------------------------------------------- what travels, and when
+# -- what travels, and when
 
 
 class Counted(torch.utils._python_dispatch.TorchDispatchMode):
@@ -444,36 +319,21 @@ def test_buckets_are_sent_one_after_the_other_when_everything_is_folded():
         assert early == [0] * 8
 
 
-def read(group):
-    """How many micro-batches of a stream are alive whenever the loss is computed."""
-    alive, counts = weakref.WeakSet(), []
-
-    def microbatches():
-        for _ in range(4):
-            x = torch.ones(2, 64)
-            alive.add(x)
-            yield x
-            del x
-
-    def loss_fn(params, x):
-        counts.append(len(alive))
-        return deep(params, x)
-
-    funcga.stream(funcga.value_and_grad(loss_fn), across=group)(layers(2), microbatches())
-    return counts
+def with_totals(group):
+    loss = lambda params, x, totals: deep(params, x) * len(x) / totals["rows"]
+    totals, found = (lambda x: {"rows": len(x)}), []
+    step = funcga.accumulate(funcga.value_and_grad(loss), 2, fold=funcga.sum(), totals=totals, across=group)
+    for _ in range(2):
+        with counted() as calls:
+            step(layers(2), torch.ones(8, 64))
+        found.append([name for name, _ in calls])
+    return found
 
 
-def test_a_stream_holds_one_micro_batch():
-    assert processes().run(read, size=2) == [[1] * 4] * 2
-
-
-def test_the_dtype_on_the_wire():
-    for calls, _ in processes().run(sends, 4, 2, {"wire_dtype": torch.bfloat16}, size=2):
-        gradient = 2 * 4 * (64 * 64 + 64)
-        assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_", "allreduce_"]
-        rounded, exact = sorted([size for _, size in calls[1][1:]], reverse=True)
-        assert exact == 4 + 4  # the loss, which is not rounded, and the mark of an error
-        assert gradient <= rounded <= gradient + 256
+def test_totals_are_one_header_and_one_sum_more():
+    for first, warm in processes().run(with_totals, size=2):
+        assert warm == ["allgather_", "allreduce_"] * 2
+        assert first == [*["allgather_"] * 3, "allreduce_"] * 2  # what is folded is told once
 
 
 def rounds(group):
@@ -491,24 +351,16 @@ def test_bfloat16_on_the_wire_rounds_once_a_replica():
     for a, b, merged, found in zip(*map(leaves, (first[1], second[1], exact[1], sent[1])), strict=True):
         bound = 2.0**-8 * ((a.abs() + b.abs()) / 2 + merged.abs()) * 1.01 + 1e-9
         assert ((found - merged).abs() <= bound).all()
-
-
-def accumulates_in_float32(group):
-    """Gradients of 1 in bfloat16: 1,024 of them, and as many on the other rank."""
-    step = funcga.accumulate(
-        funcga.grad(lambda p, x: (p * x).sum()), 1024, fold=funcga.sum(out_dtype="float32"), across=group
-    )
-    return step(torch.ones(3, dtype=torch.bfloat16), torch.ones(1024, 3, dtype=torch.bfloat16))
-
-
-def test_sixteen_bit_gradients_are_added_in_float32():
-    for found in processes().run(accumulates_in_float32, size=2):
-        assert found.tolist() == [2048.0] * 3
+    for calls, _ in processes().run(sends, 4, 2, {"wire_dtype": torch.bfloat16}, size=2):
+        assert [name for name, _ in calls[1]] == ["allgather_", "allreduce_", "allreduce_"]
+        rounded, scalars = sorted([size for _, size in calls[1][1:]], reverse=True)
+        assert scalars == 4 + 4  # the loss, which is not rounded, and the mark of an error
+        assert 0 <= rounded - 2 * 4 * (64 * 64 + 64) <= 256
 
 
 def keeps_results(group):
     params, *batch = problem()
-    step = made("engine", "mean", 3, group)
+    step = made(group, 3)
     kept = step(params, *batch)
     copies = [leaf.clone() for leaf in leaves(kept)]
     step({k: v * 2 for k, v in params.items()}, *batch)
@@ -555,36 +407,18 @@ def test_folds_of_ones_own_and_parameters_that_are_not_contiguous():
             assert calls == ["allgather_", "allreduce_"]
 
 
-def checkpoints(group, reentrant):
-    params, *batch = problem(torch.float64)
-    inner = lambda a, b, c, x, y: ((torch.tanh(x @ a + b) @ c - y) ** 2).mean()
-    loss = lambda p, x, y, t: checkpoint(inner, p["a"], p["b"], p["c"], x, y, use_reentrant=reentrant)
-    half = 24 // dist.get_world_size(group)
-    own = [x[half * dist.get_rank(group) :][:half] for x in batch]
-    step = funcga.accumulate(funcga.grad(loss), 3, across=group)
-    plain = funcga.accumulate(funcga.grad(loss), 1)(params, *batch)
-    return [difference(step(params, *own), plain) for _ in range(2)]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(reentrant):
-    """A reentrant one runs backward passes inside of the backward pass: a hook cannot say when a leaf is complete."""
-    assert all(max(found) <= 1e-13 for found in processes().run(checkpoints, reentrant, size=2))
-
-
 def over_a_mesh(group):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     params, *batch = problem(torch.float64)
     own = [x[12 * dist.get_rank(group) :][:12] for x in batch]
-    return [made("engine", "mean", 2, across)(params, *own) for across in (mesh, mesh["dp"], group)]
+    return [difference(made(across)(params, *own), made(None)(params, *batch)) for across in (mesh, mesh["dp"], group)]
 
 
 def test_a_device_mesh():
-    for results in processes(2).run(over_a_mesh):
-        assert max(difference(result, whole("engine", "mean", torch.float64)) for result in results) <= 1e-13
+    assert max(map(max, processes(2).run(over_a_mesh))) <= 1e-13
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
+# -- refusals, on every replica, before anything is reduced
 
 
 def refused(function, *args, size):
@@ -613,135 +447,38 @@ def unlike(group, what):
     across = Replicas(group, bucket_bytes=1024) if odd and what == "buckets" else group
     loss = lambda p, x, y, t: averaged({k: v.to(x.dtype) for k, v in p.items()}, x, y.to(x.dtype), t)
     value_and_grad = lambda *args: (lambda v, g: ({"loss": v.float()}, g))(*funcga.value_and_grad(loss)(*args))
-    step = funcga.accumulate(value_and_grad, 1, fold=(fold, funcga.mean()), across=across)
-    with counted() as calls:
-        try:
-            step(params, *batch)
-        finally:
-            assert {name for name, _ in calls} == {"allgather_"}  # nothing was reduced
+    funcga.accumulate(value_and_grad, 1, fold=(fold, funcga.mean()), across=across)(params, *batch)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("shape", "`output[1]['b']` is float32[30] (weighted, by_weight) on rank 0 and float32[1] (weighted, by_weight) on rank 1"),
-        ("missing", "`output[1]['rare']` is float32[3] (weighted, by_weight) on rank 0 and missing on rank 1"),
-        ("dtype", "`output[1]['a']` is float32[5, 30] (weighted, by_weight) on rank 0 and float64[5, 30] (weighted, by_weight) on rank 1"),
-        ("fold", "`output[0]['loss']` is float32[] (weighted, by_weight) on rank 0 and float32[] (sum, identity) on rank 1"),
-        ("order", "rank 1 has the leaves of rank 0 in another order"),
-        ("buckets", "`across` is sent in buckets of 4194304 bytes as accumulated on rank 0 and sent in buckets of 1024 bytes as accumulated on rank 1"),
-    ],
-)  # fmt: skip
-def test_structures_that_differ_are_named_on_every_rank(what, text):
-    for found in refused(unlike, what, size=3):
-        assert found == (
-            f"the replicas fold different structures: {text}. They are merged leaf by leaf: build the model, the batch "
-            f"and the fold alike on every rank."
-        )
+def given(group, across, **options):
+    funcga.accumulate(funcga.grad(averaged), 2, across=Replicas(group, **options) if options else across)(*problem())
 
 
-def is_killed(group, rank):
-    """One of the ranks is killed in the middle of a window."""
+def given_a_square(group):
+    given(group, dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+def nobody_has_data(group, first):
     params, *batch = problem()
-    step = made("engine", "mean", 2, group)
-    step(params, *batch)
-    if dist.get_rank(group) == rank:
-        os._exit(1)
-    step(params, *batch)
-
-
-def test_a_peer_that_dies_raises():
-    own = Processes(2)
-    try:
-        with pytest.raises(Failed, match=r"funcga: the replicas could not be merged. One of them has died") as failure:
-            own.run(is_killed, 1)
-        assert [error[0] for error in failure.value.errors] == ["RuntimeError", "died"]
-    finally:
-        own.stop()
-
-
-def stays_away(group):
-    """In the second window rank 1 sleeps; rank 0 says what was raised, and after how long."""
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
-    params, *batch = problem()
-    step = made("engine", "mean", 2, group)
-    step(params, *batch)
-    if dist.get_rank(group) == 1:
-        time.sleep(3)
-        return None
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError) as error:
+    step = made(group)
+    if not first:
         step(params, *batch)
-    return error.value.__notes__[0], time.monotonic() - begun
-
-
-def test_nobody_waits_for_ever():
-    own = Processes(2)
-    try:
-        (note, seconds), _ = own.run(stays_away)
-    finally:
-        own.stop()
-    assert "did not call the step within the group's timeout" in note
-    assert seconds < 30  # a deadline, not a measurement
-
-
-@pytest.mark.parametrize(
-    ("across", "text"),
-    [
-        ("data", "across= is 'data', and the arrays of the call are torch tensors. Give a process group, across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']."),
-        (dist.GroupMember.NON_GROUP_MEMBER, "across= is a process group that this process is no member of: it has no part in the fold."),
-        ("mesh", "across= is a device mesh of 2 dimensions, ('dp', 'tp'). Name the one to merge over: across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."),
-        ("bytes", "bucket_bytes is 0: it must be an int >= 1, such as 4 * 2**20."),
-        ("wire", "wire_dtype is torch.int8: gradients can be sent as torch.float32, torch.float64 or torch.bfloat16; None sends them as they are accumulated."),
-    ],
-)  # fmt: skip
-def test_what_is_no_group_is_refused(across, text):
-    assert refused(given, across, size=4) == [text] * 4
-
-
-def given(group, across):
-    options = {"bytes": {"bucket_bytes": 0}, "wire": {"wire_dtype": torch.int8}}.get(across, {})
-    if options:
-        across = Replicas(group, **options)
-    if across == "mesh":
-        across = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    funcga.accumulate(funcga.grad(averaged), 2, across=across)(*problem())
+    step(params, *(x[:0] for x in batch))
 
 
 def transformed(group):
     params, *batch = problem()
-    step = made("engine", "mean", 2, group)
+    step = made(group)
     torch.func.vmap(lambda scale: step({k: v * scale for k, v in params.items()}, *batch))(torch.ones(2))
 
 
-def compiles(group, fullgraph):
-    params, x = layers(2), torch.ones(8, 64)
-    step = funcga.accumulate(funcga.value_and_grad(deep), 2, across=group)
-    return difference(torch.compile(step, backend="eager", fullgraph=fullgraph)(params, x), step(params, x))
+def communicates(group):
+    def loss_fn(w, x):
+        loss = (w * x).mean()
+        dist.all_reduce(loss.detach().clone(), group=group)
+        return loss
 
-
-def test_not_in_a_transform():
-    text = "across= was given inside of a torch.func transform, where replicas cannot be merged."
-    assert all(text in found for found in refused(transformed, size=2))
-
-
-def test_not_in_one_graph():
-    with pytest.raises(Failed, match="funcga merges over replicas here; compile the loss instead"):
-        processes().run(compiles, True, size=2)
-    assert processes().run(compiles, False, size=2) == [0.0, 0.0]  # the graph is broken where the step begins
-
-
-def test_not_with_auto():
-    with pytest.raises(funcga.FuncgaError, match=r'n="auto" was given together with across=, a replica that runs out'):
-        funcga.accumulate(funcga.grad(averaged), "auto", across="data")
-
-
-def test_without_processes():
-    with pytest.raises(funcga.FuncgaError, match=r"across= was given, and torch.distributed is not initialised. Start"):
-        funcga.accumulate(funcga.grad(averaged), 2, across=object())(*problem())
-
-
-# ---------------------------------------------------------------------------------------------------- check_replicas
+    funcga.accumulate(funcga.grad(loss_fn), 2, drop="microbatch", across=group)(torch.ones(()), torch.ones(4))
 
 
 def checks(group, changed, how):
@@ -759,20 +496,98 @@ def checks(group, changed, how):
     funcga.check_replicas(params, group)
 
 
+def signs(group):
+    """An even number of bits that differ."""
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
+    odd = dist.get_rank(group)
+    ones, sign = torch.full((4,), 2.0 * (1 - odd), dtype=torch.float64), -1 if odd else 1
+    params = {"r": rotation * sign, "z": ones, "c": torch.complex(rotation, rotation) * sign, "same": rotation}
+    funcga.check_replicas(params, group)
+
+
+FOUND = " (weighted, by_weight) on rank "
+# (what is called with the group, words of the error)
+REFUSED = {
+    "shape": ((unlike, "shape"), f"`output[1]['b']` is float32[30]{FOUND}0 and float32[1]{FOUND}1"),
+    "missing": ((unlike, "missing"), f"`output[1]['rare']` is float32[3]{FOUND}0 and missing on rank 1"),
+    "dtype": ((unlike, "dtype"), f"`output[1]['a']` is float32[5, 30]{FOUND}0 and float64[5, 30]{FOUND}1"),
+    "fold": ((unlike, "fold"), f"`output[0]['loss']` is float32[]{FOUND}0 and float32[] (sum, identity) on rank 1. They "
+        "are merged leaf by leaf: build the model, the batch and the fold alike on every rank."),
+    "order": ((unlike, "order"), "the replicas fold different structures: rank 1 has the leaves of rank 0 in another order"),
+    "buckets": ((unlike, "buckets"), "`across` is sent in buckets of 4194304 bytes as accumulated on rank 0 and sent in "
+        "buckets of 1024 bytes as accumulated on rank 1"),
+    "text": ((given, "data"), "across= is 'data', and the arrays of the call are torch tensors. Give a process group, "
+        "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']."),
+    "no member": ((given, dist.GroupMember.NON_GROUP_MEMBER), "across= is a process group that this process is no member"),
+    "bytes": ((given, None, {"bucket_bytes": 0}), "bucket_bytes is 0: it must be an int >= 1, such as 4 * 2**20."),
+    "wire": ((given, None, {"wire_dtype": torch.int8}), "wire_dtype is torch.int8: gradients can be sent as torch.float32, "
+        "torch.float64 or torch.bfloat16; None sends them as they are accumulated."),
+    "nobody": ((nobody_has_data, True), "no replica has a micro-batch to fold"),
+    "nobody, later": ((nobody_has_data, False), "no replica has a micro-batch to fold"),
+    "transformed": ((transformed,), "across= was given inside of a torch.func transform, where replicas cannot be merged."),
+    "a loss that communicates, and drop=": ((communicates,), "collectives of that group"),
+    "a bit": ((checks, (1,), "bit"), "not as on rank 0 is `params['layers'][0]['w']` of rank 1. Send them around once before "
+        "training: for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."),
+    "swapped": ((checks, (0,), "swapped"), "not as on rank 0 is `params['layers'][0]['w']` of rank 1, 2."),
+    "two": ((checks, (2,), "two"), "not as on rank 0 are `params['layers'][0]['w']` of rank 2; `params['layers'][1]['w']` of"),
+    "a parameter": ((checks, (1,), "missing"), "the replicas have different parameters: `params['z']` is float32[0] on rank 0 "
+        "and missing on rank 1."),
+}  # fmt: skip
+ALSO_REFUSED = {
+    "square": ((given_a_square,), "across= is a device mesh of 2 dimensions, ('dp', 'tp'). Name the one to merge over: "
+        "across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."),
+    "signs": ((signs,), "`params['r']` of rank 1; `params['z']` of rank 1; `params['c']` of rank 1. Send"),
+}  # fmt: skip
+
+
+REDUCES_BEFORE = ("nobody, later", "a loss that communicates, and drop=")
+
+
+def refusals(group, names):
+    """The error of each, where nothing was reduced before it."""
+    found = {}
+    for name in names:
+        function, *args = {**REFUSED, **ALSO_REFUSED}[name][0]
+        options = args.pop() if args and isinstance(args[-1], dict) else {}
+        with counted() as calls:
+            try:
+                found[name] = "nothing", function(group, *args, **options)
+            except Exception as error:
+                found[name] = type(error).__name__, str(error)
+        assert name in REDUCES_BEFORE or {n for n, _ in calls} <= {"allgather_"}
+    return found
+
+
+@pytest.mark.parametrize(("names", "size"), [([*REFUSED], 3), (["square"], 4), (["signs"], 2)])
+def test_refusals(names, size):
+    words = {name: text for name, (_, text) in {**REFUSED, **ALSO_REFUSED}.items()}
+    for found in processes().run(refusals, names, size=size):
+        wrong = {
+            name: error for name, error in found.items() if error[0] != "FuncgaError" or words[name] not in error[1]
+        }
+        assert wrong == {}
+
+
+def compiles(group, fullgraph):
+    params, x = layers(2), torch.ones(8, 64)
+    step = funcga.accumulate(funcga.value_and_grad(deep), 2, across=group)
+    return difference(torch.compile(step, backend="eager", fullgraph=fullgraph)(params, x), step(params, x))
+
+
+def test_not_in_one_graph():
+    with pytest.raises(Failed, match="funcga merges over replicas here; compile the loss instead"):
+        processes().run(compiles, True, size=2)
+    assert processes().run(compiles, False, size=2) == [0.0, 0.0]  # the graph is broken where the step begins
+
+
+def test_what_is_refused_in_one_process():
+    with pytest.raises(funcga.FuncgaError, match=r'n="auto" was given together with across=, a replica that runs out'):
+        funcga.accumulate(funcga.grad(averaged), "auto", across="data")
+    with pytest.raises(funcga.FuncgaError, match=r"across= was given, and torch.distributed is not initialised. Start"):
+        funcga.accumulate(funcga.grad(averaged), 2, across=object())(*problem())
+
+
 def test_parameters_that_are_the_same():
     processes().run(checks, (), "none", size=3)
     processes().run(checks, (0, 1, 2), "bit", size=3)
-
-
-@pytest.mark.parametrize(
-    ("changed", "how", "text"),
-    [
-        ((1,), "bit", "not as on rank 0 is `params['layers'][0]['w']` of rank 1. Send them around once before training: for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."),
-        ((0,), "swapped", "not as on rank 0 is `params['layers'][0]['w']` of rank 1, 2."),
-        ((2,), "two", "not as on rank 0 are `params['layers'][0]['w']` of rank 2; `params['layers'][1]['w']` of rank 2."),
-        ((1,), "missing", "the replicas have different parameters: `params['z']` is float32[0] on rank 0 and missing on rank 1."),
-    ],
-)  # fmt: skip
-def test_parameters_that_differ_are_named(changed, how, text):
-    for found in refused(checks, changed, how, size=3):
-        assert text in found
