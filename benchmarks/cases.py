@@ -62,7 +62,7 @@ def _quick() -> list[Case]:
 def _default() -> list[Case]:
     return [
         *(_update("torch", workload) for workload in ("tiny", "transformer", "wide", "gpt2")),
-        _update("torch", "wide_bfloat16"),
+        *(_update("torch", workload) for workload in ("vocabulary", "untied", "large_transformer", "wide_bfloat16")),
         *(_update("torch_compiled", workload) for workload in ("tiny", "transformer")),
         *(_update("torch_ranks", workload, ranks=2) for workload in ("tiny", "transformer", "wide")),
         *(_update("torch_optimizer", workload) for workload in ("tiny", "transformer", "wide")),

@@ -46,17 +46,22 @@ def _mean_square(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return (module(rows) ** 2).mean()
 
 
-def transformer(n: int, value: int, device: str) -> Workload:
+def transformer(n: int, value: int, device: str, width: int = 128, size: int = 4) -> Workload:
     """Four layers of width 128, 64 tokens, 4 rows a micro-batch: a mean over tokens."""
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    module = nn.Sequential(nn.Embedding(256, 128), encoder, nn.Linear(128, 256)).to(device)
+    module = nn.Sequential(nn.Embedding(256, width), encoder, nn.Linear(width, 256)).to(device)
 
     def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         logits = module(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Workload(module, torch.randint(0, 256, (4 * n, 65), device=device), 4, loss)
+    return Workload(module, torch.randint(0, 256, (size * n, 65), device=device), size, loss)
+
+
+def large_transformer(n: int, value: int, device: str) -> Workload:
+    """Four layers of width 512, 64 tokens, one row a micro-batch: weights of a million elements."""
+    return transformer(n, value, device, 512, 1)
 
 
 def pairs(n: int, value: int, device: str) -> Workload:
@@ -75,18 +80,29 @@ def tiny_pairs(n: int, value: int, device: str) -> Workload:
     return Workload(Pairs(16, 1, 8).to(device), torch.randint(0, 256, (2 * n, 2, 8), device=device), 2, loss_of)
 
 
-def gpt2(n: int, value: int, device: str) -> Workload:
+def gpt2(n: int, value: int, device: str, rows: int = 2, **options: Any) -> Workload:
     """Hugging Face's GPT-2: on a GPU 124M parameters in bfloat16, 512 tokens; else 3 layers of width 192, 64 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     large = device != "cpu"
     size = {} if large else {"n_layer": 3, "n_head": 4, "n_embd": 192, "vocab_size": 1024, "n_positions": 64}
+    size |= options
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     module = GPT2LMHeadModel(GPT2Config(**rates, **size, bos_token_id=None, eos_token_id=None))
     module.loss_type = "ForCausalLM"  # which it takes anyway, and warns
     module = module.to(device, torch.bfloat16 if large else torch.float32)
-    tokens = torch.randint(0, 1024, (2 * n, 512 if large else 64), device=device)
-    return Workload(module, tokens, 2, lambda module, tokens: module(input_ids=tokens, labels=tokens).loss)
+    tokens = torch.randint(0, 1024, (rows * n, 512 if large else 64), device=device)
+    return Workload(module, tokens, rows, lambda module, tokens: module(input_ids=tokens, labels=tokens).loss)
+
+
+def vocabulary(n: int, value: int, device: str) -> Workload:
+    """The same with its own vocabulary of 50,257, which is a table and the head; one row a micro-batch."""
+    return gpt2(n, value, device, 1, vocab_size=50_257)
+
+
+def untied(n: int, value: int, device: str) -> Workload:
+    """The same with a head of its own."""
+    return gpt2(n, value, device, 1, vocab_size=50_257, tie_word_embeddings=False)
 
 
 def rows(n: int, value: int, device: str) -> Workload:

@@ -30,6 +30,7 @@ TOOLS = {
     "what reports share": (("funcga/_tables.py", "funcga/_commands.py"), ()),
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
+    "fused gradients": (("torch_backend/fused.py",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),

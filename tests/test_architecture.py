@@ -238,6 +238,7 @@ CUDA_ALONE = {
     "funcga/_trees/in_torch.py": "the devices of which JAX's `gpu` is one",
     "torch_backend/optax_adapter.py": "the devices of which JAX's `gpu` is one",
     "torch_backend/engine/compiled.py": "CUDA graphs",
+    "torch_backend/fused.py": "products that add in another dtype",
     "funcga/_verify/in_torch.py": "cuDNN, and whether CUDA has been used",
 }
 

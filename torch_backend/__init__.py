@@ -23,6 +23,7 @@ from torch_backend.wrapped import module_value_and_grad
 
 # The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
+    from torch_backend.fused import fused_gradients
     from torch_backend.optax_adapter import from_optax
     from torch_backend.optim import from_optimizer
     from torch_backend.optim.built import last_options
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch_backend.pipeline import pipeline_value_and_grad
 else:
     _LATER = {
+        "torch_backend.fused": ("fused_gradients",),
         "torch_backend.optax_adapter": ("from_optax",),
         "torch_backend.optim": ("from_optimizer",),
         "torch_backend.optim.built": ("last_options",),
@@ -56,6 +58,7 @@ __all__ = [
     "example_keys",
     "from_optax",
     "from_optimizer",
+    "fused_gradients",
     "last_options",
     "module_value_and_grad",
     "pipeline_value_and_grad",
@@ -81,9 +84,11 @@ torch.serialization.add_safe_globals(
         Window,
     ]
 )
-# Those of optimizers too, before the first of them is made: that package adds them itself.
-if find_spec("torch_backend.optim"):
-    import_module("torch_backend.optim")
+# Those of optimizers too, before the first of them is made: that package adds them itself. The
+# other one is registered with the engine.
+for tool in "torch_backend.optim", "torch_backend.fused":
+    if find_spec(tool):
+        import_module(tool)
 
 
 # For completion in an editor or a shell: also what has not been loaded yet.

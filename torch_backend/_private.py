@@ -85,12 +85,14 @@ def run_backward(
         )
 
 
-_graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", lambda: -1)
+# The number of the backward pass that this thread runs part of; -1 if it runs none, or if torch
+# does not tell.
+graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 def in_backward() -> bool:
     """Whether this thread runs part of a backward pass; False if torch does not tell."""
-    return _graph_task() != -1
+    return graph_task() != -1
 
 
 # Tensors that have shapes and no numbers, and the mode that makes them. Without them nothing can be
@@ -639,6 +641,15 @@ def compiled_of(function: object) -> Compiled | None:
     return Compiled(
         marks["_torchdynamo_orig_callable"], context, whole, bool(options.get("triton.cudagraphs"))
     )
+
+
+def may_compile() -> bool:
+    """Whether torch.compile has been called in this process. If torch does not tell, it may have
+    been.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
+    backends: Mapping[int, object] = _attribute(frames, "cached_backends", {0: frames})
+    return any(backend is not None for backend in backends.values())
 
 
 def refusals_to_compile() -> tuple[type[Exception], ...]:

@@ -202,8 +202,14 @@ def put_hooks(
     A tensor may be its own leaf. Raises FuncgaError, with its path, for one with hooks that act on
     its `.grad`.
     """
-    if any(map(_private.acts_on_grad, tensors)):
-        raise _acts_on_grad(tensors, paths())
+    acts = [*map(_private.acts_on_grad, tensors)]
+    if any(acts):
+        raise FuncgaError(
+            f"`{paths()[acts.index(True)]}` has a hook of register_post_accumulate_grad_hook, "
+            "which acts on the .grad that .backward() leaves, and here gradients are returned, not "
+            "left in .grad. Remove it with handle.remove(), and do to the gradients that the step "
+            "returns what it does. A hook of register_hook, on the gradient itself, is called."
+        )
     hooks_of_tensors = [*map(_private.hooks_of, tensors)]
     if not any(hooks_of_tensors):
         return False
@@ -211,15 +217,3 @@ def put_hooks(
         for hook in [] if hooks is None or leaf is tensor else hooks.values():
             leaf.register_hook(hook)
     return True
-
-
-def _acts_on_grad(tensors: Sequence[Any], paths: list[str]) -> FuncgaError:
-    path = next(
-        path for path, tensor in zip(paths, tensors, strict=True) if _private.acts_on_grad(tensor)
-    )
-    return FuncgaError(
-        f"`{path}` has a hook of register_post_accumulate_grad_hook, which acts on the .grad that "
-        ".backward() leaves, and here gradients are returned, not left in .grad. Remove it with "
-        "handle.remove(), and do to the gradients that the step returns what it does. A hook of "
-        "register_hook, on the gradient itself, is called."
-    )

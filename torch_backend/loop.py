@@ -514,14 +514,21 @@ class Calls:
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
         if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
-            args = ordered.after(self.buffers.begun_sums, arguments, args)
+            layout = self.buffers.layout
+            begun = self.buffers.begun([*layout.weighted, *layout.plain])
+            args = ordered.after(begun, arguments, args)
         args, kwargs = self._with_derivatives(arguments, args, kwargs, weight)
         statistics = statistics_of(self.module)
         value = self._called(arguments, args, kwargs)
         if self.program.dropping is not None and any(
             listener.heard for listener in self.own_groups
         ):
-            raise _drops_what_communicates(self.program.dropping.scope)
+            raise FuncgaError(
+                f"drop={self.program.dropping.scope!r} was given together with across=, and the "
+                "loss itself calls collectives of that group, as a SyncBatchNorm layer does: what "
+                "one replica drops is a part of what the others have computed. Leave drop out; or "
+                "compute the loss of each replica's own rows."
+            )
         if self.program.observers is not None:
             value = self.program.readings(value, arguments).measured(value, weight)
         if self.buffers is None:
@@ -637,14 +644,6 @@ class Calls:
         for reduction in self.reductions:
             reduction.begin(buffers, leaves)
         return self._merged(buffers, state)
-
-
-def _drops_what_communicates(scope: str | None) -> FuncgaError:
-    return FuncgaError(
-        f"drop={scope!r} was given together with across=, and the loss itself calls collectives of "
-        "that group, as a SyncBatchNorm layer does: what one replica drops is a part of what the "
-        "others have computed. Leave drop out; or compute the loss of each replica's own rows."
-    )
 
 
 def is_traced(tree: Any) -> bool:

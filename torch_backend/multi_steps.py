@@ -154,8 +154,12 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     Raises FuncgaError if a part is missing, or is another replica's.
     """
     saved = [_part(window) for window in windows]
-    if len(windows) > 1:
-        _check_divided(windows)
+    if len(windows) > 1 and any(isinstance(window.part, tuple) for window in windows):
+        raise FuncgaError(
+            f"{len(windows)} states were given to merge, and multi_steps was made without "
+            "across=: each is a window of its own. Pass across= on every replica; or save one "
+            "state, tx.merge([state])."
+        )
     if {*saved} == {_WHOLE}:
         # It is continued by the first replica; an empty one is the same for everybody.
         is_empty = not (int(windows[0].tally.steps) or int(windows[0].rejected))
@@ -179,16 +183,6 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
 
 
 _WHOLE = (0, 0)
-
-
-def _check_divided(windows: Sequence[Window]) -> None:
-    """Raises FuncgaError if several windows are no parts of one."""
-    if any(isinstance(window.part, tuple) for window in windows):
-        raise FuncgaError(
-            f"{len(windows)} states were given to merge, and multi_steps was made without across=: "
-            "each is a window of its own. Pass across= on every replica; or save one state, "
-            "tx.merge([state])."
-        )
 
 
 def _incomplete(saved: Sequence[tuple[int, int]], instead: str) -> FuncgaError:

@@ -44,11 +44,12 @@ from tests.simulated import cuda, group
 from tests.simulated.build import built, compiler
 
 _library: ctypes.CDLL | None = None
+_operators: object = None
 
 
 def install():
     """Gives torch the devices, in this process; the library is compiled if it has not been."""
-    global _library
+    global _library, _operators
     if _library is not None:
         return
     if torch.version.cuda is not None:
@@ -61,6 +62,7 @@ def install():
         getattr(_library, f"simulated_{name}").restype = ctypes.c_int64
     group.register()
     cuda.replace(_library)
+    _operators = cuda.add_operators()
 
 
 def install_if_possible():

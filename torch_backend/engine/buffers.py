@@ -114,22 +114,15 @@ class Buffers:
 
     def hold_in(self, unit: float) -> None:
         """Rescales the weighted sums to this unit."""
-        begun = [
-            self.sums.accumulators[index]
-            for index in self.layout.weighted
-            if self.sums.accumulators[index] is not None
-        ]
+        begun = self.begun(self.layout.weighted)
         if begun and self.unit is not None and unit != self.unit:
-            torch._foreach_mul_(local_tensors(begun), self.unit / unit)
+            torch._foreach_mul_(begun, self.unit / unit)
         self.unit = unit
 
-    @property
-    def begun_sums(self) -> list[torch.Tensor]:
-        """The accumulators that sums are added to in place, as far as there are any."""
-        begun = [
-            self.sums.accumulators[index] for index in (*self.layout.weighted, *self.layout.plain)
-        ]
-        return local_tensors([accumulator for accumulator in begun if accumulator is not None])
+    def begun(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The accumulators of these leaves, as far as there are any."""
+        sums = map(self.sums.accumulators.__getitem__, indices)
+        return local_tensors([accumulator for accumulator in sums if accumulator is not None])
 
     # --- a micro-batch
 

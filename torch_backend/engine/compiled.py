@@ -256,7 +256,7 @@ class CompiledSums:
                 for argument in leaves_of.values()
             ]
         )
-        self.is_static = step.replays and _is_on_cuda(leaves)
+        self.is_static = step.replays and all(leaf.is_cuda for leaf in leaves)
         if self.is_static:
             _keep_where_they_are(
                 leaves,
@@ -343,10 +343,6 @@ def _keep_where_they_are(leaves: Sequence[torch.Tensor], originals: Sequence[Any
     for original, leaf in zip(originals, leaves, strict=True):
         if isinstance(original, nn.Parameter):
             torch._dynamo.mark_static_address(leaf, guard=False)
-
-
-def _is_on_cuda(leaves: Sequence[torch.Tensor]) -> bool:
-    return all(leaf.is_cuda for leaf in leaves)
 
 
 # --- the window
@@ -492,4 +488,5 @@ class CompiledSteps:
         if self.step.is_refused:
             self.sums = None
         if engine.sums is not None:
-            engine.sums.accept_writes()
+            # What was added so far is no backward pass of loss_fn.
+            engine.sums.writes = engine.sums.count_writes()

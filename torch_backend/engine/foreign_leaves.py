@@ -48,8 +48,18 @@ class _PythonFunctions:
 python_functions = _PythonFunctions()
 
 
-def _note(_: object) -> None:
-    python_functions.last = object()
+def _runs_no_pass(kind: type) -> bool:
+    """Whether this is a function that runs no backward pass of its own: a graph that torch.compile
+    has compiled, or one that says so.
+    """
+    function = kind._forward_cls  # type: ignore[attr-defined]
+    is_compiled = function.__module__.startswith("torch._functorch._aot_autograd.")
+    return is_compiled or "runs_no_pass" in vars(function)
+
+
+def _note(node: object) -> None:
+    if not _runs_no_pass(type(node)):
+        python_functions.last = object()
 
 
 class _Probe(torch.autograd.Function):
@@ -97,17 +107,10 @@ def reach(loss: torch.Tensor, known_ids: Collection[int]) -> tuple[list[torch.Te
                 nodes.append(after)  # type: ignore[arg-type]
     leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]  # type: ignore[attr-defined]
     custom = any(
-        issubclass(kind, BackwardCFunction) and not _is_compiled(kind)
+        issubclass(kind, BackwardCFunction) and not _runs_no_pass(kind)
         for kind in {*map(type, nodes)}
     )
     return [leaf for leaf in leaves if id(leaf) not in known_ids], custom
-
-
-def _is_compiled(kind: type) -> bool:
-    """Whether this is a graph that torch.compile has compiled, which runs no backward pass of
-    its own.
-    """
-    return str(kind._forward_cls.__module__).startswith("torch._functorch._aot_autograd.")  # type: ignore[attr-defined]
 
 
 # --- gradients of others

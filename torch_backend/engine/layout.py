@@ -255,29 +255,18 @@ class StepCache:
         like = gradient.compose(*value, [argument.tree for argument in leaves.values()])
         outputs, output_leaves = program.bind(like, arguments)
         check(outputs)
-        self.layout = _layout_of(outputs, len(output_leaves), gradient, value, leaves, whole)
+        # The gradients follow the value, argument by argument; where there is none, they come
+        # first.
+        start = gradient.leaves_before
+        if gradient.with_value:
+            start = len(output_leaves) - sum(len(argument.leaves) for argument in leaves.values())
+        in_backward: dict[int, torch.Tensor | None] = {}
+        for argnum, argument in leaves.items():
+            if argnum in whole:
+                in_backward |= enumerate(argument.leaves, start)
+            start += len(argument.leaves)
+        rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
+        structure = trees.flatten(gradient.compose(*value, rest))[1]
+        self.layout = Layout(outputs, in_backward, structure, gradient.scaled, pure=False)
         self.key, self.kinds = key, kinds
         return self.layout
-
-
-def _layout_of(
-    outputs: Outputs,
-    count: int,
-    gradient: GradientFunction,
-    value: tuple[torch.Tensor, Tree],
-    leaves: Mapping[int, Leaves],
-    whole: Collection[int],
-) -> Layout:
-    """The layout of outputs of `count` leaves."""
-    # The gradients follow the value, argument by argument; where there is none, they come first.
-    start = gradient.leaves_before
-    if gradient.with_value:
-        start = count - sum(len(argument.leaves) for argument in leaves.values())
-    in_backward: dict[int, torch.Tensor | None] = {}
-    for argnum, argument in leaves.items():
-        if argnum in whole:
-            in_backward |= enumerate(argument.leaves, start)
-        start += len(argument.leaves)
-    rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
-    structure = trees.flatten(gradient.compose(*value, rest))[1]
-    return Layout(outputs, in_backward, structure, gradient.scaled, pure=False)

@@ -15,7 +15,6 @@ Design note: docs/concepts/inside_torch.md.
 import operator
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,17 +68,8 @@ class LentSums:
         # From here until `release` buffers and leaves share the accumulators: autograd adds to
         # `leaf.grad` in place.
         reduced = buffers.sums.accumulators
-        if self.how.widens or {*map(type, reduced)} != {type(None)}:
-            self._attach_begun(reduced)
-        self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
-        # Whether autograd adds to the accumulators of weighted sums, and not only of plain ones.
-        self.attached = True
-        self._survey()
-        self.writes = self._count_writes()
-
-    def _attach_begun(self, reduced: list[Any]) -> None:
-        """Gives the leaves the accumulators that there are before the first gradient."""
-        for leaf, (_, index, _, wide) in zip(self.adding, self.how.added, strict=True):
+        begun = self.how.widens or {*map(type, reduced)} != {type(None)}
+        for leaf, (_, index, _, wide) in zip(self.adding if begun else (), added, strict=False):
             if wide is not None:
                 # A sum in a wider dtype begins with zeros: autograd could only begin it in the
                 # gradient's own dtype.
@@ -88,12 +78,11 @@ class LentSums:
                     reduced[index] = torch.zeros_like(leaf, dtype=wide, requires_grad=False)
             if reduced[index] is not None:
                 leaf.grad = reduced[index]
-
-    def accept_writes(self) -> None:
-        """Accepts all writes to accumulators so far: funcga itself made them, and not a backward
-        pass of loss_fn.
-        """
-        self.writes = self._count_writes()
+        self.seed: float | torch.Tensor | None = 1.0  # the cotangent of the last pass
+        # Whether autograd adds to the accumulators of weighted sums, and not only of plain ones.
+        self.attached = True
+        self._survey()
+        self.writes = self.count_writes()
 
     def _survey(self) -> None:
         """Notes how far the sums have come: which accumulators there are, and whether a pass
@@ -109,7 +98,7 @@ class LentSums:
             accumulators if self.begun and not self.needs_hooks else []
         )
 
-    def _count_writes(self) -> int:
+    def count_writes(self) -> int:
         """A number that changes with everything that is added to a leaf's `.grad`."""
         if self.accumulators:
             return sum(map(_private.version, self.accumulators))
@@ -131,7 +120,7 @@ class LentSums:
         a backward pass of its own before.
         """
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
-        if self._count_writes() != self.writes:
+        if self.count_writes() != self.writes:
             raise ran_backward()
         share = self.buffers.share(weight)
         # The cotangent, None for no pass at all; and whether it gives the gradients their weight.
@@ -151,7 +140,12 @@ class LentSums:
             passes, inputs = self.passes, (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.how.not_sums, weight)
-            elif self.needs_hooks or passes.autocast or python_functions.last is not passes.since:
+            elif (
+                self.needs_hooks
+                or passes.autocast
+                or passes.fused is not None
+                or python_functions.last is not passes.since
+            ):
                 self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
                 # The usual case, and the cheapest: nothing needs a hook.
@@ -159,7 +153,7 @@ class LentSums:
                 _private.run_backward(loss, cotangent, inputs, passes.on_host and loss.is_cpu)
             if not self.begun:
                 self._adopt()
-        self.writes = self._count_writes()
+        self.writes = self.count_writes()
         return share
 
     def _seed(
@@ -217,8 +211,8 @@ class LentSums:
         weight: Scalar,
         has_weight: bool,
     ) -> None:
-        """A pass outside of autocast, or with hooks, or in which functions written in Python may
-        run their own.
+        """A pass outside of autocast, with hooks or fused weights, or in which functions written
+        in Python may run their own.
         """
         # Leaves whose gradients a hook takes out and folds in, as soon as they are there.
         waiting = {*self.how.not_sums, *self.how.dtensors}
@@ -227,46 +221,27 @@ class LentSums:
         custom = False
         if self.passes.has_functions:
             foreign, custom = reach(loss, {*map(id, inputs)})
-        if custom:
-            # A leaf may get several gradients in such a pass, so each is taken when the pass is
-            # over, without a hook.
-            self.passes.run_by_hand(loss, seed, inputs, foreign)
-        elif not waiting:
-            self.passes.run(loss, seed, inputs)
-        else:
-            self._run_hooked(loss, seed, inputs, weight, waiting)
-        if waiting:
-            self._take_rest(waiting, weight)
-
-    def _take_rest(self, waiting: set[int], weight: Scalar) -> None:
-        """Folds in what no hook has taken, and zeros where no gradient came."""
-        for leaf_index in [*waiting]:
-            if self.leaves[leaf_index].grad is not None:
-                self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
-        self._add_zeros(waiting.intersection(self.how.not_sums), weight)
-
-    def _run_hooked(
-        self,
-        loss: torch.Tensor,
-        seed: float | torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        weight: Scalar,
-        waiting: set[int],
-    ) -> None:
-        """The pass, with a hook on each leaf `waiting` that takes its gradient."""
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole
-        # there.
+        # there. In a custom pass a leaf may get several gradients, so each is taken afterwards.
         handles: list[RemovableHandle] = [
             self.leaves[leaf_index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._take, leaf_index, weight, waiting)
             )
-            for leaf_index in waiting
+            for leaf_index in (() if custom else waiting)
         ]
         try:
-            self.passes.run(loss, seed, inputs)
+            if custom:
+                self.passes.run_by_hand(loss, seed, inputs, foreign)
+            else:
+                self.passes.run(loss, seed, inputs)
         finally:
             for handle in handles:
                 handle.remove()
+        # What no hook has taken, and zeros where no gradient came.
+        for leaf_index in [*waiting]:
+            if self.leaves[leaf_index].grad is not None:
+                self._take(leaf_index, weight, waiting, self.leaves[leaf_index])
+        self._add_zeros(waiting.intersection(self.how.not_sums), weight)
 
     def _take(self, leaf_index: int, weight: Scalar, waiting: set[int], _: torch.Tensor) -> None:
         """Folds in the gradient of a leaf, and frees it."""
@@ -338,15 +313,10 @@ class LentSums:
                 )
 
 
-def is_alone(gradient: torch.Tensor) -> bool:
-    """Whether nobody else holds the memory of a gradient, and the memory is no larger than the
+def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each gradient whether nobody else holds its memory, and that is no larger than the
     gradient.
     """
-    return are_alone([gradient])[0]
-
-
-def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """The same of each of these gradients."""
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
     # Two references to the memory are expected: that of the gradient, and the one in `storages`.
     # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not

@@ -10,7 +10,7 @@ is dealt with here, once, for whoever runs passes, whatever becomes of the gradi
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -34,6 +34,18 @@ _NOTHING = nullcontext()
 _GRAD, _IS_CPU = operator.attrgetter("grad"), operator.attrgetter("is_cpu")
 
 
+# Elements of a weight whose gradient is added in the backward pass. For a smaller one that takes
+# longer than the memory traffic that it saves: docs/concepts/cost.md.
+LARGE = 2**19
+
+
+# What lets backward passes add the gradients of large weights: torch_backend.fused puts it here. Of
+# these leaves, until the stack is closed. It returns what a pass of a loss runs in, None if there
+# are no such weights.
+Fuses = Callable[[torch.Tensor, "Arrivals | None"], AbstractContextManager[None]]
+FUSES: list[Callable[[Sequence[torch.Tensor], ExitStack], Fuses | None]] = []
+
+
 @dataclass(eq=False)
 class Pass:
     """Runs the passes of each micro-batch of a window. A context that lasts as long as the window.
@@ -47,6 +59,7 @@ class Pass:
     `since`: what `python_functions.last` is as long as no function written in Python is
     applied.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
+    `fused`: the context of a pass that adds the gradients of large weights by itself.
     `arrivals` watches the pass for a first gradient.
     """
 
@@ -54,6 +67,7 @@ class Pass:
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
     autocast: Sequence[str] = field(default=(), init=False)
+    fused: Fuses | None = field(default=None, init=False)
     has_begun = on_host = False
 
     def __enter__(self) -> Self:
@@ -74,14 +88,26 @@ class Pass:
         if _private.is_any_autocast_enabled():
             torch.clear_autocast_cache()
 
-    def begin(self, arguments: Arguments, args: tuple[Tree, ...], stays: bool) -> None:
-        """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`."""
+    def begin(
+        self, arguments: Arguments, args: tuple[Tree, ...], stays: bool, fuses: bool = False
+    ) -> None:
+        """Makes the leaves that last as long as the window; `stays` as in `Inputs.begin`. `fuses`:
+        whether their gradients are summed, so that those of large weights may be fused.
+        """
         self.has_begun = True
         self.inputs.begin(arguments, args, self.stack, stays and self.is_uninterrupted)
         leaves = self.inputs.tensors
         if _private.is_any_autocast_enabled():
             self.autocast = autocasting({leaf.device.type for leaf in leaves})
         self.on_host = all(map(_IS_CPU, leaves))
+        if fuses and max(map(torch.Tensor.numel, leaves), default=0) >= LARGE:
+            self.fuse(leaves)
+
+    def fuse(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Lets the backward passes add the gradients of large weights among these leaves."""
+        for fuse in FUSES:
+            if self.fused is None and not self.inputs.hooked:
+                self.fused = fuse(leaves, self.stack)
 
     # --- the forward pass
 
@@ -142,6 +168,8 @@ class Pass:
         else:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
+            if self.fused is not None:
+                outside.enter_context(self.fused(loss, self.arrivals))
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
             _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
@@ -187,9 +215,12 @@ class Arrivals:
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
         """Puts hooks on the leaves."""
-        note = lambda _: self.gradient.reached.add(True)
         for leaf in leaves:
-            self.hooks.append((leaf, leaf.register_hook(note)))  # type: ignore[no-untyped-call]
+            self.hooks.append((leaf, leaf.register_hook(self.note)))  # type: ignore[no-untyped-call]
+
+    def note(self, _: torch.Tensor) -> None:
+        """Notes a gradient."""
+        self.gradient.reached.add(True)
 
     def end(self) -> None:
         """Takes the hooks away again. They may be on the parameters of a module."""

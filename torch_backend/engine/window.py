@@ -109,7 +109,7 @@ class Engine:
         inputs, passes = self.inputs, self.passes
         if not passes.has_begun:
             # Over replicas the module is as it was between micro-batches.
-            passes.begin(arguments, args, stays=self.reduction is None)
+            passes.begin(arguments, args, stays=self.reduction is None, fuses=True)
         if self.shortcut is not None and self.shortcut.fold(self, arguments, args, kwargs, weight):
             return []
         # `moving` are the leaves of arguments that are split: this micro-batch's own.

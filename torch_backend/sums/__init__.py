@@ -174,7 +174,10 @@ def add(
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for leaf_index, fold in bound.items():
             value, weight = leaves[leaf_index], weights[leaf_index]
-            how = None if pure else _added_as(fold, accumulators[leaf_index], value)
+            # Only a dense tensor is added to its sum by torch.
+            is_dense = type(value) is type(accumulators[leaf_index]) is torch.Tensor
+            can_add = not pure and is_dense and value.layout is torch.strided
+            how = added_as(fold, value.dtype) if can_add else None
             factor = 1 if how == "plain" else weight
             if how is None:
                 is_combined = True
@@ -188,14 +191,6 @@ def add(
     # Without donation two things may still be the caller's memory: what a monoid has returned of
     # its arguments, and a sum that nothing was added to.
     return sums.accumulators, donate or not (is_combined or 0 in groups)
-
-
-def _added_as(
-    fold: LeafFold, accumulator: Reduced, value: torch.Tensor
-) -> Literal["weighted", "plain"] | None:
-    """`added_as`, for a dense tensor and its sum; None for any other."""
-    is_dense = type(value) is type(accumulator) is torch.Tensor and value.layout is torch.strided
-    return added_as(fold, value.dtype) if is_dense else None
 
 
 def lifted(

@@ -19,7 +19,7 @@ from funcga._replicas import check_one_for_all
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.engine.lent_sums import is_alone
+from torch_backend.engine.lent_sums import are_alone
 from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 
@@ -234,7 +234,7 @@ class DDP(Wrapper):
         # this window overwrites.
         views = [ddp for ddp in self.wrapped if ddp.gradient_as_bucket_view]
         for p in (p for ddp in views for p in ddp.module.parameters()):
-            if p.grad is not None and not is_alone(p.grad):
+            if p.grad is not None and not are_alone([p.grad])[0]:
                 p.grad = p.grad.clone()
         return assigned([(ddp, "require_backward_grad_sync", True) for ddp in self.wrapped])
 

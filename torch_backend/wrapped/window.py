@@ -33,7 +33,7 @@ from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back,
 from torch_backend.engine.foreign_leaves import gradients_aside, reach
 from torch_backend.engine.inputs import OWN, Leaves, OwnParameters, detached, with_a_blank_row
 from torch_backend.engine.layout import StepCache
-from torch_backend.engine.lent_sums import holds, is_alone
+from torch_backend.engine.lent_sums import are_alone, holds
 from torch_backend.engine.observing import ObservedGradient, Observing, with_gradients
 from torch_backend.engine.passes import Pass, autocasting
 from torch_backend.modules import trainable
@@ -202,6 +202,9 @@ class ModuleWindow:
         if last:
             self.waiting.close()
             self.is_last = True
+            self.passes.fused = None  # what is reduced in this pass is to see each gradient
+        elif self.wrapper.sync == "last":
+            self.passes.fuse([*self.grads.params.values(), *self.wrapper.leaves()])
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
@@ -558,7 +561,7 @@ def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
         return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
-    return gradient if fresh or is_alone(gradient) else gradient.clone()
+    return gradient if fresh or are_alone([gradient])[0] else gradient.clone()
 
 
 def check_no_stream(program: Program) -> None:
