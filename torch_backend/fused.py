@@ -134,7 +134,6 @@ def _is_fused(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | No
         {type(input), type(bias)} <= {*_DENSE, type(None)}
         and (bias is None or bias.ndim == 1)
         and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(input.device.type)
         and not torch.compiler.is_compiling()
         # These functions have no rules for torch.func, nor for tangents.
         and not _private.transforms()
@@ -169,16 +168,21 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         transposed: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight)
+        # Under autocast the rows are in another dtype.
+        factor = weight.to(rows.dtype)
+        ctx.save_for_backward(rows, weight, factor)
         ctx.leaf, ctx.transposed = weight, transposed
-        return _LINEAR(rows, weight if transposed else weight.t(), bias)
+        bias = bias if bias is None else bias.to(rows.dtype)
+        return _LINEAR(rows, factor if transposed else factor.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
+        rows, weight, factor = ctx.saved_tensors
         of_rows = of_weight = of_bias = None
+        if torch.is_grad_enabled():  # a second derivative leads to the weight
+            factor = weight.to(rows.dtype)
         if ctx.needs_input_grad[0]:
-            of_rows = gradient @ (weight if ctx.transposed else weight.t())
+            of_rows = gradient @ (factor if ctx.transposed else factor.t())
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(0)
         if ctx.needs_input_grad[1]:
@@ -186,7 +190,7 @@ class _Linear(torch.autograd.Function):
             if not _is_added(ctx.leaf):
                 of_weight = left @ right
             elif ctx.leaf.grad is None:
-                ctx.leaf.grad = left @ right
+                ctx.leaf.grad = (left @ right).to(ctx.leaf.dtype)
             else:
                 _add_product(ctx.leaf.grad, left, right)
         return of_rows, of_weight, of_bias, None
@@ -238,11 +242,21 @@ class _Embedding(torch.autograd.Function):
 _LINEAR, _EMBEDDING, _ADDMM = functional.linear, functional.embedding, torch.addmm
 
 
+def _rows(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The input as rows, in the dtype of the product."""
+    kind, floats = input.device.type, {input.dtype, weight.dtype}
+    if torch.is_autocast_enabled(kind) and torch.float64 not in floats:
+        input = input.to(torch.get_autocast_dtype(kind))
+    elif len(floats) > 1:
+        return _LINEAR(input, weight)  # which says what is wrong
+    return input.reshape(-1, input.shape[-1])
+
+
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     if id(weight) in _WEIGHTS and _is_fused(weight, input, bias):
-        rows = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, True)  # type: ignore[no-untyped-call]
+        rows = _Linear.apply(_rows(input, weight), weight, bias, True)  # type: ignore[no-untyped-call]
         # Not a view, which could not be written to as what torch returns can.
         return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], len(weight)])  # type: ignore[no-any-return]
     return _LINEAR(input, weight, bias)
@@ -253,7 +267,7 @@ def _addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
     if len(args) == 3 and not kwargs and id(args[2]) in _WEIGHTS:
         bias, rows, weight = args
         if _is_fused(weight, rows, bias) and rows.ndim == 2:
-            return _Linear.apply(rows, weight, bias, False)  # type: ignore[no-any-return, no-untyped-call]
+            return _Linear.apply(_rows(rows, weight), weight, bias, False)  # type: ignore[no-any-return, no-untyped-call]
     return _ADDMM(*args, **kwargs)
 
 

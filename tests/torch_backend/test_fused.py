@@ -92,6 +92,11 @@ def made(call):
     return counts.count
 
 
+def made_without(step, args):
+    with torch_backend.fused_gradients(False):
+        return made(partial(step, *args))
+
+
 def gradients(loss, model, *args):
     params = torch_backend.trainable(model)
     found = torch.autograd.grad(loss(model, *args), [*params.values()], materialize_grads=True)
@@ -351,16 +356,25 @@ def test_on_a_device(dtype):
         assert made(partial(step, *args)) == 2  # the sums
 
 
-def test_under_autocast():
-    model, args = Model(tied=True), batch(6)
+@pytest.mark.parametrize("loss", [loss_of, penalty, of_weights, twice])
+@pytest.mark.parametrize("model", ["tied", "checkpoint", "Conv1D"])
+def test_under_autocast(model, loss):
+    """The product of a micro-batch is rounded to 16 bits, as it is without; and not once more."""
+    model, args = MODELS[model](), batch(6)
 
-    def loss(model, *args):
+    def cast(model, *args):
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(model, *args)
+            return loss(model, *args)
 
-    wanted = mean_gradients(loss, model, args)
+    wanted = mean_gradients(cast, model, args)
     for way in (of_module, of_params):
-        check(way(model, loss)(*args), wanted, limit=1e-6)
+        step = way(model, cast)
+        with torch_backend.fused_gradients(False):
+            plain = step(*args)
+        check(plain, wanted, limit=1e-6)
+        check(step(*args), plain, limit=1e-2)
+    if loss is loss_of:
+        assert made(partial(step, *args)) < made_without(step, args)
 
 
 def test_two_threads():
