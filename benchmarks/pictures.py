@@ -57,7 +57,10 @@ def _summary_figure(rows: Sequence[Pair]) -> Figure:
     """Time and bytes against the best-known rival of each setting: bars of ours, a line for the rival."""
     figure = Figure(figsize=(8, 0.9 + 0.36 * len(rows)), layout="constrained")
     panels: Any = figure.subplots(1, 2, sharey=True)
-    labels = [f"{setting(pair.setting, pair.ranks)}:\n{pair.rival_name}".replace("`", "") for pair in rows]
+    labels = [
+        f"{setting(pair.setting, pair.ranks)}: {pair.rival_name}\n{workload(pair.workload)}".replace("`", "")
+        for pair in rows
+    ]
     for ax, values, what in (
         (panels[0], [pair.time[1] for pair in rows], "time"),
         (panels[1], [pair.peak for pair in rows], "bytes at the peak"),
@@ -66,7 +69,7 @@ def _summary_figure(rows: Sequence[Pair]) -> Figure:
         ax.bar_label(ax.containers[0], [f" {value:.2f}" if value else " not counted" for value in values], fontsize=7)
         ax.axvline(1, color=OTHERS, linewidth=1.2)
         ax.set_xlim(0, max(1.25, *(1.15 * (value or 0) for value in values)))
-        ax.set_xlabel(f"{what} of funcga; the line is the other", fontsize=7)
+        ax.set_xlabel(f"{what} of funcga; the line marks the alternative", fontsize=7)
         ax.tick_params(labelsize=7, left=False)
         ax.spines[["top", "right", "left"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), labels)
