@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="everything once, small, to see that it works")
     mode.add_argument("--full", action="store_true", help="longer, and how each grows: with n, leaves, size and ranks")
+    mode.add_argument("--large", action="store_true", help="weights whose gradients are added in the backward pass")
     mode.add_argument("--coupled", action="store_true", help="losses over the whole batch (install the extra rivals)")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME",
@@ -83,7 +84,7 @@ def _there(text: str) -> Path:
 
 
 def _run(options: argparse.Namespace) -> int:
-    mode = next((name for name in ("quick", "full", "coupled") if getattr(options, name)), "default")
+    mode = next((name for name in ("quick", "full", "coupled", "large") if getattr(options, name)), "default")
     if options.readme:
         from benchmarks.readme import rewrite
 

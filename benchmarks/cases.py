@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-MODES = ("quick", "default", "full", "coupled")
+MODES = ("quick", "default", "full", "coupled", "large")
 
 
 class Case(NamedTuple):
@@ -28,10 +28,10 @@ class Case(NamedTuple):
 
 def cases(mode: str, device: str = "cpu") -> list[Case]:
     """The cases of a mode, on one device."""
-    made = {"quick": _quick, "default": _default, "full": _full, "coupled": _coupled}[mode]()
+    made = {"quick": _quick, "default": _default, "full": _full, "coupled": _coupled, "large": _large}[mode]()
     if device != "cpu":
         made = [case for case in made if case.setting in _ONE_DEVICE]
-    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0, "coupled": 100.0}[mode]
+    seconds = {"quick": 0.3, "default": 8.0, "full": 45.0, "coupled": 100.0, "large": 60.0}[mode]
     share = lambda case: 0.15 if case.kind == "growth" else 1.0
     threads = 1 if mode == "quick" else 0  # on small tensors, and beside other programs, more only wait for each other
     return [
@@ -62,7 +62,7 @@ def _quick() -> list[Case]:
 def _default() -> list[Case]:
     return [
         *(_update("torch", workload) for workload in ("tiny", "transformer", "wide", "gpt2")),
-        *(_update("torch", workload) for workload in ("vocabulary", "untied", "large_transformer", "wide_bfloat16")),
+        _update("torch", "wide_bfloat16"),
         *(_update("torch_compiled", workload) for workload in ("tiny", "transformer")),
         *(_update("torch_ranks", workload, ranks=2) for workload in ("tiny", "transformer", "wide")),
         *(_update("torch_optimizer", workload) for workload in ("tiny", "transformer", "wide")),
@@ -86,6 +86,12 @@ def _coupled() -> list[Case]:
         Case("exactness/torch_coupled", "exactness", "torch_coupled"),
     ]
     return [case._replace(threads=1) for case in made]
+
+
+def _large() -> list[Case]:
+    """Apart from the others, as weights of millions of elements take long; of one thread, so that ratios are the work's."""
+    workloads = ("vocabulary", "untied", "large_transformer", "wide")
+    return [_update("torch", workload, threads=1) for workload in workloads]
 
 
 def _update(setting: str, workload: str, **fields: Any) -> Case:

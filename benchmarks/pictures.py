@@ -35,10 +35,15 @@ def draw(results: Results, file: Path) -> list[Path]:
         if own or lines:
             written.append(file.with_stem(f"{file.stem}-{name.lower()}"))
             save(_framework_figure(own, lines), written[-1])
-    if rows := standing.best_known(pairs):
+    if standing.best_known(pairs):
         written.append(file.with_stem(f"{file.stem}-summary"))
-        save(_summary_figure(rows), written[-1])
+        draw_summary(pairs, written[-1])
     return written
+
+
+def draw_summary(pairs: Sequence[Pair], file: Path) -> None:
+    """None; the rows of the README are in the file, as a picture."""
+    save(_summary_figure(standing.best_known(pairs)), file)
 
 
 def save(figure: Figure, file: Path) -> None:

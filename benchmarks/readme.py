@@ -5,6 +5,7 @@ from pathlib import Path
 
 from benchmarks import standing, tables
 from benchmarks.comparison import Figures
+from benchmarks.pictures import draw_summary
 from benchmarks.results import ROOT, Results, loaded
 from benchmarks.standing import Pair
 from benchmarks.wording import framework, setting, workload
@@ -15,13 +16,16 @@ COMMITTED = ROOT / "benchmarks" / "results" / "cpu.json"
 COUPLED = ROOT / "benchmarks" / "results" / "cpu-coupled.json"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 COUPLED_MARKERS = "<!-- coupled -->", "<!-- /coupled -->"
+LARGE = ROOT / "benchmarks" / "results" / "cpu-large.json"
+LARGE_MARKERS = "<!-- large -->", "<!-- /large -->"
 
 
 def rewrite() -> int:
     """0; the README and the documentation say what the committed results say. Raises FuncgaError if there are none."""
-    results, coupled = _committed("full", COMMITTED), _committed("coupled", COUPLED)
-    README.write_text(replaced(README.read_text(), summary(results)))
-    DOCS.write_text(documented(DOCS.read_text(), results, coupled))
+    results, coupled, large = _committed("full", COMMITTED), _committed("coupled", COUPLED), _committed("large", LARGE)
+    README.write_text(replaced(README.read_text(), summary(results, large)))
+    draw_summary([*standing.pairs(results), *standing.pairs(large)], COMMITTED.with_name("cpu-summary.png"))
+    DOCS.write_text(documented(DOCS.read_text(), results, coupled, large))
     return 0
 
 
@@ -32,9 +36,10 @@ def _committed(mode: str, file: Path) -> Results:
     return loaded(file)
 
 
-def documented(text: str, results: Results, coupled: Results) -> str:
-    """The page of benchmarks with the figures of both files."""
-    return replaced(replaced(text, markdown(results)), coupled_markdown(coupled), COUPLED_MARKERS)
+def documented(text: str, results: Results, coupled: Results, large: Results) -> str:
+    """The page of benchmarks with the figures of all files."""
+    text = replaced(replaced(text, markdown(results)), coupled_markdown(coupled), COUPLED_MARKERS)
+    return replaced(text, large_markdown(large), LARGE_MARKERS)
 
 
 def replaced(text: str, part: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
@@ -50,10 +55,10 @@ def replaced(text: str, part: str, markers: tuple[str, str] = (BEGIN, END)) -> s
 _RIGHT = ("funcga", "a `.backward()` loop", "Accelerate, `accumulate`", "DDP, `no_sync`", "`optax.MultiSteps`")
 
 
-def summary(results: Results) -> str:
+def summary(results: Results, large: Results | None = None) -> str:
     """What the README shows: a row for the best-known rival of each setting, and who is right."""
     rows = []
-    for pair in standing.best_known(standing.pairs(results)):
+    for pair in standing.best_known([*standing.pairs(results), *(standing.pairs(large) if large else ())]):
         name = f"{setting(pair.setting, pair.ranks)}: {pair.rival_name}"
         peak = "" if pair.peak is None else _bold(f"{pair.peak:.2f}", pair.behind_in_bytes)
         rows.append([name, workload(pair.workload), _bold(f"{pair.time[1]:.2f}", pair.behind_in_time), peak])
@@ -97,6 +102,12 @@ def coupled_markdown(results: Results) -> str:
     ratios = [_ratios("torch_coupled", pairs)] if pairs else []
     right = [f"**{who.title}**\n\n{_table(who.headings, who.rows)}"] if who.rows else []
     return "\n\n".join([_measured_on(results, COUPLED), *ratios, *right])
+
+
+def large_markdown(results: Results) -> str:
+    """The same for large weights."""
+    picture = "![ratios of time and of peak bytes with large weights](../benchmarks/results/cpu-large-torch.png)"
+    return "\n\n".join([_measured_on(results, LARGE), picture, _ratios("torch", standing.pairs(results))])
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

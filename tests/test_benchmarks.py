@@ -345,11 +345,11 @@ def test_the_readme_says_what_the_committed_file_says():
         pytest.skip(
             "NO COMMITTED RESULTS YET: python -m benchmarks --coupled --out benchmarks/results/cpu-coupled.json"
         )
-    found, coupled = results.loaded(readme.COMMITTED), results.loaded(readme.COUPLED)
+    found, coupled, large = map(results.loaded, (readme.COMMITTED, readme.COUPLED, readme.LARGE))
     docs = readme.DOCS.read_text()
-    assert readme.replaced(README, readme.summary(found)) == README, "run: python -m benchmarks --readme"
-    assert readme.documented(docs, found, coupled) == docs, "run: python -m benchmarks --readme"
-    for file, mode in ((found, "full"), (coupled, "coupled")):
+    assert readme.replaced(README, readme.summary(found, large)) == README, "run: python -m benchmarks --readme"
+    assert readme.documented(docs, found, coupled, large) == docs, "run: python -m benchmarks --readme"
+    for file, mode in ((found, "full"), (coupled, "coupled"), (large, "large")):
         assert (file.mode, file.device) == (mode, "cpu")
         assert [*file.cases] == [case.name for case in cases(mode)]
         assert not tables.left_out(file)
