@@ -89,7 +89,7 @@ def _coupled() -> list[Case]:
 
 
 def _large() -> list[Case]:
-    """Apart from the others, as weights of millions of elements take long; of one thread, so that ratios are the work's."""
+    """Apart from the others, as large weights take long; of one thread, so that ratios are those of the work."""
     workloads = ("vocabulary", "untied", "large_transformer", "wide")
     return [_update("torch", workload, threads=1) for workload in workloads]
 

@@ -46,7 +46,7 @@ class GradientFunction(KnownGradient):
     scaled: bool = False
     reached: set[bool] = field(
         default_factory=set, repr=False
-    )  # filled by the first gradient of a leaf
+    )  # not empty once a gradient has reached a leaf
 
     @property
     def __wrapped__(self) -> LossFn:
@@ -54,7 +54,9 @@ class GradientFunction(KnownGradient):
 
     @property
     def leaves_before(self) -> int:
-        """How many leaves come before the value and the gradient in the output of `compose`."""
+        """How many leaves come before the value and the gradient in the output of `compose`: none,
+        unless observers are told something.
+        """
         return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:

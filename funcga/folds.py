@@ -121,8 +121,8 @@ def mean(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
 
 
 def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """The sum over the total weight, `sum(v) / sum(w)`. For a loss that is a **sum** over its
-    items, weighed by them.
+    """The sum over the total weight, `sum(v) / sum(w)`. For a loss that is a **sum** over items:
+    with `weight=` counting the items, the result is the mean per item.
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.
@@ -145,8 +145,8 @@ def per_weight(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
 
 
 def sum(*, dtype: Dtype = None, out_dtype: Dtype = None) -> Fold:
-    """The plain sum, `sum(v)`. Bools are counted; integers keep their dtype, so that an int8 result
-    can overflow.
+    """The plain sum, `sum(v)`. Bools are counted. Integers keep their dtype, and an int8 sum may
+    overflow: pass out_dtype.
 
     Args:
         dtype: The dtype of the accumulator, as for `mean`.

@@ -36,13 +36,12 @@ class Monoid:
         widens: Whether operands of less than 32 bits are held in 32.
         axis: The axis that values grow along, as in a concatenation: loops collect such values and
             join them once.
-        collective: The reduction over replicas that is `combine`, "sum", "max" or "min". Without
-            one, what the replicas have is gathered, and combined in their order.
-        ordered: Whether the order of the operands counts.
-        sent: `sent(xp, operand)`: what replicas reduce in the place of an operand, where that is
-            not the operand itself: of a number in digits, for example, pieces that leave room for
-            carrying.
-        received: `received(xp, reduced)`: the operand again, of what they have reduced.
+        collective: The all-reduce operation that is equivalent to `combine`: "sum", "max" or "min".
+            Without one, the operands of all replicas are gathered, and combined in their order.
+        ordered: True if the order of the operands matters.
+        sent: `sent(xp, operand)` converts an operand to what is all-reduced, if that differs: a
+            number in digits, for example, to pieces that leave room for carrying.
+        received: `received(xp, reduced)`, the inverse of `sent`.
 
     Raises:
         FuncgaError: for another collective.

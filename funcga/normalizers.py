@@ -32,13 +32,15 @@ class Normalizer:
         dtype: The dtype of the result; by default the leaf's own.
         kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex",
             "other".
-        wide: Whether the result is in the dtype of the accumulator, and of integers a float32.
+        wide: True if the result keeps the dtype of the accumulator; float32 if that is an integer.
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may
             do in place.
         per_element: Whether each element of the result depends on the same element of what was
             reduced alone.
-        lost: `lost(xp, reduced, tally)`: pairs of a condition under which the result is not known,
-            and NaN, and of what an error says of it where the host sees the condition.
+        lost: For folds whose sums have a fixed range, as that of `reproducible`.
+            `lost(xp, reduced, tally)` returns (condition, message) pairs. Where a condition holds,
+            the result is NaN, and an error with the message is raised if the host knows the
+            condition. The tally is that of the state, whose weight may be an array.
 
     Example:
         >>> from funcga.normalizers import Normalizer

@@ -38,8 +38,7 @@ class Reducer:
         stacked: The length that axis 0 of a leaf must have, where a leaf is several arrays,
             stacked.
         unweighted: Whether lift(v, w) = v.
-        over_steps: Whether the result depends on how the rows are split, as statistics over
-            micro-batches do.
+        over_steps: True if the result is a statistic over micro-batches, so that it changes with n.
         per_element: Whether each element of what is lifted depends on the same element of the value
             alone.
         of_bits: Whether it looks at the bits of a value, so that there is no derivative.
@@ -119,7 +118,7 @@ pairs = Reducer(_halves, monoids.counts, kinds=("int", "float"), stacked=2)
 
 def _moments(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
     zeros = xp.zeros_like(value)
-    filled = zeros.sum() + weight  # made of the value, so that it is where and what the value is
+    filled = zeros.sum() + weight  # with the device, dtype and tracing of the value
     return filled, xp.where(filled > 0, value, 0), zeros
 
 

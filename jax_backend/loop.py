@@ -72,8 +72,8 @@ def compiled(
     function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
 ) -> Callable[..., Tree]:
     """The function, jitted for calls outside of any trace, and unchanged inside of jit, vmap,
-    grad or shard_map. If it `is_exact`, its result may be lost: then `function(..., lost)`
-    appends whether it is, or raises the error.
+    grad or shard_map. With `is_exact`, `function` takes a list `lost` as its last argument, and
+    appends bool arrays that are True if a sum was beyond its range.
     """
     outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
     return lambda settings, *args: (

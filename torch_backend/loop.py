@@ -47,9 +47,9 @@ from torch_backend.wrapped.gradient import ModuleGradient, calling
 
 
 def window_of(program: Program, backend: Backend) -> Window:
-    """The window for a program: by autograd where funcga made the gradient function, as that of a
-    module asks for, otherwise by calls of grad_fn; so too in a transform, while torch.compile
-    traces, and with drop=.
+    """The window for a program. Engine: funcga made the gradient function, and autograd computes
+    it. ModuleWindow or PipelineWindow: that of a wrapped module, or of a pipeline. Calls: any other
+    function; and funcga's own in transforms of torch.func, under torch.compile, and with drop=.
     """
     grad_fn = program.grad_fn
     if dist.is_available() and dist.is_initialized():
@@ -228,11 +228,10 @@ def cut(
 
 
 def is_untraced(program: Program) -> bool:
-    """Whether torch.compile must not trace this call: where replicas merge; and where it runs the
-    call as it is, and would compile functions of the engine's one by one.
+    """True if torch.compile must not trace this call: replicas merge, or Dynamo runs it eagerly and
+    would compile functions of the engine one by one.
 
-    So it does with every later step once it has failed to trace one: it remembers the code, not the
-    function.
+    It does so once it has failed to trace any step, because it remembers the code object.
     """
     if program.across is not None:
         return True
@@ -393,8 +392,8 @@ def run_window(
     devices: int = 1,
     views: Iterator[tuple[Tree, ...]] | None = None,
 ) -> Tree:
-    """The result of a window of these micro-batches; `without()` are the arguments where there is
-    none.
+    """The result of a window of these micro-batches; `without()` returns the arguments of a window
+    that has none.
 
     `views` are what each micro-batch is called with, where that is cut already.
     """

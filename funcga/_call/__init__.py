@@ -76,8 +76,8 @@ class OwningGradient(KnownGradient):
 
 @dataclass(eq=False)
 class Memory:
-    """What a backend caches from one call of a step to the next; and which step it is, if it is
-    merged over replicas.
+    """What a backend caches from one call of a step to the next. `step` identifies the step
+    across replicas.
     """
 
     step: Step | None = None

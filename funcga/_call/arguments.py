@@ -71,7 +71,8 @@ class Arguments:
         )
 
     def rows(self, may_be_empty: bool = False, streamed: bool = False) -> int:
-        """The common number of rows of the split leaves; `streamed`: for errors, it is a weight.
+        """The common number of rows of the split leaves. `streamed`: the number is used as the
+        weight, which affects only the messages of errors.
 
         Raises FuncgaError if they differ, if there are none (unless `may_be_empty`), or if a
         leaf lacks the axis.

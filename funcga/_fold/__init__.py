@@ -160,8 +160,9 @@ class LeafFold:
     `adds`: what a backend may add in place instead of `lift` and `combine`: w * v of a
     "weighted" sum, v of a "plain" one; None if the fold is not a sum. `is_narrow`: whether sums are
     held in float32, whose range is smaller than that of the weights. `is_wide`: whether in float64,
-    so that the weights need as many bits. `is_mean`: whether it is a quotient of sums of weights,
-    so that these may be measured in any unit. `axis`: the one that values are collected along.
+    so that the weights need as many bits. `is_mean`: whether the result is sum(w * v) / sum(w),
+    which is the same if all weights are multiplied by one number. `axis`: the one that values are
+    collected along.
     """
 
     fold: Fold
@@ -176,15 +177,15 @@ class LeafFold:
 
     @property
     def weighs(self) -> bool:
-        """Whether the result depends on the weights of micro-batches."""
+        """True if values are lifted with the weights of micro-batches."""
         reducer = self.fold.reducer
         # Exact sums have an attribute for it.
         return getattr(reducer.lift, "is_weighted", not reducer.unweighted)
 
     @property
     def is_of_window(self) -> bool:
-        """Whether it has to be merged over all replicas of the window, as moments(), which
-        counts weights itself.
+        """True if replicas have to gather it, as there is no collective for it: moments(), for
+        example.
         """
         monoid = self.fold.reducer.monoid
         return monoid.collective is None and monoid.sent is None

@@ -41,7 +41,7 @@ class Outputs:
     collected: tuple[int, ...]
     threads: tuple[int, ...]
     backend: Backend
-    # how many leaves observers fold: they come first, values are (observed leaves, output)
+    # How many leaves belong to observers. They come first: values are (observed leaves, output).
     before: int = 0
     # The folds of the reduced and of the collected leaves, in order.
     reduced_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)

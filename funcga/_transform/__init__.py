@@ -51,7 +51,7 @@ class UpdateFunction:
 
     @property
     def traits(self) -> Traits:
-        """What it says of itself."""
+        """The static properties of this transform."""
         return Traits()
 
     def stepped(

@@ -82,8 +82,8 @@ def applied(
 class Step(NamedTuple):
     """One step of a wrapped transform. Its result is the updates, or with `into` the new params.
 
-    `owned`: whether gradients and state may be written to. `into`: None for updates, else
-    whether the params may be written to, too.
+    `owned`: whether gradients and state may be written to. `into`: None returns updates, False new
+    params, and True the params updated in place.
     """
 
     tx: Transform

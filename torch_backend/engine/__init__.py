@@ -1,4 +1,4 @@
-"""A window on autograd: what every window does, and the one of a gradient that funcga itself made.
+"""What every window does, and the window of a gradient that funcga itself made, on autograd.
 
 Only torch has this package: XLA compiles the loop as a whole.
 """

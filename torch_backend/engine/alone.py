@@ -47,7 +47,7 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
 
 
 class _NotByAutogradError(Exception):
-    """That torch.func has to find the gradient."""
+    """Raised to leave the gradient to torch.func."""
 
 
 def value_of(

@@ -60,8 +60,8 @@ class DroppingBuffers(Buffers):
         return self._add_where(keep, leaves, weight)
 
     def keeps(self, leaves: Sequence[Any], weight: Scalar) -> bool | torch.Tensor:
-        """Whether a micro-batch of these leaves is folded; None for one that a wrapper of a
-        module sums.
+        """True if a micro-batch of these leaves is folded. Leaves that are None, which DDP or FSDP
+        sum, are not tested.
         """
         present = [
             leaf_index for leaf_index in self.tested.leaf_indices if leaves[leaf_index] is not None

@@ -34,10 +34,9 @@ from torch_backend.replacements import replacements
 
 
 class _PythonFunctions:
-    """`last` is another object once a function written in Python has been applied, recorded or not.
+    """`last` is replaced whenever a function written in Python is applied, recorded or not.
 
-    It is noted while `replacements` last, which every window enters. Without `is_noted` nobody
-    tells. What was `last` before is to be remembered only with it.
+    That happens while `replacements` last, which every window enters, and only if `is_noted`.
     """
 
     def __init__(self) -> None:

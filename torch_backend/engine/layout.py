@@ -115,7 +115,7 @@ class Rest:
         self.collected = [
             leaf_index for leaf_index in outputs.collected if leaf_index not in in_backward
         ]
-        # Usually one sum is all the rest, beside what observers are told: that of the loss.
+        # In the common case the loss is the only other leaf, beside those of observers.
         is_last = self.leaf_indices[outputs.before :] == [outputs.before]
         is_sum = outputs.before in (*self.weighted, *self.plain)
         self.is_loss_alone = is_last and is_sum and not outputs.threads

@@ -314,9 +314,7 @@ class LentSums:
 
 
 def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """Of each gradient whether nobody else holds its memory, and that is no larger than the
-    gradient.
-    """
+    """For each gradient, True if it is the only owner of its memory, which has exactly its size."""
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
     # Two references to the memory are expected: that of the gradient, and the one in `storages`.
     # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not

@@ -39,9 +39,8 @@ _GRAD, _IS_CPU = operator.attrgetter("grad"), operator.attrgetter("is_cpu")
 LARGE = 2**19
 
 
-# What lets backward passes add the gradients of large weights: torch_backend.fused puts it here. Of
-# these leaves, until the stack is closed. It returns what a pass of a loss runs in, None if there
-# are no such weights.
+# Registered by torch_backend.fused: called with the leaves and the stack of a window, it returns a
+# function that makes the context of each backward pass, or None if no leaf is a large weight.
 Fuses = Callable[[torch.Tensor, "Arrivals | None"], AbstractContextManager[None]]
 FUSES: list[Callable[[Sequence[torch.Tensor], ExitStack], Fuses | None]] = []
 
@@ -52,12 +51,11 @@ class Pass:
 
     `begin` makes the leaves. Then, for each micro-batch, in the context `inputs.visit`: `forward`,
     and `backwards`, in which the backward pass runs: by `run`, or by `run_by_hand` where the graph
-    has functions written in Python. Windows have shorter ways for what is usual.
+    has functions written in Python. In the common case LentSums.add runs the pass directly.
 
     `is_uninterrupted`: whether a visit to a module may last for the window, as no code of the
     user's runs between two micro-batches. `stack`: the contexts that last as long as the window.
-    `since`: what `python_functions.last` is as long as no function written in Python is
-    applied.
+    `since`: if `python_functions.last` is no longer this, a function written in Python was applied.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
     `fused`: the context of a pass that adds the gradients of large weights by itself.
     `arrivals` watches the pass for a first gradient.

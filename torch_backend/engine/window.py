@@ -6,6 +6,14 @@ Only torch has this file: XLA fuses the sum into the loop by itself.
 Four things work together. `Inputs` are what is differentiated. `Pass` runs the loss and its
 backward pass. `Buffers` hold what has been folded, in the way that a `Layout` says for each leaf of
 the output. `LentSums` let autograd add to them.
+
+    Engine.fold                     a micro-batch
+        Pass.forward                the loss
+        Pass.backwards              sets up the backward pass, and calls
+            LentSums.add            the weight becomes the cotangent; then
+                run_backward        at once in the common case, else by
+                Pass.run            under autocast, with hooks or fused weights
+        Buffers.add_value           the loss itself
 """
 
 from collections.abc import Mapping, Sequence

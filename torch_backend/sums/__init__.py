@@ -28,8 +28,8 @@ class Sums:
 
     `folds` are those of the leaves that are reduced, by leaf index. `accumulators` has None for a
     leaf that nothing was added to yet, and for one that is not reduced. `in_place`: whether the
-    accumulators may be written to; otherwise new ones take their place. `borrowed`: of a step that
-    is compiled, the leaves whose accumulators may be the memory of an argument.
+    accumulators may be written to; otherwise new ones take their place. `borrowed`: under
+    torch.compile, the leaves whose accumulators may alias an input, and are copied for the result.
     """
 
     folds: Mapping[int, LeafFold]

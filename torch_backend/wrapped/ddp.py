@@ -47,8 +47,8 @@ class Wrapper:
 
     @property
     def searches(self) -> bool:
-        """Whether it is done with parameters that no forward pass has used before the backward
-        pass begins.
+        """True if unused parameters are marked ready before the backward pass begins, as with
+        find_unused_parameters=True.
         """
         return False
 
