@@ -123,6 +123,9 @@ PACKAGES = (
     "flax",
     "equinox",
     "transformers",
+    "accelerate",
+    "lightning",
+    "peft",
 )
 
 

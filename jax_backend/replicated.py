@@ -244,8 +244,8 @@ def _check_rows(
             raise FuncgaError(
                 f"{described}: its {rows} rows do not divide among {count} devices. Take "
                 f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with "
-                'rows that count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass '
-                "it whole: in_specs with P() in its place."
+                'rows that count for nothing, with weight=lambda batch: batch["mask"].sum(). Or '
+                "pass it whole: in_specs with P() in its place."
             )
 
 

@@ -297,8 +297,8 @@ def _hint(beyond: list[Row], leaves: list[Row]) -> str:
     if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:
         return ""
     return (
-        " So little may be a constant or an approximation: the eps of a normalisation, tanh for "
-        "erf in GELU."
+        " A difference this small often comes from a constant or an approximation: the eps of a "
+        "normalisation, tanh for erf in GELU."
     )
 
 

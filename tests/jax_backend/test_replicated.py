@@ -179,7 +179,7 @@ def test_rows_that_do_not_divide():
     for step in (merged(), jax.jit(merged())):
         check_refused(
             "`x` is float32[13, 3]: its 13 rows do not divide among 4 devices. Take 12 rows, or fill up to 16 with "
-            'rows that count for nothing, by weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with '
+            'rows that count for nothing, with weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with '
             "P() in its place.",
             step, params, *batch,
         )  # fmt: skip

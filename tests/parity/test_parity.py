@@ -226,7 +226,7 @@ WRONG = {
     "a small constant": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x * (1 + 1e-5), y), optimizers=())",
         r"The loss itself differs, by \d\.\de-0\d; beyond the limit are 2 of 2 gradients; most in (out|hidden) \(.*\), "
-        r"(out|hidden) \(.*\)\. So little may be a constant or an approximation: the eps of a normalisation",
+        r"(out|hidden) \(.*\)\. A difference this small often comes from a constant or an approximation: the eps of a normalisation",
         {"model"},
     ),
     "another normaliser in one": (
