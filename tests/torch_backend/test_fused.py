@@ -5,6 +5,8 @@ The oracle is autograd's gradient of the whole batch, in float64 where the case 
 """
 
 import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
