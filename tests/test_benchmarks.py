@@ -1,7 +1,6 @@
 """Benchmarks from the command line to the reader: what is chosen, resumed, refused, shown and written. Nothing is timed."""
 
 import io
-import json
 import os
 import re
 import signal
@@ -22,7 +21,6 @@ if any(find_spec(name) is None for name in ("rich", "matplotlib")):
 from rich.console import Console
 
 from benchmarks import (
-    command,
     comparison,
     readme,
     registry,
@@ -32,7 +30,7 @@ from benchmarks import (
     torch_workloads,
 )  # fmt: skip
 from benchmarks.__main__ import main
-from benchmarks.cases import MODES, Case, cases
+from benchmarks.cases import Case, cases
 from benchmarks.choice import chosen
 from benchmarks.pictures import draw
 from benchmarks.running import CaseError
@@ -98,14 +96,6 @@ def printed(found):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_cases_have_names_of_their_own(mode):
-    for device in ("cpu", "cuda"):
-        names = [case.name for case in cases(mode, device)]
-        assert len(names) == len(set(names)) >= 3
-    assert Case.of(json.loads(json.dumps(cases(mode)[0]._asdict()))) == cases(mode)[0]
-
-
 def group(**gradients):
     """Of contenders that find these gradients; "rival" is compared with "funcga"."""
     made = [
@@ -132,18 +122,6 @@ def test_ratios_are_ours_over_the_rival_within_a_round(monkeypatch):
     assert rival["ours_over"] == {"funcga": (2.0, 2.0, 2.0)}
     assert (rival["over_loop"][1], rival["seconds"][1], rival["ops"]) == (5.0, 5.0, 5)
     assert (found["rounds"], found["n"], found["left_out"]) == (3, 2, {"other": "no"})
-
-
-def test_a_rival_that_is_not_installed_is_left_out(monkeypatch):
-    def imported(setting, key):
-        if key == "loop":
-            raise ModuleNotFoundError("No module named 'loops'", name="loops.inner")
-        return registry.Contender(key, key, None, (), ("update",), make=len)
-
-    monkeypatch.setattr(registry, "_imported", imported)
-    found, left_out = registry.contenders("torch", "update")
-    assert "funcga" in [contender.key for contender in found]
-    assert left_out == {"loop": "loops.inner is not installed: pip install -e '.[bench]'"}
 
 
 def test_only():
@@ -292,14 +270,6 @@ def test_the_readme_says_what_the_committed_file_says():
     assert all(picture.stat().st_size < 150_000 for picture in pictures)
 
 
-def test_figures_in_prose_are_generated():
-    """In the README the one number of the introduction stands in its table, too."""
-    prose = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", readme.DOCS.read_text(), flags=re.DOTALL)
-    assert not re.search(r"\b\d+\.\d\d\b", prose)
-    (percent,) = re.findall(r"off by \*\*(\d+ %)\*\*", README)
-    assert re.search(rf"a `\.backward\(\)` loop \| {percent} ", README)
-
-
 def test_pictures(tmp_path, sample):
     file = tmp_path / "picture.png"
     written = draw(sample, file)
@@ -341,37 +311,6 @@ sys.exit(main(["--quick", "--only", "torch/tiny", "imports", "--out", {str(file)
     assert [*results.loaded(file).cases] == ["torch/tiny"]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
-
-
-def test_the_command_ends_with_1_if_a_case_fails(tmp_path, monkeypatch, capsys):
-    def measure(case):
-        if case.name == "imports":
-            raise CaseError("ValueError: [why] it failed")
-        return figures(1.0)
-
-    monkeypatch.setattr(command, "CONSOLE", Console(width=1000))
-    file = tmp_path / "found.json"
-    run = lambda *only, again=False: command.measure("quick", "cpu", only, file, again, measure)
-    assert run("torch/tiny") == 0
-    assert run("torch/tiny", "imports") == 1
-    written = capsys.readouterr().out
-    assert "imports has failed:\nValueError: [why] it failed" in written
-    assert (
-        f"The figures are in {file}, the pictures are {file.with_name('found-torch.png')}, {file.with_name('found-summary.png')}."
-        in written
-    )
-    when = results.loaded(file).cases["torch/tiny"]["when"]
-    monkeypatch.setattr(
-        results.Results,
-        "plus",
-        lambda self, case, made: self._replace(
-            cases={**self.cases, case.name: {"case": case._asdict(), "when": "later", **made}}
-        ),
-    )
-    assert run("torch/tiny") == 0
-    assert results.loaded(file).cases["torch/tiny"]["when"] == when
-    assert run("torch/tiny", again=True) == 0
-    assert results.loaded(file).cases["torch/tiny"]["when"] == "later"
 
 
 def test_the_rival_of_the_documentation_computes_what_the_loop_computes():

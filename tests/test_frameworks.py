@@ -253,23 +253,14 @@ def test_the_models_of_the_page_on_lightning_are_exact(capfd):
             assert off_by(grads, whole) < LIMITS["float64"]
 
 
-def test_lightning_divides_a_short_window_by_n(capfd):
+def test_lightning_refuses_its_own_accumulation_with_manual_optimisation():
     lightning = pytest.importorskip("lightning")
-
-    class Automatic(lightning.LightningModule):
-        def __init__(self, module, n):
-            super().__init__()
-            self.module = module
-
-        def training_step(self, batch, batch_index):
-            return module_loss(self.module, *batch)
-
     module, x, y = rows()
-    model, optimizer = lightning_model(Automatic, module)
-    del type(model).clip_gradients
-    lightning_trainer(accumulate_grad_batches=4).fit(model, DataLoader(TensorDataset(x[:12], y[:12]), batch_size=2))
-    last = whole_gradient(module_loss, module, x[8:12], y[8:12])
-    assert length_along(optimizer.updates[-1], last) == pytest.approx(0.5)  # 2 of 4
+    model, _ = lightning_model(names_of("howto/lightning.md")["Model"], module)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    for option in ({"accumulate_grad_batches": 4}, {"gradient_clip_val": 1.0}):
+        with pytest.raises(lightning.pytorch.utilities.exceptions.MisconfigurationException, match="manual"):
+            lightning_trainer(**option).fit(model, loader)
 
 
 # --- two processes
