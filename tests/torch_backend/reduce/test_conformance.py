@@ -198,13 +198,15 @@ def step_of(group, source, feature):
 
 
 def error_of(group, source, feature):
-    step, errors, size = step_of(group, source, feature), [], dist.get_world_size(group)
+    step, errors, size, kept = step_of(group, source, feature), [], dist.get_world_size(group), []
     for window in range(len(feature.rows)):
         of_ranks = [microbatches(feature, window, rank) for rank in range(size)]
         parts = [part for _, own in of_ranks for part in own]
         if not parts:
             continue
         found, dropped = step(*of_ranks[dist.get_rank(group)])
+        assert all(map(torch.equal, *kept[-1])) if kept else True  # a result is the caller's own
+        kept.append((found, [leaf.clone() for leaf in found]))
         wanted, count = expected(feature, parts)
         assert dropped == count, (window, dropped, count)
         scale = max(np.abs(w).max() for w in wanted) or 1

@@ -56,18 +56,6 @@ def accumulated(group, how, reduction, shape=(2, 2)):
     return max(found)
 
 
-def with_totals(group):
-    """Tokens are counted over the whole window, and each micro-batch returns its part of the mean."""
-    grid = Grid(group)
-    sums = loss_of(grid.ep, "sum")
-    gradient = funcga.value_and_grad(lambda params, *batch, totals: sums(params, *batch) / totals)
-    step = funcga.accumulate(
-        gradient, 3, fold=funcga.sum(), totals=lambda *batch: batch[-1].sum(), across=grid.across()
-    )
-    params, batch = problem()
-    return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch)))
-
-
 class Experts(nn.Module):
     def __init__(self, params, ep):
         super().__init__()
@@ -176,7 +164,6 @@ SCENARIOS = {
     "function": (accumulated, "function", "mean"),
     "replicas": (accumulated, "replicas", "sum"),
     "each expert on one process": (accumulated, "prefix", "mean", (1, 4)),
-    "totals": (with_totals,),
     "module": (of_module, "mean"),
     "multi_steps": (trained,),
     "any grad_fn": (of_any, "sum", False),

@@ -403,29 +403,6 @@ def test_collectives_of_the_loss_do_not_mix_with_ours():
 # ------------------------------------------------------------------------------------- leaves of any kind
 
 
-# of any dtype, in any strides
-COLLECTED = [
-    torch.arange(6.0).view(2, 3).T,
-    torch.tensor([True, False]),
-    torch.zeros(0, 4, dtype=torch.int16),
-    torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
-    torch.arange(5, dtype=torch.bfloat16)[::2],
-    torch.ones(4, 4)[:, 1:2][:1],
-    torch.tensor([-1, 2**62]),
-]
-
-
-def collects(group):
-    return funcga.accumulate(lambda x: COLLECTED, 1, in_axes=0, fold=funcga.concat(), across=group)(torch.ones(1))
-
-
-def test_arrays_of_any_kind_are_collected():
-    for found in processes().run(collects, size=2):
-        for array, rows in zip(COLLECTED, found, strict=True):
-            assert rows.dtype == array.dtype
-            assert rows.equal(torch.cat([array, array]))
-
-
 def keeps(group):
     params = {"w": torch.randn(2000, 500), "b": torch.zeros(3)}
     gradient = funcga.value_and_grad(
