@@ -235,16 +235,7 @@ SOURCES = {
 }
 
 
-SIZES = [
-    ("engine", 1),
-    ("engine", 2),
-    ("engine", 4),
-    ("func", 4),
-    ("module", 2),
-    ("module", 4),
-    ("reentrant", 2),
-    ("mixed", 4),
-]
+SIZES = [("engine", 1), ("engine", 2), ("engine", 4), ("func", 2), ("module", 4), ("reentrant", 2), ("mixed", 2)]
 
 
 @pytest.mark.parametrize(("source", "size"), SIZES)
