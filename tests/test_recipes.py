@@ -1,5 +1,7 @@
 """The recipes of examples/ against what guides write by hand, where the examples themselves do not print that they are equal."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,10 @@ import optax
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils import clip_grad_norm_
 
 import funcga
 import torch_backend
-from tests import handwritten
 from tests.kits import TORCH
 from tests.processes import processes
 from tests.programs import beside_the_examples, example
@@ -60,6 +62,22 @@ def ddp(module):
     return wrapped, lambda: module.weight.flatten().tolist()
 
 
+def by_hand(model, criterion, optimizer, window, items, max_norm):
+    """One update of DDP or FSDP: synchronised once, and divided by the tokens of all replicas."""
+    for i, (inputs, targets) in enumerate(window):
+        last, context = i == len(window) - 1, contextlib.nullcontext()
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(last)
+        elif not last:
+            context = model.no_sync()
+        with context:
+            loss = criterion(model(inputs), targets) * torch.distributed.get_world_size() / items
+            loss.backward()
+    clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def replicas(group):
     """By hand and ours: weights after one update, clipped to a norm of 1; and metrics."""
     fsdp, hand, found = example("fsdp_torch"), [], []
@@ -70,7 +88,7 @@ def replicas(group):
     for wrap in (ddp, fsdp.fsdp1, fsdp.fsdp2):
         model, read = wrap(seeded())
         sgd = torch.optim.SGD(model.parameters(), lr=0.08)
-        handwritten.in_replicas(model, criterion, sgd, micro, items, max_norm=1.0)
+        by_hand(model, criterion, sgd, micro, items, max_norm=1.0)
         hand.append(read())
     trainer = example("ddp_torch").Trainer(seeded(), 1.0)
     trainer.update(micro)
@@ -112,6 +130,24 @@ def test_clipping_and_metrics_in_replicas():
 # --- schedules
 
 
+def scheduled(model, criterion, optimizer, scheduler, loader, steps, epochs, *, after):
+    """The learning rate of every update; the scheduler is stepped after each "update" or "epoch"."""
+    rates = []
+    for _ in range(epochs):
+        for i, (inputs, targets) in enumerate(loader):
+            loss = criterion(model(inputs), targets) / steps
+            loss.backward()
+            if (i + 1) % steps == 0 or i + 1 == len(loader):
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                optimizer.zero_grad()
+                if after == "update":
+                    scheduler.step()
+        if after == "epoch":
+            scheduler.step()
+    return rates
+
+
 @pytest.mark.parametrize("kind", ["update", "epoch"])
 def test_schedules(double, kind):
     """By hand, and in both ways of the example: one of updates, and one of epochs written as one of updates."""
@@ -121,7 +157,7 @@ def test_schedules(double, kind):
         model, loader = ours.made()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = (by_epoch or by_update)(sgd)
-        rates = handwritten.scheduled(model, mse_loss, sgd, scheduler, loader[:8], ours.N, ours.EPOCHS, after=kind)
+        rates = scheduled(model, mse_loss, sgd, scheduler, loader[:8], ours.N, ours.EPOCHS, after=kind)
         expected = weights(model)
 
         model, _ = ours.made()
@@ -151,29 +187,7 @@ def test_the_decay_of_running_statistics(double):
     assert apart([slower], [loop]) > 0.1 * loop.abs().max()
 
 
-# --- mixed precision
-
-
-def test_mixed_precision():
-    """With a scheduler that waits where an update is skipped; the last window by hand has half of its gradient."""
-    ours = example("mixed_precision_torch")
-    loader, found = list(ours.loader()), []
-    for batches in (loader[:44], loader):
-        model = ours.network()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14 * ours.N, growth_interval=ours.INTERVAL)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        args = adamw, scaler, batches, ours.N, ours.MAX_NORM, ours.schedule(adamw)
-        found.append((handwritten.mixed(model, cross_entropy, *args), scaler.get_scale() / ours.N, weights(model)))
-    (norms, scale, expected), (of_all, *_) = found
-    assert norms[3] == float("inf")  # the window that is skipped
-    assert min(norms) > ours.MAX_NORM
-    stepped, functional = list(ours.stepped(2.0**14)), list(ours.functional(2.0**14))
-    for updates, limit in ((stepped, 0), (functional, 2e-7)):
-        assert updates[10][0] == scale
-        assert apart(updates[10][1].values(), expected) <= limit
-    assert [norm for *_, norm in stepped[:11]] == norms
-    assert apart(functional[11][1].values(), stepped[11][1].values()) <= 2e-7
-    assert of_all[11] == pytest.approx(stepped[11][2] / 2, rel=1e-6)
+# --- a dynamic scale
 
 
 @pytest.mark.parametrize("growth_interval", [1, 3])
