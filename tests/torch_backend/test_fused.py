@@ -215,6 +215,10 @@ def decay(model, tokens, targets):
     return loss_of(model, tokens, targets) + 0.1 * model.head.weight.square().mean()
 
 
+def twice(model, tokens, targets):
+    return loss_of(model, tokens, targets) + loss_of(model, tokens.flip(0), targets)
+
+
 def of_weights(model, tokens, targets):
     """An inner gradient by the weights themselves, of what is fused."""
     inner = loss_of(model, tokens, targets)
@@ -246,7 +250,7 @@ def with_a_pass_in_a_hook(model, tokens, targets):
     return F.cross_entropy(model.head(torch.tanh(hidden)).flatten(0, 1), targets.flatten())
 
 
-LOSSES = [penalty, decay, of_weights, under_transforms, in_place, with_a_pass_in_a_hook]
+LOSSES = [penalty, decay, twice, of_weights, under_transforms, in_place, with_a_pass_in_a_hook]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -269,62 +273,6 @@ def test_reentrant_checkpoints():
         step = way(model, loss_of)
         for _ in range(2):
             check(step(*args), wanted)
-
-
-def test_frozen_weights_get_no_gradient():
-    """As in LoRA."""
-    model, args = Model(tied=True).double(), batch()
-    model.table.weight.requires_grad_(False)
-    for way in (of_module, of_params):
-        step = way(model, loss_of)
-        for _ in range(2):
-            check(step(*args), gradients(loss_of, model, *args))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_on_a_device(dtype):
-    """Products of 16-bit matrices are added in float32 there, and are no tensors of a weight's size."""
-    model, args = Model().to(dtype), batch()
-    plain = Model().double()
-    plain.load_state_dict(model.state_dict())
-    wanted = gradients(loss_of, plain, *args)
-    model, args = model.to("cuda"), [arg.to("cuda") for arg in args]
-    for way in (of_module, of_params):
-        step = way(model, loss_of, fold=(funcga.mean(), funcga.mean(out_dtype=torch.float32)))
-        for _ in range(2):
-            got = {name: leaf.cpu() for name, leaf in step(*args).items()}
-            check(got, wanted, limit=2e-2 if dtype is torch.bfloat16 else 1e-5)
-        assert made(partial(step, *args)) == 2  # the sums
-
-
-def test_two_threads():
-    args, errors = batch(), []
-
-    def work():
-        try:
-            model = Model(tied=True).double()
-            step = of_params(model, loss_of)
-            for _ in range(5):
-                check(step(*args), gradients(loss_of, model, *args))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
-def test_small_weights_are_left_to_autograd():
-    model, x = nn.Linear(8, 8), torch.randn(6, 8)
-    used = []
-    step = of_module(model, lambda model, x: used.append(F.linear) or model(x).square().mean())
-    own = F.linear
-    step(x)
-    assert set(used) == {own}
 
 
 def test_hooks_on_parameters_are_called():
@@ -354,6 +302,16 @@ def test_hooks_of_the_loss_are_called():
     assert len(seen) == N * (N + 1)  # a leaf lasts for the window, and the hooks with it
 
 
+def test_frozen_weights_get_no_gradient():
+    """As in LoRA."""
+    model, args = Model(tied=True).double(), batch()
+    model.table.weight.requires_grad_(False)
+    for way in (of_module, of_params):
+        step = way(model, loss_of)
+        for _ in range(2):
+            check(step(*args), gradients(loss_of, model, *args))
+
+
 def test_16_bits_are_added_in_float32():
     model, args = Model().bfloat16(), batch()
     plain = Model().double()
@@ -363,6 +321,23 @@ def test_16_bits_are_added_in_float32():
         step = way(model, loss_of, fold=(funcga.mean(), funcga.mean(out_dtype=torch.float32)))
         for _ in range(2):
             check(step(*args), wanted, limit=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_device(dtype):
+    """Products of 16-bit matrices are added in float32 there, and are no tensors of a weight's size."""
+    model, args = Model().to(dtype), batch()
+    plain = Model().double()
+    plain.load_state_dict(model.state_dict())
+    wanted = gradients(loss_of, plain, *args)
+    model, args = model.to("cuda"), [arg.to("cuda") for arg in args]
+    for way in (of_module, of_params):
+        step = way(model, loss_of, fold=(funcga.mean(), funcga.mean(out_dtype=torch.float32)))
+        for _ in range(2):
+            got = {name: leaf.cpu() for name, leaf in step(*args).items()}
+            check(got, wanted, limit=2e-2 if dtype is torch.bfloat16 else 1e-5)
+        assert made(partial(step, *args)) == 2  # the sums
 
 
 def test_under_autocast():
@@ -377,6 +352,26 @@ def test_under_autocast():
         check(way(model, loss)(*args), wanted, limit=1e-6)
 
 
+def test_two_threads():
+    args, errors = batch(), []
+
+    def work():
+        try:
+            model = Model(tied=True).double()
+            step = of_params(model, loss_of)
+            for _ in range(5):
+                check(step(*args), gradients(loss_of, model, *args))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
 def test_nothing_of_torch_stays_replaced():
     before = F.linear, F.embedding, torch.addmm
     model, args = Model(), batch()
@@ -388,6 +383,15 @@ def test_nothing_of_torch_stays_replaced():
     with pytest.raises(ZeroDivisionError):
         of_params(model, fails)(*args)
     assert before == (F.linear, F.embedding, torch.addmm)
+
+
+def test_small_weights_are_left_to_autograd():
+    model, x = nn.Linear(8, 8), torch.randn(6, 8)
+    used = []
+    step = of_module(model, lambda model, x: used.append(F.linear) or model(x).square().mean())
+    own = F.linear
+    step(x)
+    assert set(used) == {own}
 
 
 def test_it_can_be_switched_off_to_the_bit():
