@@ -16,16 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "examples", "parity", "compiled", "replicas_jax", "multi_steps_jax", "wrapped", "docs", "torch_backend", "drop",
-    "verify", "exact", "totals", "sharded_jax", "coupled", "coupled_jax", "multi_steps_replicas_jax", "laws", "plan",
-    "recipes_coupled", "scan_layers", "accumulate", "benchmarks_torch", "compiled_loss", "jax_backend", "observe",
-    "nested", "plan_replicated", "reproducible_jax", "coupled_replicas", "replicas", "nnx", "private", "training",
-    "pipeline", "fuzz_verify", "logsumexp", "dtensor", "optax_adapter", "replicated", "processes_jax",
-    "totals_verify", "frameworks", "totals_jax", "export_jax", "architecture",
-    "reproducible_replicas", "pure_loss", "fuzz_jax", "experts", "windows", "randomness", "recipes", "apply",
-    "fuzz_mesh", "benchmarks_jax", "auto_n", "house", "totals_replicas", "verify_coupled", "fuzz_wrapped",
-    "drop_replicas", "mappings", "experts_jax", "typing", "engine", "multi_steps_reproducible", "teeth", "fuzz_calls",
-    "fuzz_modules", "replica_failures", "fuzz_replicas", "benchmarks", "multi_steps", "stream",
+    "removable", "conformance", "frameworks", "features", "folds", "fused", "modules", "examples", "parity",
+    "compiled", "replicas_jax", "multi_steps_jax", "wrapped", "docs", "torch_backend", "drop", "verify", "exact",
+    "totals", "sharded_jax", "coupled", "coupled_jax", "multi_steps_replicas_jax", "laws", "plan", "recipes_coupled",
+    "scan_layers", "accumulate", "benchmarks_torch", "compiled_loss", "jax_backend", "observe", "nested",
+    "plan_replicated", "reproducible_jax", "coupled_replicas", "replicas", "nnx", "private", "training", "pipeline",
+    "fuzz_verify", "logsumexp", "dtensor", "optax_adapter", "replicated", "processes_jax", "totals_verify",
+    "totals_jax", "export_jax", "architecture", "pure_loss", "experts", "windows", "randomness", "recipes", "apply",
+    "benchmarks_jax", "auto_n", "house", "verify_coupled", "mappings", "experts_jax", "typing", "engine",
+    "multi_steps_reproducible", "teeth", "fuzz_calls", "fuzz_modules", "replica_failures", "benchmarks", "multi_steps",
+    "stream",
 )  # fmt: skip
 
 

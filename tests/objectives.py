@@ -14,7 +14,7 @@ import torch
 
 import funcga
 
-VOCABULARY, LENGTH, WIDTH, MAX_LENGTH = 5, 6, 4, 8
+VOCABULARY, LENGTH, WIDTH = 5, 6, 4
 
 
 def rollouts(rows=11, seed=0):
@@ -25,7 +25,6 @@ def rollouts(rows=11, seed=0):
     batch = {
         "x": r.normal(size=(rows, LENGTH, WIDTH)),
         "chosen": np.eye(VOCABULARY)[r.integers(0, VOCABULARY, size=(rows, LENGTH))],
-        "rejected": np.eye(VOCABULARY)[r.integers(0, VOCABULARY, size=(rows, LENGTH))],
         "mask": (np.arange(LENGTH) < lengths[:, None]).astype("float64"),
         "advantage": r.normal(size=(rows, 1)),
         "old": -r.random(size=(rows, LENGTH)) * 3,
@@ -34,10 +33,10 @@ def rollouts(rows=11, seed=0):
     return {"w": r.normal(size=(WIDTH, VOCABULARY))}, batch
 
 
-def likelihoods(xp, params, batch, tokens="chosen"):
+def likelihoods(xp, params, batch):
     """The logarithm of the probability of each token."""
     logits = batch["x"] @ params["w"]
-    return (logits * batch[tokens]).sum(-1) - xp.log(xp.exp(logits).sum(-1))
+    return (logits * batch["chosen"]).sum(-1) - xp.log(xp.exp(logits).sum(-1))
 
 
 def surrogate(xp, params, batch):
@@ -47,13 +46,6 @@ def surrogate(xp, params, batch):
     clipped = -xp.minimum(ratio * batch["advantage"], xp.clip(ratio, 0.8, 1.28) * batch["advantage"])
     distance = batch["reference"] - new
     return clipped * batch["mask"], (xp.exp(distance) - distance - 1) * batch["mask"]
-
-
-def margins(xp, params, batch):
-    """-log(sigmoid) of how much better the chosen completion of each pair is than the rejected one."""
-    chosen, rejected = (likelihoods(xp, params, batch, which) for which in ("chosen", "rejected"))
-    difference = ((chosen - rejected) * batch["mask"]).sum(1)
-    return xp.log(1 + xp.exp(-0.1 * difference))
 
 
 def cross_entropy(xp, params, batch):
@@ -95,22 +87,6 @@ def _dapo_part(xp, params, batch, totals):
     return surrogate(xp, params, batch)[0].sum() / totals["tokens"]
 
 
-def _dr_grpo(xp, params, batch):
-    return surrogate(xp, params, batch)[0].sum() / (len(batch["mask"]) * MAX_LENGTH)
-
-
-def _dr_grpo_part(xp, params, batch, totals):
-    return surrogate(xp, params, batch)[0].sum() / (totals["rows"] * MAX_LENGTH)
-
-
-def _dpo(xp, params, batch):
-    return margins(xp, params, batch).mean()
-
-
-def _dpo_part(xp, params, batch, totals):
-    return margins(xp, params, batch).sum() / totals["rows"]
-
-
 def _with_aux(xp, params, batch):
     tokens = cross_entropy(xp, params, batch).sum() / batch["mask"].sum()
     return tokens + 0.5 * auxiliary(xp, params, batch).mean()
@@ -136,8 +112,6 @@ def rows_and_tokens(batch):
 OBJECTIVES = {
     "GRPO": Objective(_grpo, _grpo_part, rows),
     "DAPO": Objective(_dapo, _dapo_part, tokens),
-    "Dr. GRPO": Objective(_dr_grpo, _dr_grpo_part, rows),
-    "DPO": Objective(_dpo, _dpo_part, rows),
     "CE + auxiliary": Objective(_with_aux, _with_aux_part, rows_and_tokens),
 }
 

@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import funcga
 
 ROOT = Path(__file__).parent.parent
@@ -48,12 +46,8 @@ def is_raised(fragment):
     return any(pattern.search(text) for text in TEMPLATES)
 
 
-@pytest.mark.parametrize("fragment", [text for text in FRAGMENTS if text not in ("FuncgaError", "AssertionError")])
-def test_the_library_says_so(fragment):
-    assert is_raised(fragment)
-
-
-def test_what_is_not_raised_is_found():
+def test_the_library_says_so():
+    assert [text for text in FRAGMENTS if text not in ("FuncgaError", "AssertionError") and not is_raised(text)] == []
     assert not is_raised("the moon is made of … cheese")
     assert len(FRAGMENTS) > 80
 

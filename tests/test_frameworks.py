@@ -105,16 +105,6 @@ def test_labels_are_shifted_and_the_first_does_not_count():
     assert off(None) > 1  # rows, and so a loop that divides by n
 
 
-def test_a_microbatch_without_a_token_adds_nothing():
-    model, batch = language_model(), sentences()
-    batch["labels"][9:] = -100
-    gradient = torch_backend.module_value_and_grad(model, model_loss)
-    count = lambda batch: (batch["labels"][:, 1:] != -100).sum()
-    loss, grads = funcga.accumulate(gradient, n=4, weight=count)(batch)
-    assert loss.isfinite()
-    assert off_by(grads.values(), whole_gradient(model_loss, model, batch)) < LIMITS["float32"]
-
-
 def trained(trainer_class, kind, collate=None, **options):
     """The gradient of one update by such a Trainer, and the true one."""
     pytest.importorskip("accelerate")
@@ -170,41 +160,8 @@ def test_what_trainer_itself_computes():
 # --- LoRA
 
 
-def adapted(dtype=torch.float32):
-    torch.manual_seed(1)
-    lora = names_of("howto/lora.md")["LoRA"]
-    model = torch.nn.Sequential(lora(torch.nn.Linear(20, 64)), torch.nn.ReLU(), lora(torch.nn.Linear(64, 1)))
-    for layer in (model[0], model[2]):
-        torch.nn.init.normal_(layer.up.weight)
-    return model.to(dtype), torch.randn(30, 20, dtype=dtype), torch.randn(30, 1, dtype=dtype)
-
-
 def module_loss(module, x, y):
     return mse_loss(module(x), y)
-
-
-def test_lora_by_hand_is_exact_and_follows_what_is_frozen():
-    model, x, y = adapted(torch.float64)
-    step = funcga.accumulate(torch_backend.module_value_and_grad(model, module_loss), n=4)
-    for frozen in (None, model[0].down.weight):
-        if frozen is not None:
-            frozen.requires_grad_(False)
-        _, grads = step(x, y)
-        assert grads.keys() == torch_backend.trainable(model).keys()
-        assert off_by(grads.values(), whole_gradient(module_loss, model, x, y)) < LIMITS["float64"]
-
-
-def test_gradients_of_adapters_in_bfloat16_are_added_in_float32():
-    model, x, y = adapted(torch.bfloat16)
-    x, y = x.repeat(300, 1), y.repeat(300, 1)  # the same micro-batch again and again, so that only the sums differ
-    expected = whole_gradient(module_loss, model, x[:30], y[:30])
-    _, grads = funcga.accumulate(torch_backend.module_value_and_grad(model, module_loss), n=300)(x, y)
-    for microbatch in zip(x.split(30), y.split(30), strict=True):
-        (module_loss(model, *microbatch) / 300).backward()
-    by_hand = [p.grad for p in model.parameters() if p.requires_grad]
-    assert off_by(grads.values(), expected) < 0.02  # what one micro-batch rounds
-
-    assert off_by(by_hand, expected) > 0.05
 
 
 def test_peft_is_exact():
@@ -294,25 +251,6 @@ def test_the_models_of_the_page_on_lightning_are_exact(capfd):
         assert len(optimizer.updates) == len(expected)
         for grads, whole in zip(optimizer.updates, expected, strict=True):
             assert off_by(grads, whole) < LIMITS["float64"]
-
-
-def test_lightning_divides_a_short_window_by_n(capfd):
-    lightning = pytest.importorskip("lightning")
-
-    class Automatic(lightning.LightningModule):
-        def __init__(self, module, n):
-            super().__init__()
-            self.module = module
-
-        def training_step(self, batch, batch_index):
-            return module_loss(self.module, *batch)
-
-    module, x, y = rows()
-    model, optimizer = lightning_model(Automatic, module)
-    del type(model).clip_gradients
-    lightning_trainer(accumulate_grad_batches=4).fit(model, DataLoader(TensorDataset(x[:12], y[:12]), batch_size=2))
-    last = whole_gradient(module_loss, module, x[8:12], y[8:12])
-    assert length_along(optimizer.updates[-1], last) == pytest.approx(0.5)  # 2 of 4
 
 
 def test_lightning_refuses_its_own_accumulation_with_manual_optimisation():

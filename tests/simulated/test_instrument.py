@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import simulated
+from tests.kits import no_synchronisation
 
 pytestmark = pytest.mark.simulated
 
@@ -31,22 +32,15 @@ WAITING = {
 }
 
 
-@pytest.mark.parametrize("case", WAITING)
-def test_the_host_waits(case):
-    x = torch.ones(4, device="cuda")
-    with simulated.Events() as events:
-        WAITING[case](x)
-    assert events.waits == 1
-    assert len(events.sites) == 1
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-            WAITING[case](x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_nothing_waits_for_a_copy_that_does_not_block():
+def test_the_host_waits():
+    for case, wait in WAITING.items():
+        x = torch.ones(4, device="cuda")
+        with simulated.Events() as events:
+            wait(x)
+        assert (events.waits, len(events.sites)) == (1, 1), case
+        with no_synchronisation(), pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+            wait(x)
+    # a copy that does not block
     with simulated.Events() as events:
         torch.ones(4).to("cuda", non_blocking=True)
     assert events.waits == 0

@@ -36,7 +36,6 @@ def difference(found, expected):
 PLACES = {  # of the parameters, of the batch
     "data": ({"a": Replicate(), "bias": Replicate(), "b": Replicate()}, Shard(0)),
     "tensor": ({"a": Shard(1), "bias": Shard(0), "b": Shard(0)}, Replicate()),
-    "neither": ({"a": Replicate(), "bias": Replicate(), "b": Replicate()}, Replicate()),
     "sharded": ({"a": Shard(0), "bias": Replicate(), "b": Shard(0)}, Shard(0)),
 }
 
@@ -67,7 +66,7 @@ def placed(group, where, n, way="engine"):
         funcga.value_and_grad(loss)(params, *batch)
     of_model = once.get_total_counts()
     # the loss and three gradients, whatever n; those of the model itself in each micro-batch
-    expected = {"data": 4, "neither": 0, "tensor": n * of_model, "sharded": sent.get_total_counts()}[where]
+    expected = {"data": 4, "tensor": n * of_model, "sharded": sent.get_total_counts()}[where]
     assert sent.get_total_counts() == expected
     assert way == "func" or are_kept(found[1], params)
     return difference(found, funcga.value_and_grad(loss)(whole, *rows))
@@ -107,15 +106,6 @@ def mse(module, x, y):
     return ((module(x) - y) ** 2).mean()
 
 
-def tensor_parallel_module(group):
-    _, x, y = problem()
-    module, plain = parallel(dist.init_device_mesh("cpu", (2,)))
-    params = {k: p.detach() for k, p in plain.named_parameters()}
-    expected = funcga.value_and_grad(torch_backend.pure_loss(plain, mse))(params, x, y)
-    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, mse)), 4)
-    return difference(step(dict(module.named_parameters()), x, y), expected)
-
-
 def square():
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -136,18 +126,12 @@ def two_dimensions(group, dtype, n):
     return difference(found, funcga.value_and_grad(loss)(whole, *batch))
 
 
-def idles(group, first=False):
-    """A replica of tensor-parallel parameters that has nothing, in the first window or in a later one."""
+def idles(group):
+    """A replica of tensor-parallel parameters that has nothing in the first window."""
     mesh = square()
     whole, *batch = problem()
-    step = funcga.accumulate(funcga.value_and_grad(loss), 2, across=mesh["dp"])
-    if not first:
-        params, rows = place(mesh["tp"], "tensor", whole, batch)
-        step(params, *rows)
     params, rows = place(mesh["tp"], "tensor", whole, [x[: 8 * (mesh.get_local_rank("dp") == 0)] for x in batch])
-    found = step(params, *rows)
-    assert are_kept(found[1], params)
-    return difference(found, funcga.value_and_grad(loss)(whole, *(x[:8] for x in batch)))
+    funcga.accumulate(funcga.value_and_grad(loss), 2, across=mesh["dp"])(params, *rows)
 
 
 def idle_module(group):
@@ -172,13 +156,12 @@ def idle_module(group):
 CUT, WHOLE = Shard(0), Replicate()
 SCENARIOS = {
     2: [
-        (placed, "data", 4), (placed, "tensor", 2), (placed, "tensor", 1, "func"), (placed, "neither", 4),
-        (placed, "sharded", 8), (placed, "sharded", 4, "func"), (ragged, (CUT, CUT), {"n": 3}),
-        (ragged, (CUT, WHOLE), {"n": 3}), (ragged, (CUT, CUT), {"microbatch_size": 6}),
+        (placed, "data", 4), (placed, "tensor", 2), (placed, "tensor", 1, "func"),
+        (placed, "sharded", 8), (ragged, (CUT, WHOLE), {"n": 3}), (ragged, (CUT, CUT), {"microbatch_size": 6}),
         (ragged, (CUT, CUT), {"n": 9}),  # a micro-batch has a row of every device
-        (folded,), (tensor_parallel_module,),
+        (folded,),
     ],
-    4: [(two_dimensions, torch.float32, 1), (two_dimensions, torch.float64, 3), (idles,), (idle_module,)],
+    4: [(two_dimensions, torch.float32, 1), (two_dimensions, torch.float64, 3), (idle_module,)],
 }  # fmt: skip
 
 
@@ -199,5 +182,5 @@ def test_windows_are_those_of_one_device_and_gradients_lie_where_their_parameter
 
 def test_a_replica_of_a_mesh_without_data_in_its_first_window():
     with pytest.raises(Failed, match="a replica has nothing to fold in its first window") as failure:
-        processes().run(idles, True)
+        processes().run(idles)
     assert {kind for kind, _ in failure.value.errors} == {"FuncgaError"}

@@ -115,25 +115,6 @@ def test_the_numbers_are_the_same_without(name, without):
     funcga.compare(want, got, rtol=0, atol=0).assert_close()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_torch_does_not_tell_is_found_out(without):
-    without(*NAMES)
-    seen = []
-
-    def look(x):
-        seen.append((_private.transforms(), _private.forward_level() >= 0))
-        return x.sum()
-
-    x = torch.ones(2)
-    look(x)
-    torch.func.grad(look)(x)
-    torch.func.vmap(look)(x[None])
-    torch.func.jvp(look, (x,), (x,))
-    assert seen == [(0, False), (2, False), (2, False), (2, True)]
-    assert _private.use_count(x.untyped_storage()._cdata) == 0
-    assert _private.is_any_autocast_enabled()
-
-
 def test_this_version_has_every_name():
     """Those of an object that a test would have to make, such as a module in DDP, are met by the tests of that."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(_private))) if isinstance(node, ast.Call)]

@@ -110,11 +110,3 @@ def test_what_all_batch_norms_are(reloaded, monkeypatch):
     reloaded(nn.modules.batchnorm, "_BatchNorm")
     assert _private.BatchNorm is not base
     funcga.compare(want, statistics(), rtol=0, atol=0).assert_close()
-
-
-def test_what_a_compiler_is_asked(reloaded):
-    reloaded(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
-    assert _private.compiling() is None
-    module = made()
-    value, grads = funcga.accumulate(module_value_and_grad(module, mean_square), 3)(*rows_of(0, torch.float32))
-    assert max(errors(module, (value, grads), *whole_rows(1, torch.float32))) <= 1e-6

@@ -4,12 +4,11 @@ import subprocess
 import sys
 
 import torch
-from torch.func import grad, grad_and_value
+from torch.func import grad
 
 import funcga
 from benchmarks.torch_measure import Watch
 from tests import problems
-from tests.kits import LIMITS, TORCH, difference
 from tests.torch_backend.engine.test_engine import Unseen
 
 
@@ -30,11 +29,6 @@ def size(tree):
     return sum(p.nbytes for p in tree.values())
 
 
-def regression():
-    params, batch, loss = problems.regression()
-    return TORCH.arrays(params), TORCH.arrays(batch), loss
-
-
 def peak(gradient, n, params, x, **options):
     step = funcga.accumulate(gradient, n, **options)
     step(params, x)
@@ -52,16 +46,6 @@ def test_peak_memory_is_two_gradients_and_a_leaf():
     assert peak(grad(loss), 8, params, x) <= 2 * size(params) + leaf
     weight = lambda x: (x > 0).sum().as_subclass(Unseen)
     assert peak(grad(loss), 4, params, x, weight=weight) <= 2 * size(params) + 2 * leaf + 256  # the weight, as scalars
-
-
-def test_compiles_for_another_batch_size():
-    params, batch, loss = regression()
-    torch._dynamo.reset()
-    step = funcga.accumulate(grad_and_value(loss), 3, weight=lambda x, y: len(x))
-    compiled = torch.compile(step, fullgraph=True, backend="eager")
-    for rows in (12, 9, 10):
-        part = [a[:rows] for a in batch]
-        assert difference(TORCH, compiled(params, *part), step(params, *part)) <= LIMITS["float32"]
 
 
 def test_compiles_as_the_first_call_of_a_process_and_never_again():

@@ -124,14 +124,9 @@ RECORDED = {"w": W["w"].clone().requires_grad_()}
 REFUSED = {
     "sparse parameters": (lambda: accumulated(of_sparse, sparse()), SPARSE),
     "sparse parameters, one micro-batch": (lambda: accumulated(of_sparse, sparse(torch.sparse_csr), n=1), SPARSE),
-    "sparse parameters in a stream": (lambda: streamed(of_sparse, sparse()), SPARSE),
     "a sparse batch": (lambda: accumulated(of_rows, x=X.to_sparse()), "`x` is a sparse tensor, float32[6, 3]" + ROWS),
-    "a compressed batch": (lambda: accumulated(of_rows, x=X.to_sparse_csr()), "`x` is a sparse tensor, float32[6, 3]" + ROWS),
     "a nested batch": (lambda: accumulated(of_rows, x=jagged()), "`x` is a nested tensor" + ROWS),
-    "a nested batch of torch.func": (
-        lambda: funcga.accumulate(torch.func.grad(of_rows), 2)(W, jagged()), "`x` is a nested tensor" + ROWS),
     "no shape": (lambda: accumulated(of_rows, x=without_a_shape()), SHAPE),
-    "no shape in a stream": (lambda: streamed(of_rows, x=without_a_shape()), SHAPE),
     "torch.func, compressed": (lambda: funcga.grad(of_rows)(RECORDED, X.to_sparse_csr()), FUNC),
     "torch.func, nested": (lambda: funcga.grad(of_rows)(RECORDED, without_a_shape()), FUNC),
     "scripted": (lambda: torch_backend.pure_loss(torch.jit.script(nn.Linear(3, 1)), of_module), f"the module {SCRIPT}"),
@@ -139,15 +134,10 @@ REFUSED = {
         lambda: torch_backend.pure_loss(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(3, 1), X)), of_module),
         f"the part `1` of the module {SCRIPT}"),
     "lazy": (lambda: accumulated(*lazy()), LAZY),
-    "lazy, alone": (lambda: funcga.grad(lazy()[0])(lazy()[1], X), LAZY),
-    "lazy, a transform": (lambda: SGD.init(lazy()[1]), LAZY),
     "lazy, multi_steps": (lambda: funcga.multi_steps(SGD, 2).init(lazy()[1]), LAZY),
     "freezes": (lambda: accumulated(freezes, TWO), FREEZES),
     "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), FREEZES),
-    "freezes, inside of a loss": (
-        lambda: accumulated(lambda p, x: sum(g.sum() for g in funcga.grad(freezes)(p, x).values()), TWO, n=1), FREEZES),
     "freezes its module": (lambda: freezes_in_a_module(X, n=1), FREEZES),
-    "freezes its module, alone": (lambda: freezes_in_a_module(X), FREEZES),
     "freezes what is recorded": (lambda: freezes_in_a_module(X, detached=False), UNKNOWN_TO_FUNC),
     "a transform that is called otherwise": (
         lambda: funcga.multi_steps(OfTorchOpt(), 2),

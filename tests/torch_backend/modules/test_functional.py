@@ -130,13 +130,6 @@ def test_it_is_that_of_torch(kind, ties):
             assert got[2] or not expected[2]
 
 
-STEPS = {
-    "accumulate": lambda gradient: funcga.accumulate(gradient, 3),
-    "alone": lambda gradient: gradient,
-    "stream": lambda gradient: lambda params, x: funcga.stream(gradient)(params, [x[:2], x[2:]]),
-}
-
-
 def replace_part(module):
     module[0] = nn.Linear(4, 3).double()
 
@@ -197,24 +190,6 @@ def test_a_module_that_changes_in_the_middle_of_a_window(weight):
 
     funcga.accumulate(funcga.grad(loss), 4, weight=weight)(torch.ones((), dtype=torch.float64), X)
     assert same == [True] * 4
-
-
-BETWEEN = [(parametrize_part, "accumulate"), (replace_parameter, "alone"), (replace_part, "stream")]
-
-
-@pytest.mark.parametrize(("change", "way"), BETWEEN)
-def test_a_module_that_changes_between_two_windows(change, way):
-    module = made("plain")
-    loss = lambda params, x: (functional_call(module, params, (x,)) ** 2).mean()
-    step = STEPS[way](funcga.value_and_grad(loss))
-    for _ in range(2):
-        params = {name: 2 * p.detach() for name, p in module.named_parameters()}
-        got = step(params, X)
-        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-        value = (plain(module, leaves, (X,)) ** 2).mean()
-        grads = torch.autograd.grad(value, leaves.values())
-        torch.testing.assert_close(got, (value.detach(), dict(zip(leaves, grads, strict=True))))
-        change(module)
 
 
 def test_a_plan_keeps_no_module_alive():

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 import funcga
 import torch_backend
 
-CASES = int(os.environ.get("FUNCGA_FUZZ", "45"))
+CASES = int(os.environ.get("FUNCGA_FUZZ", "30"))
 WIDTH = 3
 
 

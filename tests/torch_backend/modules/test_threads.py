@@ -1,6 +1,5 @@
 """One module in several threads: each result is right, or the call is refused; and the module stays as it was."""
 
-import copy
 import sys
 import threading
 
@@ -33,14 +32,7 @@ def of_pure_loss(module, loss_fn=loss_fn):
     return lambda x: step(params, x)
 
 
-def alone(module, loss_fn=loss_fn):
-    return module_value_and_grad(module, loss_fn)
-
-
-WAYS = {"module": of_module, "alone": alone, "pure_loss": of_pure_loss}
-
-
-PAIRS = [("module", "pure_loss"), ("pure_loss", "alone")]
+PAIRS = [(of_module, of_pure_loss), (of_pure_loss, module_value_and_grad)]
 
 
 def by_hand(scale):
@@ -64,8 +56,7 @@ def run_all(threads):
         thread.join()
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_no_result_is_mixed(first, second, switching_often):
+def test_no_result_is_mixed(switching_often):
     module, right, refused = net(), [], []
 
     def run(make, scale, expected):
@@ -78,7 +69,7 @@ def test_no_result_is_mixed(first, second, switching_often):
                 continue
             right.append(all(torch.allclose(grads[name], expected[name], rtol=1e-10) for name in expected))
 
-    jobs = [(WAYS[first], 1.0, by_hand(1.0)), (WAYS[second], 10.0, by_hand(10.0))]  # each draws the same numbers
+    jobs = [(of_module, 1.0, by_hand(1.0)), (of_pure_loss, 10.0, by_hand(10.0))]  # each draws the same numbers
     threads = [threading.Thread(target=run, args=job) for job in jobs]
     run_all(threads)
     assert len(right) + len(refused) == 60
@@ -98,7 +89,7 @@ def test_the_second_thread_is_refused_at_once(first, second):
         with pytest.raises(
             funcga.FuncgaError, match=r"two threads use one module .* copy\.deepcopy\(module\)"
         ) as caught:
-            WAYS[second](module)(X)
+            second(module, loss_fn)(X)
         errors.append(caught.value)
 
     def waits(module, x):
@@ -107,24 +98,11 @@ def test_the_second_thread_is_refused_at_once(first, second):
         thread.join()
         return loss_fn(module, x)
 
-    _, grads = WAYS[first](module, waits)(X)
+    _, grads = first(module, waits)(X)
     expected = by_hand(1.0)
     assert len(errors) >= 1
     assert all(torch.allclose(grads[name], expected[name], rtol=1e-10) for name in expected)
     assert all(p.grad.eq(3.0).all() for p in module.parameters())
-
-
-@pytest.mark.parametrize("way", ["module", "pure_loss"])
-def test_a_copy_for_each_thread(way, switching_often):
-    module, results = net(), []
-    jobs = [(WAYS[way](copy.deepcopy(module)), scale) for scale in (1.0, 10.0)]
-    run = lambda step, scale: results.extend((scale, step(scale * X)[1]) for _ in range(10))
-    threads = [threading.Thread(target=run, args=job) for job in jobs]
-    run_all(threads)
-    assert len(results) == 20
-    for scale, grads in results:
-        expected = by_hand(scale)
-        assert all(torch.allclose(grads[name], expected[name], rtol=1e-10) for name in expected)
 
 
 def test_modules_in_two_threads_may_share_what_has_no_state(switching_often):

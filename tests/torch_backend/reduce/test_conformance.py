@@ -175,7 +175,7 @@ def step_of(group, source, feature):
         options |= {"drop": feature.drop, "observe": funcga.dropped()}
     params, args = parameters(feature.dtype), ()
     is_alike = source != "mixed" or dist.get_rank(group) % 2  # some ranks recompute what others do not
-    loss = loss_of(feature, {"reentrant": True, "mixed": True, "checkpoint": False}.get(source) if is_alike else None)
+    loss = loss_of(feature, {"reentrant": True, "mixed": True}.get(source) if is_alike else None)
     if source == "module":
         module = Module(feature.dtype)
         gradient = torch_backend.module_value_and_grad(
@@ -198,13 +198,15 @@ def step_of(group, source, feature):
 
 
 def error_of(group, source, feature):
-    step, errors, size = step_of(group, source, feature), [], dist.get_world_size(group)
+    step, errors, size, kept = step_of(group, source, feature), [], dist.get_world_size(group), []
     for window in range(len(feature.rows)):
         of_ranks = [microbatches(feature, window, rank) for rank in range(size)]
         parts = [part for _, own in of_ranks for part in own]
         if not parts:
             continue
         found, dropped = step(*of_ranks[dist.get_rank(group)])
+        assert all(map(torch.equal, *kept[-1])) if kept else True  # a result is the caller's own
+        kept.append((found, [leaf.clone() for leaf in found]))
         wanted, count = expected(feature, parts)
         assert dropped == count, (window, dropped, count)
         scale = max(np.abs(w).max() for w in wanted) or 1
@@ -229,14 +231,14 @@ SOURCES = {
     "func": OF_OTHERS,
     "module": OF_MODULES,
     "reentrant": ["mean", "per_weight"],
-    "checkpoint": ["mean"],
     "mixed": ["mean", "small buckets"],
 }
 
 
-@pytest.mark.parametrize(
-    ("source", "size"), [("engine", 1), *((source, size) for source in SOURCES for size in (2, 4))]
-)
+SIZES = [("engine", 1), ("engine", 2), ("engine", 4), ("func", 2), ("module", 4), ("reentrant", 2), ("mixed", 2)]
+
+
+@pytest.mark.parametrize(("source", "size"), SIZES)
 def test_every_feature_over_replicas(source, size):
     """All ranks have the same bits, too."""
     ranks = processes().run(errors_of, source, SOURCES[source], size=size)
@@ -267,7 +269,7 @@ def shares_of(size, seed):
     return shares
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_exact_sums_have_the_same_bits_on_any_number_of_replicas(size):
     (whole,) = exact_windows(None, [[[*range(36)]]])
     for results in processes().run(exact_windows, shares_of(size, size), size=size):
@@ -315,8 +317,6 @@ def of_dtensors(group, placement, drop):
     return max((a.full_tensor() - scale * b).abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("placement", "drop"), [("replicate", "microbatch"), ("shard", "microbatch"), ("shard", "window")]
-)
+@pytest.mark.parametrize(("placement", "drop"), [("replicate", "microbatch"), ("shard", "window")])
 def test_dtensors_are_dropped_together(placement, drop):
     assert max(processes().run(of_dtensors, placement, drop, size=2)) <= 1e-12

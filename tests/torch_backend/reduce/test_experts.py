@@ -56,32 +56,6 @@ def accumulated(group, how, reduction, shape=(2, 2)):
     return max(found)
 
 
-def streamed(group):
-    """Ragged windows: as many micro-batches on all processes, of different sizes."""
-    grid = Grid(group)
-    params, batch = problem()
-    own = grid.rows(batch)
-    step = funcga.stream(
-        funcga.value_and_grad(loss_of(grid.ep, "sum")), fold=folds("sum"), weight=count_of, across=grid.across()
-    )
-    cuts = [slice(0, 1), slice(1, 3), slice(3, None)]
-    return error_of(
-        grid, params, batch, step(own_experts(params, grid.ep), ([leaf[cut] for leaf in own] for cut in cuts))
-    )
-
-
-def with_totals(group):
-    """Tokens are counted over the whole window, and each micro-batch returns its part of the mean."""
-    grid = Grid(group)
-    sums = loss_of(grid.ep, "sum")
-    gradient = funcga.value_and_grad(lambda params, *batch, totals: sums(params, *batch) / totals)
-    step = funcga.accumulate(
-        gradient, 3, fold=funcga.sum(), totals=lambda *batch: batch[-1].sum(), across=grid.across()
-    )
-    params, batch = problem()
-    return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch)))
-
-
 class Experts(nn.Module):
     def __init__(self, params, ep):
         super().__init__()
@@ -112,16 +86,11 @@ def of_module(group, reduction):
 
     gradient = torch_backend.module_value_and_grad(model, loss_fn)
     step = funcga.accumulate(gradient, 3, fold=folds(reduction), weight=count_of, across=across)
-    found = []
-    for _ in range(2):
-        loss, grads = step(*grid.rows(batch))
-        w, *of_experts = grads.values()
-        found.append(
-            error_of(
-                grid, params, batch, (loss, {"dense": {"w": w}, "experts": dict(zip("wb", of_experts, strict=True))})
-            )
-        )
-    return max(found)
+    step(*grid.rows(batch))
+    loss, grads = step(*grid.rows(batch))
+    w, *of_experts = grads.values()
+    grads = {"dense": {"w": w}, "experts": dict(zip("wb", of_experts, strict=True))}
+    return error_of(grid, params, batch, (loss, grads))
 
 
 def of_any(group, reduction, equal):
@@ -190,35 +159,15 @@ def weighed_late(group, how, equal):
     return max(float((grads["experts"][name] / scale - expected["experts"][name]).abs().max()) for name in "wb")
 
 
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
-
-
-def hidden(group):
-    """Weights that only a device knows are the cotangents, too."""
-    grid = Grid(group)
-    params, batch = problem()
-    weight = lambda *batch: batch[-1].sum().as_subclass(Unseen)
-    step = funcga.accumulate(
-        funcga.value_and_grad(loss_of(grid.ep, "mean")), 3, weight=weight, across=grid.across()
-    )  # fmt: skip
-    return error_of(grid, params, batch, step(own_experts(params, grid.ep), *grid.rows(batch)))
-
-
 SCENARIOS = {
     "prefix": (accumulated, "prefix", "sum"),
     "function": (accumulated, "function", "mean"),
     "replicas": (accumulated, "replicas", "sum"),
     "each expert on one process": (accumulated, "prefix", "mean", (1, 4)),
-    "each expert on all processes": (accumulated, "prefix", "mean", (4, 1)),
-    "stream": (streamed,),
-    "totals": (with_totals,),
-    "module, mean": (of_module, "mean"),
-    "module, sum": (of_module, "sum"),
+    "module": (of_module, "mean"),
     "multi_steps": (trained,),
     "any grad_fn": (of_any, "sum", False),
     "any grad_fn, equal weights": (of_any, "mean", True),
-    "weights of a device": (hidden,),
 }
 LIMITS = {"exact": 1e-6}
 

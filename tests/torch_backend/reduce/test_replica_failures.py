@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import funcga
 from tests.processes import Failed, Processes, processes
-from tests.torch_backend.reduce.test_replicas import averaged, difference, layers, made, problem, refused
+from tests.torch_backend.reduce.test_replicas import difference, layers, made, problem, refused
 from torch_backend import Replicas, module_value_and_grad
 
 
@@ -261,23 +261,6 @@ def test_steps_that_are_called_in_another_order_are_named(kind, first):
         assert text.endswith("Make and call the steps in one order on every rank, from a list rather than a set.")
 
 
-def own_steps(group):
-    """What is no mistake: a loss of one's own on each rank, and a step more on one of them that it never calls."""
-    rank = dist.get_rank(group)
-    if rank == 0:
-        funcga.accumulate(funcga.grad(averaged), 2, across=group)
-    losses = [lambda p, x: (p * x).sum(), lambda p, x: 3 * (p * x).sum()]
-    task = funcga.accumulate(funcga.grad(losses[rank]), 2, across=group)
-    same = funcga.accumulate(funcga.grad(averaged), 2, across=group)
-    found = [task(torch.ones(()), torch.ones(2)).item() for _ in range(2)]
-    params, *batch = problem()
-    return found, [difference(same(params, *batch), same(params, *batch)) for _ in range(2)]
-
-
-def test_steps_that_differ_on_purpose_are_merged():
-    assert processes().run(own_steps, size=2) == [([2.0, 2.0], [0.0, 0.0])] * 2
-
-
 def changes_later(group, ranks):
     """In the third window a leaf has another shape, on some of the ranks."""
     params, *batch = problem()
@@ -376,11 +359,7 @@ def context_parallel(group, masks):
     return errors
 
 
-MASKS = [
-    [[1] * 4 + [0] * 4, [0] * 4 + [1] * 4],
-    [[1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 0]],
-    [[0, 0, 0, 0, 1, 0, 1, 1], [1] * 8],
-]
+MASKS = [[[1] * 4 + [0] * 4, [0] * 4 + [1] * 4], [[0, 0, 0, 0, 1, 0, 1, 1], [1] * 8]]
 
 
 def test_a_loss_that_communicates_has_any_weights():
@@ -421,51 +400,7 @@ def test_collectives_of_the_loss_do_not_mix_with_ours():
     assert max(processes().run(quietly, disordered, size=2)) <= 1e-6
 
 
-def units(group):
-    """Weights of other sizes from window to window, and 16-bit sums."""
-    weigh = []
-    step = funcga.stream(funcga.grad(lambda p, x: (p * x.mean()).sum()), weight=lambda x: weigh[-1], across=group)
-    found = []
-    for weight in (1, 1e-45, 1e-60, 1e40, 1e300, 3):
-        weigh.append(weight * (1 + dist.get_rank(group)))
-        found.append(step(torch.ones(2), [torch.ones(2), torch.ones(2)]).tolist())
-    narrow = funcga.stream(
-        funcga.grad(lambda p, x: (100 * p).sum() + 0 * x.sum()), fold=funcga.mean(dtype=torch.float16), across=group
-    )
-    return found, [narrow(torch.ones(2, dtype=torch.float16), [torch.ones(n)]).tolist() for n in (1, 2000)]
-
-
-def test_the_unit_of_weights_is_agreed_on_in_each_window():
-    for found, narrow in processes().run(units, size=2):
-        for values in found:
-            assert values == pytest.approx([1.0, 1.0], rel=1e-6)
-        assert narrow == [[100.0, 100.0]] * 2
-
-
 # ------------------------------------------------------------------------------------- leaves of any kind
-
-
-# of any dtype, in any strides
-COLLECTED = [
-    torch.arange(6.0).view(2, 3).T,
-    torch.tensor([True, False]),
-    torch.zeros(0, 4, dtype=torch.int16),
-    torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
-    torch.arange(5, dtype=torch.bfloat16)[::2],
-    torch.ones(4, 4)[:, 1:2][:1],
-    torch.tensor([-1, 2**62]),
-]
-
-
-def collects(group):
-    return funcga.accumulate(lambda x: COLLECTED, 1, in_axes=0, fold=funcga.concat(), across=group)(torch.ones(1))
-
-
-def test_arrays_of_any_kind_are_collected():
-    for found in processes().run(collects, size=2):
-        for array, rows in zip(COLLECTED, found, strict=True):
-            assert rows.dtype == array.dtype
-            assert rows.equal(torch.cat([array, array]))
 
 
 def keeps(group):
