@@ -9,8 +9,8 @@ fixed before the first term:
 
 and only what is below the last digit is lost: half of `limit * 2**-73` at most, whatever else is in
 the sum. `leading` is a whole number in a float32 and each digit an int32, so an element takes 12
-bytes and no 64-bit types. A float64 is taken apart in the same way, into a float64 below 2**42 and digits
-of 60 bits.
+bytes and no 64-bit types. A float64 is taken apart in the same way, into a float64 below 2**42 and
+digits of 60 bits.
 
 - **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**30), so
   one sum has one form. The leading numbers are added as floats, which is exact while they stay
