@@ -9,8 +9,8 @@ fixed before the first term:
 
 and only what is below the last digit is lost: half of `limit * 2**-73` at most, whatever else is in
 the sum. `leading` is a whole number in a float32 and each digit an int32, so an element takes 12
-bytes and no 64-bit types. A float64 is taken apart in the same way, into a float64 and digits of 60
-bits.
+bytes and no 64-bit types. A float64 is taken apart in the same way, into a float64 below 2**42 and
+digits of 60 bits.
 
 - **Adding** adds from the last digit on and carries: digits of a sum are again in [0, 2**30), so
   one sum has one form. The leading numbers are added as floats, which is exact while they stay
@@ -51,8 +51,9 @@ from funcga.monoids import sum as plain_sum
 
 # The most terms of one sum: micro-batches of a window, on all replicas.
 MOST = 2**11
-# What stands in `leading` for a term that is out of range.
-BEYOND = 2.0**40
+# What stands in `leading` for a term that is out of range. The others of a sum add up to at most
+# 2**24 there in float32, and to 2**53 in float64.
+BEYOND = 2.0**60
 
 
 class Format(NamedTuple):
@@ -113,7 +114,7 @@ def digits_of(ndim: int) -> int:
 
 def unit_of(ndim: int, limit: float, form: Format) -> float:
     """What a leading number of 1 stands for."""
-    wider = 2.0 ** (form.digit if ndim == 0 else 0)
+    wider = 2.0 ** (0 if ndim else 30)
     return limit * wider * MOST / 2.0**form.mantissa
 
 
@@ -204,11 +205,7 @@ def joined(xp: Namespace, sums: Sequence[Array]) -> tuple[Array, ...]:
 
 def is_beyond(xp: Namespace, total: Sequence[Array]) -> Array:
     """Whether any term was out of range: a 0-d bool."""
-    return (
-        xp.max(_finite(xp, total[0])) >= BEYOND / 2
-        if 0 not in total[0].shape
-        else xp.zeros((), dtype=xp.bool)
-    )
+    return (_finite(xp, total[0]) >= BEYOND / 2).any()
 
 
 def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:

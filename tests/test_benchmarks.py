@@ -328,3 +328,11 @@ def test_the_rival_of_the_documentation_computes_what_the_loop_computes():
         make(Problem(tiny.module, tiny.loss, 2, tiny.size))(tiny.batch) for make in (names["make"], loop.make)
     )
     torch.testing.assert_close((loss, grads), (expected_loss, expected))
+
+
+def test_figures_in_prose_are_generated():
+    """In the README the one number of the introduction stands in its table, too."""
+    prose = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", readme.DOCS.read_text(), flags=re.DOTALL)
+    assert not re.search(r"\b\d+\.\d\d\b", prose)
+    (percent,) = re.findall(r"off by \*\*(\d+ %)\*\*", README)
+    assert re.search(rf"a `\.backward\(\)` loop \| {percent} ", README)

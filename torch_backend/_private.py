@@ -428,25 +428,25 @@ def flat_param_of(module: Any) -> Any:
     return None if module._handle is None else module._handle.flat_param
 
 
-def params_of_flat(flat: Any) -> list[torch.Tensor]:
-    """A flat parameter, and the module's own that are parts of it."""
-    return [flat, *(flat._params or ())]
+def params_of_fsdp1(module: Any) -> list[torch.Tensor]:
+    """The flat parameter of a module, and its own that are parts of it."""
+    flat = flat_param_of(module)
+    return [] if flat is None else [flat, *(flat._params or ())]
 
 
 def groups_of_fsdp1(module: Any) -> list[Any]:
     """The group that shards, and for HYBRID_SHARD the one that replicates."""
-    outer = module._inter_node_pg if "HYBRID" in module.sharding_strategy.name else None
-    return [module.process_group] if outer is None else [module.process_group, outer]
+    outer = [module._inter_node_pg] if "HYBRID" in module.sharding_strategy.name else []
+    return [module.process_group, *outer]
 
 
-def has_unsharded_sum(module: Any) -> bool:
-    """Whether a gradient is there as a backward pass in no_sync() leaves it, whole and not
-    synchronised.
+def is_unsharded(module: Any, name: str) -> bool:
+    """Whether the "data" of a flat parameter is whole, as in a pass, or its "grad", as a backward
+    pass in no_sync() leaves it.
     """
     flat = flat_param_of(module)
-    if flat is None or flat.grad is None or not module._handle.uses_sharded_strategy:
-        return False
-    return bool(flat.grad.shape != flat._local_shard.shape)
+    shapes = {_attribute(flat, f"{each}.shape", None) for each in ("_local_shard", name)}
+    return len(shapes - {None}) > 1
 
 
 def holders_of_fsdp1(module: Any) -> list[object]:
@@ -467,17 +467,23 @@ def says_that_a_shard_is_missing(error: AssertionError) -> bool:
 
 
 def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
-    """Drops all sums, and the traces of a pass that an error has ended."""
+    """Drops all sums, and the traces of a pass that an error has ended, as torch does at the end of
+    one. Without `reshard` parameters stay unsharded.
+    """
     for module in modules:
         module.training_state, handle = type(module.training_state).IDLE, module._handle
         if handle is not None:
-            handle._training_state = type(handle._training_state).IDLE
-            handle.flat_param.grad = None
-            handle.flat_param.__dict__.pop("_saved_grad_shard", None)
+            handle._training_state, flat = type(handle._training_state).IDLE, handle.flat_param
+            flat.grad = handle._post_forward_index = None
+            flat.__dict__.pop("_saved_grad_shard", None)
+            # The next pass has another node for it, where it computes in another dtype.
+            for hook in flat.__dict__.pop("_post_backward_hook_state", ())[-1:]:
+                hook.remove()
             handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = (
                 handle._prefetched
             ) = False
-            handle._post_forward_index = None
+            if _attribute(flat, "_local_shard", None) is not None:  # as from the first pass on
+                _attribute(handle, "reshard", bool)(handle.uses_sharded_strategy)
     for root in roots:
         root._post_backward_callback_queued = False
 
@@ -491,8 +497,7 @@ ParamGroup = Any
 
 def param_groups(module: Any) -> list[ParamGroup]:
     """The groups of a module."""
-    groups: list[ParamGroup] = module._get_fsdp_state()._fsdp_param_groups
-    return groups
+    return module._get_fsdp_state()._fsdp_param_groups  # type: ignore[no-any-return]
 
 
 def is_sharded(group: ParamGroup) -> bool:
@@ -524,8 +529,8 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
 
 def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
     """What gradients are summed in before they are reduced; None for that of the parameter."""
-    dtype: torch.dtype | None = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
-    return dtype
+    policy = group.mp_policy
+    return policy.reduce_dtype or policy.param_dtype  # type: ignore[no-any-return]
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:

@@ -93,10 +93,13 @@ class _FSDP1(Unwrapped):
         return [each for part in self.wrapper.parts for each in _private.holders_of_fsdp1(part)]
 
     def held(self) -> Held:
-        summed = filter(_private.has_unsharded_sum, self.wrapper.parts)
         return {
             "unsharded parameters": [*map(_private.whole_of_flat, self.wrapper.leaves())],
-            "unsharded gradients": [_private.flat_param_of(part).grad for part in summed],
+            "unsharded gradients": [
+                _private.flat_param_of(part).grad
+                for part in self.wrapper.parts
+                if _private.is_unsharded(part, "grad")
+            ],
         }
 
 

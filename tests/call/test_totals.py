@@ -67,6 +67,18 @@ def test_counts_of_few_bits_do_not_overflow(kit):
     assert found == {"int8": 30_000, "bool": 300, "half": 300}
 
 
+def test_a_stream_counts_what_it_moves_to_a_device(kit):
+    device = torch.device("cpu") if kit is TORCH else jax.devices()[1]
+    loss = lambda w, x, *, totals: (w * x).sum() / totals
+    step = funcga.stream(funcga.value_and_grad(loss), fold=funcga.sum(), totals=lambda x: x.sum() / 2, device=device)
+    rows = np.arange(8.0)
+    value, gradient = step(
+        kit.arrays(np.ones(())), [rows[:3], rows[3:]] if kit is JAX else torch.from_numpy(rows).split(3)
+    )
+    assert np.allclose([float(value), float(gradient)], 2, rtol=LIMIT, atol=0)
+    assert kit is TORCH or gradient.devices() == {device}
+
+
 def test_any_gradient_function_gets_them(kit):
     loss = lambda w, x, *, totals: (w * x).sum() / totals
     of_framework = torch.func.grad(loss) if kit is TORCH else jax.grad(loss)

@@ -145,6 +145,34 @@ def test_wrapped_modules_with_uneven_rows_or_none(wrapper):
         assert max(found) < LIMIT, found
 
 
+def weighing_nothing(group):
+    """Two micro-batches a rank, of which one weighs nothing, and whose summary is then 0 / 0."""
+    plain, (x, y) = Scaled(), batch(8)
+    mask = torch.tensor([1.0, 1, 0, 0, 0, 0, 1, 1], dtype=torch.float64)
+
+    def summary(module, x, y, mask):
+        a, b, scale = module(x, y)
+        return {"gap": ((a - b).square().mean(1) * mask).sum() / mask.sum(), "scale": scale.log()}
+
+    loss = lambda module, s: s["gap"].log() * s["scale"]
+    value = loss(plain, summary(plain, x, y, mask))
+    value.backward()
+    step = funcga.coupled(
+        module_value_and_grad(ddp(group, Scaled()), summary),
+        loss,
+        2,
+        fold=funcga.mean(),
+        weight=lambda x, y, m: m.sum(),
+    )
+    own = slice(4 * group.rank(), 4 * group.rank() + 4)
+    found, grads = step(x[own], y[own], mask[own])
+    return difference(TORCH, [found, *grads.values()], [value.detach(), *[p.grad for p in plain.parameters()]])
+
+
+def test_a_micro_batch_of_weight_0_may_be_nan():
+    assert max(processes().run(weighing_nothing, size=2)) < LIMIT
+
+
 def sent_by_wrapper(group, wrapper, n):
     module, (x, y) = WRAPPERS[wrapper](group, Scaled()), batch(8)
     step = funcga.coupled(module_value_and_grad(module, scaled_summary), scaled_loss, n, fold=FOLD)

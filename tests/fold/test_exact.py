@@ -185,6 +185,23 @@ def test_folds_that_are_exact_are_left_alone():
 
 
 @pytest.mark.host
+@DTYPES
+@KITS
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_terms_just_below_the_limit_are_exact_and_no_others(kit, dtype, shape):
+    """As many as there is room for, of either sign; in a leaf without axes they may be 2**30 times as large."""
+    most = LIMIT if shape else LIMIT * 2**30
+    just_below = float(np.nextafter(np.array(most, dtype), np.array(0, dtype)))
+    step = funcga.accumulate(lambda x: x[0], microbatch_size=1, in_axes=0, fold=funcga.reproducible(funcga.sum()))
+    for rows, sign, above in ((1, 1, most), (4, -1, -most), (2048, -1, most)):
+        terms = np.full((rows, *shape), sign * just_below, dtype)
+        assert (kit.numpy(step(kit.arrays(terms))) == rows * sign * just_below).all()
+        terms[-1] = above  # which the others do not cancel
+        with pytest.raises(funcga.FuncgaError, match=f"is not below {most:.3g}".replace("+", r"\+")):
+            step(kit.arrays(terms))
+
+
+@pytest.mark.host
 @KITS
 def test_out_of_range_is_an_error_on_the_host(kit):
     """It names the leaf, whether micro-batches are cut or come one by one."""

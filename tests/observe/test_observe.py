@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import funcga
+import torch_backend
 from tests import problems
 from tests.kits import TORCH, difference
 from tests.observe import oracle
@@ -95,6 +96,19 @@ def test_the_norm_of_what_weighs_nothing_is_0(kit, name):
     if name != "sums":  # whose sum has them in it, whatever they weigh
         close(kit, observed.mean, mean)
     assert np.allclose(kit.numpy(observed.microbatches), expected, rtol=LIMIT, atol=0)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_norms_of_sparse_gradients_are_those_of_dense_ones(n):
+    indices, observed = torch.tensor([0, 1, 1, 3, 3, 3, 0, 2]), []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        module = torch.nn.Embedding(5, 3, sparse=sparse, dtype=torch.float64)
+        gradient = torch_backend.module_value_and_grad(module, lambda module, i: module(i).square().sum())
+        observed.append(funcga.accumulate(gradient, n, observe=funcga.gradient_norms())(indices)[1])
+    dense, of_sparse = observed
+    assert torch.allclose(of_sparse.microbatches, dense.microbatches, rtol=LIMIT, atol=0)
+    close(TORCH, of_sparse.mean, dense.mean)
 
 
 def test_short_leaves_and_long_ones_in_groups():

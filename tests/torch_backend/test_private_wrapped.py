@@ -12,6 +12,8 @@ import funcga
 from tests.processes import Failed, processes
 from tests.torch_backend.wrapped.test_wrapped import (
     WRAPPERS,
+    BreaksBackward,
+    Broken,
     errors,
     made,
     mean_square,
@@ -46,6 +48,31 @@ def step_without(group, wrapper):
 def test_the_reducer_of_ddp(wrapper):
     for found in processes(2).run(step_without, wrapper):
         assert max(found) <= 1e-6
+
+
+def failed_without_reshard(group):
+    """Two windows, of which the first fails in its backward pass, and parameters cannot be sharded again."""
+    net, own = made(), rows_of(group.rank(), torch.float32)
+    hook = net[1].register_forward_hook(lambda layer, args, out: BreaksBackward.apply(out))
+    module, reset = WRAPPERS["fsdp1"](group, net), _private.reset_fsdp1
+    step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
+
+    def without_reshard(roots, modules):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(type(roots[0]._handle), "reshard")
+            reset(roots, modules)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_private, "reset_fsdp1", without_reshard)
+        with pytest.raises(Broken):
+            step(*own)
+    hook.remove()
+    with pytest.raises(funcga.FuncgaError, match="an error in an earlier pass has left its parameters unsharded"):
+        step(*own)
+
+
+def test_what_shards_fsdp1_again():
+    processes(2).run(failed_without_reshard)
 
 
 def refused_without(group, wrapper, owner, name):

@@ -44,11 +44,11 @@ class FSDP1(Wrapper):
 
     def covered(self) -> set[int]:
         """All that are in a flat parameter."""
-        return {id(p) for flat in self.leaves() for p in _private.params_of_flat(flat)}
+        return {id(p) for part in self.parts for p in _private.params_of_fsdp1(part)}
 
     def leaves(self) -> list[torch.Tensor]:
         """The flat parameters."""
-        return [flat for part in self.parts if (flat := _private.flat_param_of(part)) is not None]
+        return [flat for part in self.parts for flat in _private.params_of_fsdp1(part)[:1]]
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
@@ -59,24 +59,30 @@ class FSDP1(Wrapper):
         parameter's own.
         """
         for part in self.parts if self.sync == "last" else ():
-            flat = _private.flat_param_of(part)
-            if flat is not None and any(param is p for p in _private.params_of_flat(flat)):
+            if any(param is p for p in _private.params_of_fsdp1(part)):
                 return part.mixed_precision.param_dtype or param.dtype
         return param.dtype
 
     def window(self) -> AbstractContextManager[None]:
         """Synchronises even inside of the user's no_sync().
 
-        Raises FuncgaError if there are unsharded sums of the user's: FSDP1 keeps them where the
-        shards go.
+        Raises FuncgaError if there are unsharded sums of the user's, since FSDP1 keeps them where
+        the shards go; or unsharded parameters, since some would then have no gradient.
         """
-        if any(map(_private.has_unsharded_sum, self.parts)):
-            raise FuncgaError(
-                "the module is wrapped by FullyShardedDataParallel and has gradients of a "
-                ".backward() in no_sync(), which would be reduced along with those of this call. "
-                "First end that window by a backward pass outside of no_sync(), or drop it: "
-                "module.zero_grad()."
-            )
+        problems = {
+            "grad": "has gradients of a "
+            ".backward() in no_sync(), which would be reduced along with those of this call. "
+            "First end that window by a backward pass outside of no_sync(), or drop it: "
+            "module.zero_grad().",
+            "data": "an error in an earlier pass has left its parameters unsharded, so that "
+            "gradients would be missing. Wrap the module anew, and load its parameters: "
+            "module.load_state_dict(state).",
+        }
+        for name, problem in problems.items():
+            if any(_private.is_unsharded(part, name) for part in self.parts):
+                raise FuncgaError(
+                    f"the module is wrapped by FullyShardedDataParallel and {problem}"
+                )
         return assigned([(part, _private.SYNCHRONISES_FSDP1, True) for part in self.parts])
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -131,9 +137,7 @@ class FSDP2(Wrapper):
     def param_groups(self) -> list[_private.ParamGroup]:
         """The groups of parameters that are communicated together."""
         return list(
-            {
-                id(group): group for part in self.parts for group in _private.param_groups(part)
-            }.values()
+            dict.fromkeys(group for part in self.parts for group in _private.param_groups(part))
         )
 
     def covered(self) -> set[int]:

@@ -398,6 +398,10 @@ def without_target(mesh):
     funcga.accumulate(pipeline("ScheduleGPipe", mesh)[0], 2)(batch(4)[0])
 
 
+def planned(mesh):
+    funcga.plan(pipeline("ScheduleGPipe", mesh)[0], *batch(4), memory="1 GB")
+
+
 def everything_that_is_refused(group):
     """One call for all, as processes are slow to begin."""
     refused(group, with_schedule(scales), "scale_grads=True")
@@ -413,6 +417,7 @@ def everything_that_is_refused(group):
     refused(group, step_of(in_axes=(funcga.CARRY, 0)), "argument is CARRY")
     refused(group, step_of(fold=funcga.max()), "fold is no sum")
     refused(group, lambda mesh: pipeline_value_and_grad(dict, nn.Linear(1, 1), loss_fn), "stages holds a Linear")
+    refused(group, planned, "the plan of a step of a pipeline was asked for")
     refused(group, zero_bubble_of_ddp, "in passes that DDP does not see")
     # A schedule that tells nothing is taken as it is.
     assert _private.loss_of_schedule(object(), loss_fn) is loss_fn

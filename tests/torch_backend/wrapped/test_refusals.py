@@ -12,6 +12,8 @@ import funcga
 from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import (
     WRAPPERS,
+    BreaksBackward,
+    Broken,
     by_steps,
     ddp,
     fsdp1,
@@ -190,7 +192,20 @@ LATE = (
     "and now {} is wrapped by {}: the step would miss parameters, and would not reduce their gradients over the replicas. "
     "Wrap the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n)."
 )
+
+
 # (what is called with the group, words of the error)
+def failed_outside(group):
+    """A backward pass of the user's that fails within the module, and a call."""
+    net, (x, y) = made(), rows(group)
+    hook = net[1].register_forward_hook(lambda layer, args, out: BreaksBackward.apply(out))
+    module = fsdp1(group, net)
+    with pytest.raises(Broken):
+        mean_square(module, x, y).backward()
+    hook.remove()
+    return step_of(module)(x, y)
+
+
 REFUSED = {
     "outer, ddp": ((outer, "ddp"), OUTER.format("DistributedDataParallel")),
     "outer, fsdp1": ((outer, "fsdp1"), OUTER.format("FullyShardedDataParallel")),
@@ -244,6 +259,9 @@ REFUSED = {
         "torch when a backward pass does not synchronise. Leave static_graph out, or synchronise every micro-batch"),
     "sums of fsdp1": ((left_over, "fsdp1"), "the module is wrapped by FullyShardedDataParallel and has gradients of a "
         ".backward() in no_sync(), which would be reduced along with those of this call. First end that window"),
+    "failed fsdp1": ((failed_outside,), "the module is wrapped by FullyShardedDataParallel and an error in an earlier "
+        "pass has left its parameters unsharded, so that gradients would be missing. Wrap the module anew, and load its "
+        "parameters: module.load_state_dict(state)."),
     "sums of fsdp1, flat": ((left_over, "fsdp1_flat"), "has gradients of a .backward() in no_sync()"),
     "unused, ddp": ((unused_at_last, "ddp"), "the last micro-batch has no gradient for `module.part.0.weight`, "
         "`module.part.0.bias`, so that DistributedDataParallel did not synchronise, nor what earlier micro-batches had "
