@@ -208,6 +208,21 @@ def test_each_leaf_has_the_replicas_of_its_own_and_the_weights_of_the_window():
         assert found["each"] == pytest.approx(sum(8 * means[r] for r in ep), rel=1e-14)
 
 
+def in_16_bits(group):
+    """2048 and eight ones, in leaves of float16, where 2048 + 1 is 2048."""
+    grid = Grid(group)
+    each = lambda x: dict.fromkeys(("usual", "wide", "own"), x.sum())
+    fold = {"usual": funcga.sum(), "wide": funcga.sum(dtype="float64"), "own": funcga.sum(dtype="float32")}
+    across = {"usual": grid.all, "wide": grid.edp, "own": grid.mesh["ep"]}
+    rows = torch.tensor([2048] + [1] * 8, dtype=torch.float16)
+    found = funcga.accumulate(each, 9, in_axes=0, fold=fold, across=across)(rows)
+    return {name: float(leaf) for name, leaf in found.items()}
+
+
+def test_sums_of_16_bits_are_wider_over_replicas_of_their_own():
+    assert processes().run(in_16_bits) == [{"usual": 4 * 2056, "wide": 2 * 2056, "own": 2 * 2056}] * 4
+
+
 def travels(group):
     """What a second window calls, in small buckets and in large ones."""
     grid = Grid(group)
