@@ -17,12 +17,15 @@ A tool: without this file autograd adds these gradients as it does all others. I
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import has_torch_function
 
 from torch_backend import _private
 from torch_backend.engine.passes import FUSES, LARGE, Arrivals, Fuses
@@ -34,8 +37,9 @@ _DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
 # The weights of all windows, by their ids, and the stream that each window computes in: a
 # checkpoint may run a module again in another thread.
 _WEIGHTS: dict[int, tuple[torch.Tensor, torch.Stream | None]] = {}
-# By the numbers that autograd gives to passes of windows: what is told of a first gradient.
-_PASSES: dict[int, Arrivals | None] = {}
+# By the numbers that autograd gives to passes of windows: the weights of the window, and what is
+# told of a first gradient.
+_PASSES: dict[int, tuple[frozenset[int], Arrivals | None]] = {}
 
 
 class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as torch.set_grad_enabled is
@@ -46,7 +50,7 @@ class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as tor
 
     Args:
         enabled: False lets autograd compute each gradient and add it, as a `.backward()` loop
-            does, to the bit.
+            does, to the bit: in windows that begin then.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(50_000, 16), nn.Linear(16, 1))
@@ -83,33 +87,40 @@ def fuse(leaves: Sequence[torch.Tensor], stack: ExitStack) -> Fuses | None:
     # A graph that torch.compile makes is compiled again where a function of torch is replaced.
     if not _SETTING.enabled or _private.may_compile():
         return None
-    weights = [leaf for leaf in leaves if leaf.numel() >= LARGE and _is_weight(leaf)]
+    weights = {id(leaf): leaf for leaf in leaves if leaf.numel() >= LARGE and _is_weight(leaf)}
     if not weights:
         return None
     stack.enter_context(_REPLACEMENTS)
-    for weight in weights:
-        _WEIGHTS[id(weight)] = weight, _stream(weight)
-        stack.callback(_WEIGHTS.pop, id(weight), None)
-    return _adding
+    # A window inside of a loss may have the same weights.
+    around = {key: _WEIGHTS[key] for key in weights if key in _WEIGHTS}
+    stack.callback(_WEIGHTS.update, around)
+    for key, weight in weights.items():
+        _WEIGHTS[key] = weight, _stream(weight)
+        stack.callback(_WEIGHTS.pop, key, None)
+    return partial(_adding, frozenset(weights))
 
 
 @contextmanager
-def _adding(loss: torch.Tensor, arrivals: Arrivals | None) -> Iterator[None]:
-    """A context in which the next backward pass of this loss adds the gradients."""
+def _adding(
+    weights: frozenset[int], loss: torch.Tensor, arrivals: Arrivals | None
+) -> Iterator[torch.Tensor]:
+    """A context in which the backward pass of the loss that it gives adds the gradients of these
+    weights.
+    """
     passes: list[int] = []
 
     def note(_: torch.Tensor) -> None:
-        # The first pass that begins with this loss; a hook may run others inside of it.
         number = _private.graph_task()
-        if not passes and number != -1:
+        if number != -1:
             passes.append(number)
-            _PASSES[number] = arrivals
+            _PASSES[number] = weights, arrivals
 
-    handle = loss.register_hook(note)  # type: ignore[no-untyped-call]
+    # A node of our own: hooks of the loss may run other passes from there.
+    root = loss.view_as(loss)
+    root.register_hook(note)  # type: ignore[no-untyped-call]
     try:
-        yield
+        yield root
     finally:
-        handle.remove()
         for number in passes:
             del _PASSES[number]
 
@@ -121,6 +132,7 @@ def _is_weight(leaf: torch.Tensor) -> bool:
         and leaf.ndim == 2
         and leaf.dtype in _DTYPES
         and leaf.is_contiguous()
+        and leaf.grad_dtype in (leaf.dtype, None)
     )
 
 
@@ -132,27 +144,30 @@ def _is_fused(weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | No
     """Whether the gradient of one of the weights may be added here for this call."""
     return (
         {type(input), type(bias)} <= {*_DENSE, type(None)}
+        and not has_torch_function((input, weight))  # nor is a mode active
+        and input.layout is torch.strided
+        and not input.is_nested
         and (bias is None or bias.ndim == 1)
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         # These functions have no rules for torch.func, nor for tangents.
         and not _private.transforms()
         and _private.forward_level() < 0
         # Of another stream autograd would not wait for what is added there.
-        and _stream(weight) == _WEIGHTS[id(weight)][1]
+        and _WEIGHTS.get(id(weight)) == (weight, _stream(weight))
     )
 
 
 def _is_added(weight: torch.Tensor) -> bool:
     """Whether the gradient of a weight is added to its `.grad` now, and not returned."""
-    number, hooks = _private.graph_task(), _private.hooks_of(weight) or {}
-    if number not in _PASSES:
-        return False
+    weights, arrivals = _PASSES.get(_private.graph_task(), (frozenset[int](), None))
     # What watches for a first gradient is told of one, though not which.
-    arrivals = _PASSES[number]
-    is_seen = hooks and (arrivals is None or [*hooks.values()] != [arrivals.note])
+    hooks = [*(_private.hooks_of(weight) or {}).values()]
+    is_seen = hooks and (arrivals is None or hooks != [arrivals.note])
     is_dense = weight.grad is None or weight.grad.layout is torch.strided
-    return is_dense and not (is_seen or _private.has_hooks_on_grad(weight))
+    is_own = id(weight) in weights
+    return is_own and is_dense and not (is_seen or _private.has_hooks_on_grad(weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -170,18 +185,21 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         # Under autocast the rows are in another dtype.
         factor = weight.to(rows.dtype)
-        ctx.save_for_backward(rows, weight, factor)
+        ctx.is_cast = factor is not weight
+        saved = (factor, weight) if ctx.is_cast else (factor,)
+        ctx.save_for_backward(rows, *(saved if ctx.needs_input_grad[0] else ()))
         ctx.leaf, ctx.transposed = weight, transposed
         bias = bias if bias is None else bias.to(rows.dtype)
         return _LINEAR(rows, factor if transposed else factor.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, factor = ctx.saved_tensors
+        rows, *saved = ctx.saved_tensors
         of_rows = of_weight = of_bias = None
-        if torch.is_grad_enabled():  # a second derivative leads to the weight
-            factor = weight.to(rows.dtype)
         if ctx.needs_input_grad[0]:
+            factor = saved[0]
+            if ctx.is_cast and torch.is_grad_enabled():  # a second derivative leads to the weight
+                factor = saved[1].to(rows.dtype)
             of_rows = gradient @ (factor if ctx.transposed else factor.t())
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(0)
@@ -242,13 +260,23 @@ class _Embedding(torch.autograd.Function):
 _LINEAR, _EMBEDDING, _ADDMM = functional.linear, functional.embedding, torch.addmm
 
 
-def _rows(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The input as rows, in the dtype of the product."""
-    kind, floats = input.device.type, {input.dtype, weight.dtype}
-    if torch.is_autocast_enabled(kind) and torch.float64 not in floats:
+def _own(
+    function: Callable[..., torch.Tensor], args: Any, kwargs: Any = MappingProxyType({})
+) -> torch.Tensor:
+    """Calls torch's own function. Where a mode or a subclass sees the call, torch is as it was."""
+    if has_torch_function(args):
+        with _REPLACEMENTS.lifted():
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _rows(input: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor | None:
+    """The input as rows, in the dtype of the product; None if dtypes do not fit."""
+    kind, dtypes = input.device.type, {each.dtype for each in (input, *others) if each is not None}
+    if torch.is_autocast_enabled(kind) and dtypes <= _DTYPES - {torch.float64}:
         input = input.to(torch.get_autocast_dtype(kind))
-    elif len(floats) > 1:
-        return _LINEAR(input, weight)  # which says what is wrong
+    elif len(dtypes) > 1:
+        return None
     return input.reshape(-1, input.shape[-1])
 
 
@@ -256,19 +284,23 @@ def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     if id(weight) in _WEIGHTS and _is_fused(weight, input, bias):
-        rows = _Linear.apply(_rows(input, weight), weight, bias, True)  # type: ignore[no-untyped-call]
-        # Not a view, which could not be written to as what torch returns can.
-        return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], len(weight)])  # type: ignore[no-any-return]
-    return _LINEAR(input, weight, bias)
+        rows = _rows(input, weight, bias)
+        if rows is not None:
+            product = _Linear.apply(rows, weight, bias, True)  # type: ignore[no-untyped-call]
+            # Not a view, which could not be written to as what torch returns can.
+            return torch.ops.aten._unsafe_view(product, [*input.shape[:-1], len(weight)])  # type: ignore[no-any-return]
+    return _own(_LINEAR, (input, weight, bias))
 
 
 def _addmm(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Hugging Face's Conv1D calls it with a weight."""
     if len(args) == 3 and not kwargs and id(args[2]) in _WEIGHTS:
-        bias, rows, weight = args
-        if _is_fused(weight, rows, bias) and rows.ndim == 2:
-            return _Linear.apply(_rows(rows, weight), weight, bias, False)  # type: ignore[no-any-return, no-untyped-call]
-    return _ADDMM(*args, **kwargs)
+        bias, input, weight = args
+        if _is_fused(weight, input, bias) and input.ndim == 2:
+            rows = _rows(input, weight, bias)
+            if rows is not None:
+                return _Linear.apply(rows, weight, bias, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _own(_ADDMM, args, kwargs)
 
 
 def _embedding(
@@ -287,7 +319,8 @@ def _embedding(
         and not (scale_grad_by_freq or sparse)
     ):
         return _Embedding.apply(input, weight, padding_idx)  # type: ignore[no-any-return, no-untyped-call]
-    return _EMBEDDING(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    return _own(_EMBEDDING, (input, weight, *options))
 
 
 _REPLACEMENTS = Replacements()

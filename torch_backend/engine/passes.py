@@ -40,8 +40,9 @@ LARGE = 2**19
 
 
 # Registered by torch_backend.fused: called with the leaves and the stack of a window, it returns a
-# function that makes the context of each backward pass, or None if no leaf is a large weight.
-Fuses = Callable[[torch.Tensor, "Arrivals | None"], AbstractContextManager[None]]
+# function that makes the context of a backward pass, which gives the loss to differentiate; None if
+# no leaf is a large weight.
+Fuses = Callable[[torch.Tensor, "Arrivals | None"], AbstractContextManager[torch.Tensor]]
 FUSES: list[Callable[[Sequence[torch.Tensor], ExitStack], Fuses | None]] = []
 
 
@@ -167,7 +168,7 @@ class Pass:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
             if self.fused is not None:
-                outside.enter_context(self.fused(loss, self.arrivals))
+                loss = outside.enter_context(self.fused(loss, self.arrivals))
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
             _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
