@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.overrides import has_torch_function
 
 from torch_backend import _private
-from torch_backend.engine.passes import FUSES, LARGE, Arrivals, Fuses
+from torch_backend.engine.passes import FUSES, LARGE, Arrivals
 from torch_backend.replacements import Replacements
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -78,7 +78,9 @@ class _Setting(threading.local):
 _SETTING = _Setting()
 
 
-def fuse(leaves: Sequence[torch.Tensor], stack: ExitStack) -> Fuses | None:
+def fuse(
+    leaves: Sequence[torch.Tensor], stack: ExitStack
+) -> Callable[[torch.Tensor, Arrivals | None], AbstractContextManager[torch.Tensor]] | None:
     """Fuses the gradients of the large weights among these leaves until the stack is closed.
 
     Returns the context of a backward pass; None if there are none, or if something keeps their
@@ -116,7 +118,8 @@ def _adding(
             _PASSES[number] = weights, arrivals
 
     # A node of our own: hooks of the loss may run other passes from there.
-    root = loss.view_as(loss)
+    with torch.enable_grad():
+        root = loss.view_as(loss)
     root.register_hook(note)  # type: ignore[no-untyped-call]
     try:
         yield root
@@ -263,11 +266,24 @@ _LINEAR, _EMBEDDING, _ADDMM = functional.linear, functional.embedding, torch.add
 def _own(
     function: Callable[..., torch.Tensor], args: Any, kwargs: Any = MappingProxyType({})
 ) -> torch.Tensor:
-    """Calls torch's own function. Where a mode or a subclass sees the call, torch is as it was."""
-    if has_torch_function(args):
-        with _REPLACEMENTS.lifted():
-            return function(*args, **kwargs)
-    return function(*args, **kwargs)
+    """Calls torch's own function. If a mode or a subclass sees the call, torch has its own
+    functions meanwhile, which these may be compared with.
+    """
+    if not has_torch_function(args):
+        return function(*args, **kwargs)
+    with _REPLACEMENTS.lock:
+        replaced = [
+            entry for entry in _REPLACEMENTS.attributes if vars(entry[0])[entry[1]] is entry[3]
+        ]
+        for owner, name, own, _ in replaced:
+            vars(owner)[name] = own
+    try:
+        return function(*args, **kwargs)
+    finally:
+        with _REPLACEMENTS.lock:
+            for owner, name, own, ours in replaced if _REPLACEMENTS.count else ():
+                if vars(owner)[name] is own:
+                    vars(owner)[name] = ours
 
 
 def _rows(input: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor | None:

@@ -154,7 +154,7 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     Raises FuncgaError if a part is missing, or is another replica's.
     """
     saved = [_part(window) for window in windows]
-    if len(windows) > 1 and any(isinstance(window.part, tuple) for window in windows):
+    if any(isinstance(window.part, tuple) for window in windows[1:]):
         raise FuncgaError(
             f"{len(windows)} states were given to merge, and multi_steps was made without "
             "across=: each is a window of its own. Pass across= on every replica; or save one "

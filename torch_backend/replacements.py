@@ -5,8 +5,7 @@ it, too.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 
 class Replacements(AbstractContextManager[None]):
@@ -38,23 +37,6 @@ class Replacements(AbstractContextManager[None]):
             for owner, name, own, value in () if self.count else self.attributes:
                 if vars(owner).get(name) is value:
                     delattr(owner, name) if own is _ABSENT else setattr(owner, name, own)
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """A context in which torch has its own again; for all threads."""
-        with self.lock:
-            lifted = [
-                entry for entry in self.attributes if vars(entry[0]).get(entry[1]) is entry[3]
-            ]
-            for owner, name, own, _ in lifted:
-                setattr(owner, name, own)
-        try:
-            yield
-        finally:
-            with self.lock:
-                for owner, name, own, value in lifted if self.count else ():
-                    if vars(owner).get(name) is own:
-                        setattr(owner, name, value)
 
 
 _ABSENT = object()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import funcga
@@ -239,6 +240,13 @@ def under_transforms(model, tokens, targets):
     return outputs.square().mean() + tangents.square().mean()
 
 
+def of_rows(model, tokens, targets):
+    """Calls with a vector, and with keywords."""
+    rows = F.embedding(input=tokens[:, 1], weight=model.table.weight)
+    outputs = [F.linear(input=row, weight=model.head.weight, bias=model.head.bias) for row in rows]
+    return torch.stack(outputs).square().mean()
+
+
 def in_place(model, tokens, targets):
     """What a layer returns is written to."""
     hidden = F.relu(model.hidden(model.table(tokens)), inplace=True)
@@ -255,7 +263,61 @@ def with_a_pass_in_a_hook(model, tokens, targets):
     return F.cross_entropy(model.head(torch.tanh(hidden)).flatten(0, 1), targets.flatten())
 
 
-LOSSES = [penalty, decay, twice, of_weights, under_transforms, in_place, with_a_pass_in_a_hook]
+def in_a_hook_of_the_loss(model, tokens, targets):
+    """A hook of the loss that runs another pass from the loss on, before the window's own goes on."""
+    loss, began = loss_of(model, tokens, targets), []
+
+    def hook(gradient):
+        if not began:
+            began.append(True)
+            (found,) = torch.autograd.grad(loss, model.head.weight, torch.ones(()).to(loss), retain_graph=True)
+            return gradient * (1 + found.abs().sum())
+        return None
+
+    loss.register_hook(hook)
+    return loss
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is F.linear else result
+
+
+def under_a_mode(model, tokens, targets):
+    """What a mode makes of F.linear is differentiated."""
+    with Doubled():
+        return loss_of(model, tokens, targets)
+
+
+class Coded(torch.Tensor):
+    """A table that says by itself how rows are taken from it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (F.embedding, F.linear):
+            plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, cls) else arg for arg in args]
+            return 3 * function(*plain, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+CODED = torch.randn(VOCABULARY, 2, dtype=torch.float64).as_subclass(Coded)
+
+
+def with_a_subclass(model, tokens, targets):
+    rows = F.embedding(tokens, CODED)
+    return loss_of(model, tokens, targets) * (rows.as_subclass(torch.Tensor).square().mean() + 1)
+
+
+def of_sparse_rows(model, tokens, targets):
+    """A bag of words."""
+    rows = torch.zeros(len(tokens), WIDTH, dtype=torch.float64)
+    rows[:, :3] = tokens[:, :3] / VOCABULARY
+    return F.linear(rows.to_sparse(), model.head.weight).square().mean() + loss_of(model, tokens, targets)
+
+
+LOSSES = [penalty, decay, twice, of_weights, under_transforms, of_rows, in_place, with_a_pass_in_a_hook]
+LOSSES += [in_a_hook_of_the_loss, under_a_mode, with_a_subclass, of_sparse_rows]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -364,6 +426,37 @@ def test_under_autocast(model, loss):
         check(step(*args), plain, limit=1e-2)
     if loss is loss_of:
         assert made(partial(step, *args)) < made_without(step, args)
+
+
+@pytest.mark.parametrize("way", [of_module, of_params])
+def test_windows_in_windows(way):
+    """A pass of one window goes through the weights of another that is open: in a stream's generator, in a loss."""
+    model, other, (tokens, targets) = Model().double(), nn.Embedding(VOCABULARY, WIDTH).double(), batch(6)
+    inner = of_module(other, lambda other, x, y: F.cross_entropy(model.head(other(x)).flatten(0, 1), y.flatten()))
+
+    def batches():
+        yield from zip(tokens.split(2), targets.split(2), strict=True)
+        inner(tokens, targets)
+
+    def loss(model, *args):
+        with torch.no_grad():
+            inner(tokens, targets)
+        return loss_of(model, *args)
+
+    wanted = gradients(loss_of, model, tokens, targets)
+    stream = funcga.stream(torch_backend.module_value_and_grad(model, loss_of), in_axes=0)
+    for _ in range(2):
+        check(stream(batches())[1], wanted)
+        check(way(model, loss)(tokens, targets), wanted)
+
+
+def test_a_gradient_of_another_dtype_is_left_to_autograd():
+    model, args = Model(), batch(6)
+    model.head.weight.grad_dtype = torch.float64
+    step = of_module(model, loss_of)
+    with torch_backend.fused_gradients(False):
+        plain = step(*args)
+    check(step(*args), plain, limit=1e-6)
 
 
 def test_two_threads():

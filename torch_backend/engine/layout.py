@@ -70,7 +70,10 @@ class InBackward:
         # it does if it has a scale already.
         kinds = {layout.kinds[leaf_index] for leaf_index in self.sums}
         self.only_weighted = "plain" not in kinds and not self.not_sums
-        is_kept_apart = self.dtensors or scaled or any(map(_is_narrow, present.values()))
+        is_narrow = any(
+            leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16 for leaf in present.values()
+        )
+        is_kept_apart = self.dtensors or scaled or is_narrow
         self.takes_weights = self.only_weighted and not is_kept_apart
 
     def _sort(self, layout: "Layout", position: int, leaf_index: int, leaf: torch.Tensor) -> None:
@@ -86,10 +89,6 @@ class InBackward:
             dtype = layout.folds[leaf_index].accumulator_dtype
             wide = None if dtype == leaf.dtype else dtype
             self.added.append(Added(position, leaf_index, kind == "plain", wide))
-
-
-def _is_narrow(leaf: torch.Tensor) -> bool:
-    return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
 class Rest:
@@ -255,18 +254,27 @@ class StepCache:
         like = gradient.compose(*value, [argument.tree for argument in leaves.values()])
         outputs, output_leaves = program.bind(like, arguments)
         check(outputs)
-        # The gradients follow the value, argument by argument; where there is none, they come
-        # first.
-        start = gradient.leaves_before
-        if gradient.with_value:
-            start = len(output_leaves) - sum(len(argument.leaves) for argument in leaves.values())
-        in_backward: dict[int, torch.Tensor | None] = {}
-        for argnum, argument in leaves.items():
-            if argnum in whole:
-                in_backward |= enumerate(argument.leaves, start)
-            start += len(argument.leaves)
-        rest = [() if argnum in whole else argument.tree for argnum, argument in leaves.items()]
+        in_backward, rest = _parted(gradient, leaves, whole, len(output_leaves))
         structure = trees.flatten(gradient.compose(*value, rest))[1]
         self.layout = Layout(outputs, in_backward, structure, gradient.scaled, pure=False)
         self.key, self.kinds = key, kinds
         return self.layout
+
+
+def _parted(
+    gradient: GradientFunction, leaves: Mapping[int, Leaves], whole: Collection[int], count: int
+) -> tuple[dict[int, torch.Tensor | None], list[Tree]]:
+    """(the leaves in the backward pass by their leaf indices, the trees of the other arguments), in
+    an output of `count` leaves.
+
+    The gradients follow the value, argument by argument; where there is none, they come first.
+    """
+    start = gradient.leaves_before
+    if gradient.with_value:
+        start = count - sum(len(argument.leaves) for argument in leaves.values())
+    in_backward: dict[int, torch.Tensor | None] = {}
+    for argnum, argument in leaves.items():
+        if argnum in whole:
+            in_backward |= enumerate(argument.leaves, start)
+        start += len(argument.leaves)
+    return in_backward, [() if argnum in whole else leaves[argnum].tree for argnum in leaves]

@@ -50,7 +50,15 @@ class Observing:
         # If there are no groups, short gradients, which are many, wait for the end of the pass, to
         # be measured all at once, as one leaf. They only have to be put into a list, and its own
         # method is the cheapest hook.
-        self.short = dict.fromkeys(index for index, leaf in hooked.items() if self._waits(leaf))
+        is_whole = self.takes_norms and self.readings.is_one_group
+        self.short = dict.fromkeys(
+            index
+            for index, leaf in hooked.items()
+            if is_whole
+            and leaf.device == self.nothing.device
+            and leaf.numel() <= _SHORT
+            and leaf.dtype.itemsize >= 4
+        )
         self.measured_leaves = [
             *[*self.short][:1],
             *(index for index in readings.in_value if index not in self.short),
@@ -61,12 +69,6 @@ class Observing:
             (leaf, leaf.register_hook(self._hook(index, leaf)))  # type: ignore[no-untyped-call]
             for index, leaf in hooked.items()
         ]
-
-    def _waits(self, leaf: torch.Tensor) -> bool:
-        is_whole = (
-            self.takes_norms and self.readings.is_one_group and leaf.device == self.nothing.device
-        )
-        return is_whole and leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4
 
     def _hook(self, index: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """What is called with each gradient of a leaf. Autograd records nothing there."""

@@ -10,7 +10,7 @@ is dealt with here, once, for whoever runs passes, whatever becomes of the gradi
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -42,8 +42,7 @@ LARGE = 2**19
 # Registered by torch_backend.fused: called with the leaves and the stack of a window, it returns a
 # function that makes the context of a backward pass, which gives the loss to differentiate; None if
 # no leaf is a large weight.
-Fuses = Callable[[torch.Tensor, "Arrivals | None"], AbstractContextManager[torch.Tensor]]
-FUSES: list[Callable[[Sequence[torch.Tensor], ExitStack], Fuses | None]] = []
+FUSES: list[Callable[..., Any]] = []
 
 
 @dataclass(eq=False)
@@ -66,7 +65,7 @@ class Pass:
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
     autocast: Sequence[str] = field(default=(), init=False)
-    fused: Fuses | None = field(default=None, init=False)
+    fused: Callable[..., Any] | None = field(default=None, init=False)
     has_begun = on_host = False
 
     def __enter__(self) -> Self:

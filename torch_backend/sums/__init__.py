@@ -167,6 +167,7 @@ def add(
 ) -> tuple[list[Reduced], bool]:
     """(the accumulators with one more value, whether they share memory with nothing else)."""
     pure = arrays.in_transform()
+    dense = None if pure else (torch.Tensor, torch.Tensor, torch.strided)
     bound = {leaf_index: fold for leaf_index, fold in enumerate(folds) if fold is not None}
     sums = Sums(bound, [*accumulators], donate and not pure)
     groups: dict[float, list[int]] = {}  # sums by the factor that they are added with
@@ -175,9 +176,8 @@ def add(
         for leaf_index, fold in bound.items():
             value, weight = leaves[leaf_index], weights[leaf_index]
             # Only a dense tensor is added to its sum by torch.
-            is_dense = type(value) is type(accumulators[leaf_index]) is torch.Tensor
-            can_add = not pure and is_dense and value.layout is torch.strided
-            how = added_as(fold, value.dtype) if can_add else None
+            kinds = type(value), type(accumulators[leaf_index]), value.layout
+            how = added_as(fold, value.dtype) if kinds == dense else None
             factor = 1 if how == "plain" else weight
             if how is None:
                 is_combined = True
