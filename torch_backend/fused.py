@@ -31,6 +31,10 @@ from torch_backend import _private
 from torch_backend.engine.passes import FUSES, LARGE, Arrivals
 from torch_backend.replacements import Replacements
 
+# The same on a device, whose kernels take less time than a function written in Python, unless the
+# weight has millions of elements. Reckoned from bytes, and not measured.
+_LARGE_ON_DEVICE = 2**23
+
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 # What a plan computes with has no numbers.
 _DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
@@ -89,7 +93,7 @@ def fuse(
     # A graph that torch.compile makes is compiled again where a function of torch is replaced.
     if not _SETTING.enabled or _private.may_compile():
         return None
-    weights = {id(leaf): leaf for leaf in leaves if leaf.numel() >= LARGE and _is_weight(leaf)}
+    weights = {id(leaf): leaf for leaf in leaves if _is_weight(leaf)}
     if not weights:
         return None
     stack.enter_context(_REPLACEMENTS)
@@ -132,6 +136,7 @@ def _is_weight(leaf: torch.Tensor) -> bool:
     return (
         type(leaf) in _DENSE
         and (leaf.is_cpu or leaf.is_cuda)
+        and leaf.numel() >= (LARGE if leaf.is_cpu else _LARGE_ON_DEVICE)
         and leaf.ndim == 2
         and leaf.dtype in _DTYPES
         and leaf.is_contiguous()

@@ -46,15 +46,16 @@ class Conv1D(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, tied=False, head=nn.Linear, run=lambda part, x: part(x)):
+    def __init__(self, tied=False, head=nn.Linear, run=lambda part, x: part(x), vocabulary=VOCABULARY):
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+        self.vocabulary = vocabulary
+        self.table = nn.Embedding(vocabulary, WIDTH, padding_idx=3)
         self.hidden, self.head, self.run = nn.Linear(WIDTH, WIDTH), self._head(head), run
         if tied:
             self.head.weight = self.table.weight
 
     def _head(self, head):
-        return head(WIDTH, VOCABULARY) if head is nn.Linear else head(VOCABULARY, WIDTH)
+        return head(WIDTH, self.vocabulary) if head is nn.Linear else head(self.vocabulary, WIDTH)
 
     def forward(self, tokens):
         return self.run(self.head, torch.tanh(self.hidden(self.run(self.table, tokens))))
@@ -77,18 +78,20 @@ def batch(rows=7, length=5):
 class Made(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the tensors with the elements of a large weight that operators make; what is added in place is not new."""
 
-    count = 0
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.count = size, 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         output = op(*args, **(kwargs or {}))
         is_new = not op.is_view and not op._schema.is_mutable and op.overloadpacket.__name__ != "detach"
-        if is_new and isinstance(output, torch.Tensor) and output.ndim == 2 and output.numel() >= LARGE:
+        if is_new and isinstance(output, torch.Tensor) and output.ndim == 2 and output.numel() >= self.size:
             self.count += 1
         return output
 
 
-def made(call):
-    with Made() as counts:
+def made(call, size=LARGE):
+    with Made(size) as counts:
         call()
     return counts.count
 
@@ -394,8 +397,8 @@ def test_16_bits_are_added_in_float32():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_device(dtype):
     """Products of 16-bit matrices are added in float32 there, and are no tensors of a weight's size."""
-    model, args = Model().to(dtype), batch()
-    plain = Model().double()
+    model, args = Model(vocabulary=2**16).to(dtype), batch()
+    plain = Model(vocabulary=2**16).double()
     plain.load_state_dict(model.state_dict())
     wanted = gradients(loss_of, plain, *args)
     model, args = model.to("cuda"), [arg.to("cuda") for arg in args]
@@ -404,7 +407,7 @@ def test_on_a_device(dtype):
         for _ in range(2):
             got = {name: leaf.cpu() for name, leaf in step(*args).items()}
             check(got, wanted, limit=2e-2 if dtype is torch.bfloat16 else 1e-5)
-        assert made(partial(step, *args)) == 2  # the sums
+        assert made(partial(step, *args), model.head.weight.numel()) == 2  # the sums
 
 
 @pytest.mark.parametrize("loss", [loss_of, penalty, of_weights, twice])
