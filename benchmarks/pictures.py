@@ -74,7 +74,7 @@ def _summary_figure(rows: Sequence[Pair]) -> Figure:
         ax.bar_label(ax.containers[0], [f" {value:.2f}" if value else " not counted" for value in values], fontsize=7)
         ax.axvline(1, color=OTHERS, linewidth=1.2)
         ax.set_xlim(0, max(1.25, *(1.15 * (value or 0) for value in values)))
-        ax.set_xlabel(f"{what} of funcga; the line marks the alternative", fontsize=7)
+        ax.set_xlabel(f"{what}; 1 is the alternative", fontsize=7)
         ax.tick_params(labelsize=7, left=False)
         ax.spines[["top", "right", "left"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), labels)

@@ -11,16 +11,16 @@ from tests import house
 
 MOST = {
     "files": 146,
-    "tokens": 218_260,
+    "tokens": 218_240,
     # What is left when all tools are taken away: with parameters, containers and statistics, once counted as tools.
-    "tokens of the core": 148_400,
-    "tokens of the core, torch": 61_165,
-    "tokens of tools": 69_825,
+    "tokens of the core": 148_402,
+    "tokens of the core, torch": 61_167,
+    "tokens of tools": 69_838,
     "attributes of a class": 16,
     "fmt: skip": 0,
     "Any": 592,
     "getattr": 97,
-    "lines of tests": 31_900,
+    "lines of tests": 31_879,
     "files of tests that import what is private": 14,
 }
 # Functions entered, calls of them, and files that they are in.

@@ -64,7 +64,9 @@ def test_an_update_is_that_of_all_rows(choices):
             expected = gradient(params, rows * (window + 1))
             for name, update in found[2 * window].items():
                 torch.testing.assert_close(update, -expected[name], rtol=1e-13, atol=1e-14)
-        assert found[1] == [*["allgather_"] * 3, "allreduce_", "allreduce_"]
+        # One more where the processes have merged something else before.
+        assert found[1][-5:] == [*["allgather_"] * 3, "allreduce_", "allreduce_"]
+        assert found[1][:-5] in ([], ["allgather_"])
         # once the replicas know each other: the header, the sums, and the integers that count what was rejected
         assert found[3] == ["allgather_", "allreduce_", "allreduce_"]
 

@@ -172,6 +172,7 @@ def test_the_command_line_has_the_totals_of_the_file(tmp_path, monkeypatch, caps
     (tmp_path / "counted.py").write_text(FILE)
     for name in ("with_totals", "without"):  # which does not take them
         monkeypatch.setattr(sys, "argv", ["funcga", "verify", f"counted.py:{name}"])
+        monkeypatch.delitem(sys.modules, "funcga.__main__", raising=False)  # another test may have imported it
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("funcga", run_name="__main__")
         assert ended.value.code == 0

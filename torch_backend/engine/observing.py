@@ -50,14 +50,18 @@ class Observing:
         # If there are no groups, short gradients, which are many, wait for the end of the pass, to
         # be measured all at once, as one leaf. They only have to be put into a list, and its own
         # method is the cheapest hook.
-        is_whole = self.takes_norms and self.readings.is_one_group
         self.short = dict.fromkeys(
             index
             for index, leaf in hooked.items()
-            if is_whole
-            and leaf.device == self.nothing.device
-            and leaf.numel() <= _SHORT
-            and leaf.dtype.itemsize >= 4
+            if all(
+                (
+                    self.takes_norms,
+                    self.readings.is_one_group,
+                    leaf.device == self.nothing.device,
+                    leaf.numel() <= _SHORT,
+                    leaf.dtype.itemsize >= 4,
+                )
+            )
         )
         self.measured_leaves = [
             *[*self.short][:1],
