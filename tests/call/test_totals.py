@@ -67,6 +67,7 @@ def test_counts_of_few_bits_do_not_overflow(kit):
     assert found == {"int8": 30_000, "bool": 300, "half": 300}
 
 
+@pytest.mark.host
 def test_a_stream_counts_what_it_moves_to_a_device(kit):
     device = torch.device("cpu") if kit is TORCH else jax.devices()[1]
     loss = lambda w, x, *, totals: (w * x).sum() / totals
