@@ -26,6 +26,14 @@ class Failed(AssertionError):
         self.errors = errors
 
 
+def answer(function, *args, **options):
+    """("nothing", what the call returns), or of the error that it raises (the name of its class, its text)."""
+    try:
+        return "nothing", function(*args, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
 def share_one_device():
     """Every group of gloo in this process is served by one thread. Each would have one, which wakes up 100 times a second."""
     import torch.distributed as dist

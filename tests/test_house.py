@@ -20,7 +20,7 @@ MOST = {
     "fmt: skip": 0,
     "Any": 592,
     "getattr": 97,
-    "lines of tests": 31_880,
+    "lines of tests": 31_882,
     "files of tests that import what is private": 14,
 }
 # Functions entered, calls of them, and files that they are in.

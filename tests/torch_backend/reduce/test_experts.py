@@ -10,7 +10,7 @@ import torch_backend
 from tests import experts
 from tests.experts import count_of, loss_of, own_experts, problem, truth
 from tests.kits import TORCH, difference
-from tests.processes import processes
+from tests.processes import answer, processes
 from tests.torch_backend.reduce.test_replicas import counted
 from torch_backend import Replicas
 
@@ -336,10 +336,7 @@ def refusals(group):
     found = {}
     for name, (function, *args, _) in REFUSED.items():
         options = args.pop() if isinstance(args[-1], dict) else {}
-        try:
-            found[name] = "nothing", function(group, *args, **options)
-        except Exception as error:
-            found[name] = type(error).__name__, str(error)
+        found[name] = answer(function, group, *args, **options)
     return found
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcga
-from tests.processes import processes
+from tests.processes import answer, processes
 from tests.torch_backend.wrapped.test_wrapped import (
     WRAPPERS,
     BreaksBackward,
@@ -288,10 +288,7 @@ def refusals(group, names):
         options = args.pop() if args and isinstance(args[-1], dict) else {}
         if options.get("across") == "world":
             options = {"across": dist.group.WORLD}
-        try:
-            found[name] = "nothing", function(group, *args, **options)
-        except Exception as error:
-            found[name] = type(error).__name__, str(error)
+        found[name] = answer(function, group, *args, **options)
     return found
 
 
