@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from funcga import checks, observers, statistics, transforms, trees
     from funcga._compare import compare
     from funcga._coupled import coupled
+    from funcga._doctor import watch
     from funcga._fold.accumulator import Accumulator
     from funcga._plan import plan
     from funcga._reproducible import reproducible
@@ -42,6 +43,7 @@ else:
         "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
         "funcga._compare": ("compare",),
         "funcga._coupled": ("coupled",),
+        "funcga._doctor": ("watch",),
         "funcga._fold.accumulator": ("Accumulator",),
         "funcga._plan": ("plan",),
         "funcga._reproducible": ("reproducible",),
@@ -111,6 +113,7 @@ __all__ = [  # noqa: RUF022 - sorted by topic
     "checks",
     "compare",
     "verify",
+    "watch",
 ]
 
 __version__ = "0.1.0"

@@ -163,21 +163,26 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     else:
         yield "The values agree, and no gradient was compared: see the note."
     for number, each in enumerate(verdict.causes, 1):
-        # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
-        line, *sentences = re.split(r"\. (?=[A-Z])", each.fix, maxsplit=1)
-        yield from ("", f"{number}. {each.name}", *_wrapped(each.what), f"   Fix: {line}")
-        yield from _wrapped("".join(sentences))
-        yield from _wrapped(f"Seen: {each.evidence}")
+        yield from cause_lines(number, each)
     if verdict.rows:
         yield from ("", f"Against the whole batch, in {verdict.dtype}:")
     for row in verdict.rows:
         difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
         yield f"   {row.split}: {row.error or f'largest relative difference {difference}'}"
     for text in verdict.notes:
-        yield from _wrapped(text, "Note: ")
+        yield from wrapped(text, "Note: ")
 
 
-def _wrapped(text: str, first: str = "   ") -> list[str]:
+def cause_lines(number: int, cause: Cause) -> Iterator[str]:
+    """A cause as lines of a report, after an empty one."""
+    # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
+    line, *sentences = re.split(r"\. (?=[A-Z])", cause.fix, maxsplit=1)
+    yield from ("", f"{number}. {cause.name}", *wrapped(cause.what), f"   Fix: {line}")
+    yield from wrapped("".join(sentences))
+    yield from wrapped(f"Seen: {cause.evidence}")
+
+
+def wrapped(text: str, first: str = "   ") -> list[str]:
     return textwrap.wrap(
         text, 110, initial_indent=first, subsequent_indent="   ", break_long_words=False
     )
