@@ -1,6 +1,13 @@
-"""Tables as plain text, the one way in which reports print them."""
+"""Tables as plain text, the one way in which reports print them, and files with pictures."""
 
 from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from funcga.errors import FuncgaError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def text_table(lines: Sequence[Sequence[str]], right: bool = False) -> str:
@@ -8,3 +15,27 @@ def text_table(lines: Sequence[Sequence[str]], right: bool = False) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     justify = str.rjust if right else str.ljust
     return "\n".join("  ".join(map(justify, line, widths)).rstrip() for line in lines)
+
+
+def new_figure(name: str, size: tuple[float, float]) -> "Figure":
+    """An empty figure of this size in inches. `name` is the method that draws."""
+    try:
+        # Not pyplot, which keeps every figure and may want a screen.
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise FuncgaError(
+            f"{error.name} is not installed, and {name} draws with it. Install it: pip install "
+            "'funcga[parity]'"
+        ) from error
+    return Figure(figsize=size, layout="constrained")
+
+
+def save(figure: "Figure", name: str, file: str | PathLike[str]) -> None:
+    """Writes a figure to a .png, .svg or .pdf file."""
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        why = ": name a .png, .svg or .pdf file."
+        if isinstance(error, OSError):
+            why = f": {error.strerror}. Name a file in a folder that exists."
+        raise FuncgaError(f"{name} cannot write {str(file)!r}{why}") from error

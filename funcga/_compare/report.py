@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape
-from funcga._tables import text_table
-from funcga.errors import FuncgaError
+from funcga._tables import new_figure, save, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,28 +163,14 @@ class Report:
         Raises:
             FuncgaError: If matplotlib is not installed, or cannot write the file.
         """
-        try:
-            # Not pyplot, which keeps every figure and may want a screen.
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise FuncgaError(
-                f"{error.name} is not installed, and report.plot draws with it. Install it: pip "
-                "install 'funcga[parity]'"
-            ) from error
         left, right = self.names
-        figure = Figure(figsize=(9, 1.8 + 0.24 * len(self.rows)), layout="constrained")
+        figure = new_figure("report.plot", (9, 1.8 + 0.24 * len(self.rows)))
         axes = figure.add_subplot(
             xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
         )
         _draw(axes, self.rows)
         axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
-        try:
-            figure.savefig(file, dpi=120)
-        except (OSError, ValueError) as error:
-            why = ": name a .png, .svg or .pdf file."
-            if isinstance(error, OSError):
-                why = f": {error.strerror}. Name a file in a folder that exists."
-            raise FuncgaError(f"report.plot cannot write {str(file)!r}{why}") from error
+        save(figure, "report.plot", file)
 
 
 def _json(value: object) -> object:

@@ -8,24 +8,20 @@
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
 """
 
-import importlib.resources
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import cache
+from itertools import groupby
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from funcga._backend.dispatch import load
-from funcga._doctor.causes import NOTES, judge, worst_first
+from funcga._doctor.causes import is_note, judge, off, worst_first
 from funcga._doctor.windows import Finding, Window
-from funcga._tables import text_table
+from funcga._tables import new_figure, save, text_table
 from funcga._verify import cause_lines, wrapped
-from funcga._verify.causes import Cause
-from funcga.errors import FuncgaError
+from funcga._verify.causes import Cause, cause, note
 
 if TYPE_CHECKING:
     from funcga._doctor.loop_in_torch import Loop
@@ -43,21 +39,20 @@ class Watched:
     """
 
     def __init__(self, loop: "Loop") -> None:
-        self._loop = loop
         self.windows: list[Window] = loop.windows
-        self._judged: tuple[int, list[Finding]] = (-1, [])
+        self._loop = loop
+        self._findings: list[Finding] = []
 
     def __enter__(self) -> "Watched":
         self._loop.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loop.close()
+        judge(self.windows)
+        self._findings = [*worst_first(self.windows), *self._loop.findings]
+        if not any(window.is_step for window in self.windows):
+            self._findings.append(Finding("nothing", {}))
 
     @property
     def ok(self) -> bool | None:
@@ -65,32 +60,21 @@ class Watched:
         if self.causes:
             return False
         known = [window.ok for window in self.windows if window.is_step]
-        return True if known and all(known) and not self._loop.error else None
+        return True if known and all(known) and not self._loop.is_blind else None
 
     @property
     def causes(self) -> tuple[Cause, ...]:
         """What is wrong, the worst first: `.name`, `.what`, the line that is the `.fix`, and
         `.evidence`.
         """
-        return tuple(_cause(each) for each in self._findings() if each.name not in NOTES)
+        found = [each for each in self._findings if not is_note(each)]
+        return tuple(cause(each.name, __name__, **each.words) for each in found)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Further remarks, such as what cannot be seen."""
-        found = [_note(each.name, **each.words) for each in self._findings() if each.name in NOTES]
-        unknown = {window.unknown: window.number for window in reversed(self.windows)}
-        found += [
-            f"window {number} cannot be judged: {why}"
-            for why, number in unknown.items()
-            if why and self.windows[number - 1].is_step
-        ]
-        if self._loop.error:
-            found.append(_note("error", error=self._loop.error))
-        if not self._loop.steps:
-            found.append(_note("too long"))
-        if not any(window.is_step for window in self.windows):
-            found.append(_note("nothing"))
-        return tuple(found)
+        found = [each for each in self._findings if is_note(each)]
+        return tuple(note(each.name, __name__, **each.words) for each in found)
 
     def assert_exact(self) -> None:
         """Raises an error unless every window was exact.
@@ -101,16 +85,13 @@ class Watched:
         if not self.ok:
             raise AssertionError(str(self))
 
-    def as_dict(self) -> dict[str, object]:
-        """The report as dicts, tuples, strings, numbers and None."""
-        self._findings()
-        windows = [asdict(window) | {"ok": window.ok} for window in self.windows]
-        causes = [asdict(cause) for cause in self.causes]
-        return {"ok": self.ok, "causes": causes, "notes": self.notes, "windows": windows}
-
     def to_json(self) -> str:
         """The report as JSON; a number that is not finite is null."""
-        return json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
+        windows = [asdict(window) | {"ok": window.ok} for window in self.windows]
+        causes = [asdict(cause) for cause in self.causes]
+        found = {"ok": self.ok, "causes": causes, "notes": self.notes, "windows": windows}
+        plain = json.loads(json.dumps(found), parse_constant=lambda _: None)
+        return json.dumps(plain, indent=1)
 
     def plot(self, file: str | PathLike[str]) -> None:
         """Writes a picture of each window's factor, and of the worst window's shares, to a .png,
@@ -119,21 +100,22 @@ class Watched:
         Raises:
             FuncgaError: If matplotlib is not installed, or cannot write the file.
         """
-        from funcga._doctor.picture import draw
-
-        self._findings()
-        draw(self.windows, file)
+        figure = new_figure("watched.plot", (8, 5))
+        factors, shares = figure.subplots(2)
+        windows = [window for window in self.windows if window.factor == window.factor]
+        factors.plot([each.number for each in windows], [each.factor for each in windows], "o-")
+        factors.axhline(1, color="gray")
+        factors.set(xlabel="window", ylabel="gradient over that of the mean")
+        worst = max(windows, key=off, default=Window())
+        places = range(1, len(worst.shares) + 1)
+        shares.step(places, worst.of_targets, where="mid", label="of the targets")
+        shares.step(places, worst.shares, where="mid", label="of the gradient")
+        shares.set(xlabel=f"micro-batch of window {worst.number}", ylabel="share")
+        shares.legend()
+        save(figure, "watched.plot", file)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
-
-    def _findings(self) -> list[Finding]:
-        """One finding of each name, the worst."""
-        if self._judged[0] != len(self.windows):
-            judge(self.windows)
-            found = [*self._loop.findings(), *worst_first(self.windows)]
-            self._judged = (len(self.windows), found)
-        return self._judged[1]
 
 
 def watch(
@@ -151,8 +133,8 @@ def watch(
     The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
     "short window", "divided by another n", "stepped too often", "another count", "erased", "left
     over", "clipped inside the window", "scaled inside the window", "clipped before unscaling",
-    "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same"
-    and "ranks apart".
+    "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
+
 
     It cannot tell what a compiled or fused loss, a function of your own in the graph, or a sum of
     losses with different counts weighs: a note says so, and `ok` is None.
@@ -175,41 +157,13 @@ def watch(
         ...     train()
         >>> print(watched)
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise FuncgaError(f"steps={steps!r}: it is the number of steps to watch, such as 1000.")
-    loop: Loop = load_loop(model, optimizer, across, steps)
-    return Watched(loop)
-
-
-def load_loop(*args: Any) -> "Loop":
     load("torch")  # says how to install it if it is missing
-    from funcga._doctor.loop_in_torch import loop
+    from funcga._doctor.loop_in_torch import Loop
 
-    return loop(*args)
+    return Watched(Loop(model, optimizer, across, steps))
 
 
 # --- the text
-
-
-@cache
-def _texts() -> dict[str, dict[str, str]]:
-    file = importlib.resources.files(__name__) / "causes.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-def _cause(finding: Finding) -> Cause:
-    entry = _texts()[finding.name]
-    what, fix, evidence = (
-        " ".join(entry[part].split()).format(**finding.words)
-        for part in ("what", "fix", "evidence")
-    )
-    if "window" in finding.words:
-        evidence = f"in window {finding.words['window']}, {evidence}"
-    return Cause(finding.name, what, fix, evidence)
-
-
-def _note(name: str, **words: object) -> str:
-    return " ".join(_texts()["notes"][name].split()).format(**words)
 
 
 def _lines(watched: Watched) -> Iterator[str]:
@@ -224,31 +178,18 @@ def _lines(watched: Watched) -> Iterator[str]:
         yield f"This loop is exact: every target weighs the same in each of its {steps} steps."
     else:
         yield f"Whether this loop is exact cannot be told from its {steps} steps."
-    for number, cause in enumerate(causes, 1):
-        yield from cause_lines(number, cause)
+    for number, each in enumerate(causes, 1):
+        yield from cause_lines(number, each)
     if windows:
-        shown = _shown(windows)
+        # The first, and those that differ from the one before.
+        alike = groupby(windows, lambda each: (each.causes, each.unknown, len(each.coefficients)))
+        shown = [next(group) for _, group in alike][:ROWS]
         yield ""
         yield from text_table([_HEADINGS, *map(_row, shown)]).split("\n")
         if len(windows) > len(shown):
             yield f"and {len(windows) - len(shown)} more windows"
-    for note in watched.notes:
-        yield from wrapped(note, "Note: ")
-
-
-def _shown(windows: Sequence[Window]) -> list[Window]:
-    """The first, and those that differ from the one before."""
-    alike = lambda a, b: (
-        (a.causes, a.unknown, len(a.coefficients))
-        == (
-            b.causes,
-            b.unknown,
-            len(b.coefficients),
-        )
-    )
-    pairs = zip(windows, windows[1:], strict=False)
-    others = [after for before, after in pairs if not alike(before, after)]
-    return [windows[0], *others][:ROWS]
+    for text in watched.notes:
+        yield from wrapped(text, "Note: ")
 
 
 _HEADINGS = ["window", "optimizer", "micro-batches", "targets", "gradient", "factor", ""]
@@ -269,15 +210,6 @@ def _row(window: Window) -> list[str]:
 
 def _bars(shares: Sequence[float]) -> str:
     """A bar for each share, the largest as high as a letter."""
+    most = max(shares, default=0.0)
     shown = shares[:BARS]
-    most = max(shown, default=0.0)
-    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * share / most)] if share > 0 else "_" for share in shown)
-    return bars + "…" * (len(shares) > BARS)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * share / most)] if share > 0 else "_" for share in shown)

@@ -1,41 +1,61 @@
-"""What was seen of a training loop, in plain numbers: losses, micro-batches and windows."""
+"""What was seen of a training loop: the terms of losses, micro-batches and windows."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+Number = Any  # a float; before the step perhaps a tensor without axes, which waits on its device
 
 
 @dataclass(frozen=True)
 class Term:
-    """A reduction under a loss, and how it weighs what it reduces.
+    """A sum under a loss: a mean is one that is divided by its own count.
 
     Attributes:
-        name: Such as "cross entropy, sum".
-        each: The factor with which each target enters the loss, without its sign.
+        name: What is summed, such as "cross entropy"; without counts the operation at which reading
+            ended.
+        factors: What it is multiplied by on its way to the loss.
+        divisors: What it is divided by.
         counts: What may be meant by the number of its targets, the likeliest first: elements that
-            no mask hides, the sum of their weights, rows.
-        divisors: The scalars by which it is divided afterwards.
-        unread: The operation at which reading ended; "" if there is none.
+            no mask hides, the sum of their weights, all elements.
+        classes: Of a cross entropy.
     """
 
-    name: str
-    each: float
-    counts: tuple[float, ...]
-    divisors: tuple[float, ...] = ()
-    unread: str = ""
+    name: str = ""
+    factors: tuple[Number, ...] = ()
+    divisors: tuple[Number, ...] = ()
+    counts: tuple[Number, ...] = ()
+    classes: int = 0
 
+    def times(self, *factors: Number) -> "Term":
+        return replace(self, factors=(*self.factors, *factors))
 
-def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """The terms, with those that weigh their targets alike as one."""
-    found: dict[tuple[object, ...], Term] = {}
-    for term in terms:
-        key = (term.name, term.each, term.divisors, term.unread)
-        if key in found:
-            sums = zip(found[key].counts, term.counts, strict=True)
-            term = replace(term, counts=tuple(a + b for a, b in sums))
-        found[key] = term
-    return tuple(found.values())
+    def over(self, *divisors: Number) -> "Term":
+        return replace(self, divisors=(*self.divisors, *divisors))
+
+    def plain(self) -> "Term":
+        """It with floats, for which this waits."""
+        factors, divisors, counts = (
+            tuple(map(float, numbers)) for numbers in (self.factors, self.divisors, self.counts)
+        )
+        return replace(self, factors=factors, divisors=divisors, counts=counts)
+
+    @property
+    def each(self) -> float:
+        """The factor with which each target enters the loss, without its sign."""
+        divisor = math.prod(self.divisors)
+        return abs(math.prod(self.factors) / divisor) if divisor else math.nan
+
+    @property
+    def is_mean(self) -> bool:
+        return self.outer != math.prod(self.divisors)
+
+    @property
+    def outer(self) -> float:
+        """What it is divided by, but for its own count: the number of micro-batches, if that."""
+        own = [d for d in self.divisors if any(math.isclose(d, count) for count in self.counts)]
+        return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
 
 
 @dataclass
@@ -43,17 +63,15 @@ class MicroBatch:
     """One call of `backward`.
 
     Attributes:
-        terms: The reductions of its loss, as its graph has them.
-        loss_scale: The factor of a GradScaler; 1 without one.
-        steps: How many steps of optimizers its gradient has entered.
+        terms: What its loss adds up.
         is_reduced: True if a wrapped module reduced gradients over processes in it.
+        steps: How many steps of optimizers its gradient has entered.
         rank: The process that it ran in.
     """
 
-    terms: tuple[Term, ...] = ()
-    loss_scale: float = 1.0
-    steps: int = 0
+    terms: Sequence[Term] = ()
     is_reduced: bool = False
+    steps: int = 0
     rank: int = 0
 
 
@@ -61,7 +79,7 @@ class Finding(NamedTuple):
     """The name of a cause or a note, and what its texts are filled in with."""
 
     name: str
-    words: dict[str, object] = {}  # noqa: RUF012 - never written to
+    words: dict[str, object]
 
 
 @dataclass
@@ -75,38 +93,36 @@ class Window:
         coefficients: The factor with which each of them reached the step; 0 if it did not. One
             that clips all of them after the last is left out.
         findings: What happened to the gradients.
-        by_hand: What the gradients were multiplied by after the last backward, other than clipping
-            and unscaling.
-        precision: How exactly the coefficients are known, relative.
+        by_hand: What they were multiplied by after the last backward, other than clipping.
         ranks: Over how many processes the gradient is a mean.
-        shares: The share of each in the gradient, if the gradients of all targets were the same.
+        shares: The share of each micro-batch in the gradient, if all targets had the same one.
         of_targets: The share of each in the targets, which is right. Both are () if unknown.
         factor: What the step got, over the mean over all targets of the window: 1 is right, and
             NaN is unknown.
         causes: The names of what is wrong.
         unknown: Why it cannot be judged; "" if it can.
         is_part: True if other processes take part in the step, and were not seen.
-        sketches: Some elements of its gradient after the last backward and at the step, where
-            processes compare them.
         is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
     """
 
-    number: int
-    optimizer: str
-    micro_batches: Sequence[MicroBatch]
-    coefficients: Sequence[float]
+    number: int = 0
+    optimizer: str = ""
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     by_hand: float = 1.0
-    precision: float = 1e-5
     ranks: int = 1
     shares: tuple[float, ...] = ()
     of_targets: tuple[float, ...] = ()
-    factor: float = nan
+    factor: float = math.nan
     causes: tuple[str, ...] = ()
     unknown: str = ""
     is_part: bool = False
-    sketches: tuple[Sequence[float], Sequence[float]] = ((), ())
     is_step: bool = True
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what the gradients hold."""
+        self.coefficients = [each * factor for each in self.coefficients]
 
     @property
     def ok(self) -> bool | None:

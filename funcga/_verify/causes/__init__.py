@@ -44,20 +44,20 @@ Question = Callable[[Case], Iterable[Answer]]
 
 
 @cache
-def texts() -> dict[str, dict[str, str]]:
-    """The texts of the causes and of the notes, by name."""
+def texts(package: str = __name__) -> dict[str, dict[str, str]]:
+    """The texts of the causes and of the notes, by name, in the TOML files of a package."""
     merged: dict[str, dict[str, str]] = {}
-    for file in importlib.resources.files(__name__).iterdir():
+    for file in importlib.resources.files(package).iterdir():
         if file.name.endswith(".toml"):
             for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
                 merged.setdefault(name, {}).update(entry)
     return merged
 
 
-def cause(key: str, **words: object) -> Cause:
+def cause(key: str, package: str = __name__, /, **words: object) -> Cause:
     """The Cause whose texts have this key, with `words` filled in."""
     name = key.partition(":")[0]
-    entry = texts().get(name, {}) | texts()[key]
+    entry = texts(package).get(name, {}) | texts(package)[key]
     words = {"subject": "loss"} | words
     what, fix, evidence = (
         " ".join(entry[part].split()).format(**words) for part in ("what", "fix", "evidence")
@@ -65,9 +65,9 @@ def cause(key: str, **words: object) -> Cause:
     return Cause(name, what, fix, evidence)
 
 
-def note(key: str, **words: object) -> Note:
+def note(key: str, package: str = __name__, /, **words: object) -> Note:
     """The note of this name, with `words` filled in."""
-    return Note(" ".join(texts()["notes"][key].split()).format(**words))
+    return Note(" ".join(texts(package)["notes"][key].split()).format(**words))
 
 
 def stop(key: str) -> Stop:
