@@ -1,4 +1,4 @@
-"""The command line: `python -m funcga parity`, `verify`, `plan` and `info`."""
+"""The command line: `python -m funcga parity`, `verify`, `doctor`, `plan` and `info`."""
 
 import argparse
 import sys
@@ -67,10 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"funcga {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="parity | verify | plan | info", required=True
+        dest="command", metavar="parity | verify | doctor | plan | info", required=True
     )
     _add_parity(commands)
     _add_verify(commands)
+    _add_doctor(commands)
     _add_plan(commands)
     info = commands.add_parser("info", help="versions, devices, and what is installed")
     info.set_defaults(run=_info)
@@ -178,6 +179,27 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--seed", type=_whole, default="0", help="of the permutations (default: 0)")
     verify.set_defaults(run=partial(_run, "run_verify"))
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="how does this training script weigh what it accumulates?",
+        description=(
+            "Runs a script of torch as it is, and watches its backward passes and steps. Exit "
+            "code: 0 if every target weighs the same in every step, 1 if not, 2 if that cannot be "
+            "told, or for bad usage. Options stand before the script."
+        ),
+    )
+    doctor.add_argument(
+        "--across", action="store_true", help="gather what all processes weigh, at each step"
+    )
+    doctor.add_argument(
+        "--steps", type=int, default=1000, help="how many are watched (default: 1000)"
+    )
+    doctor.add_argument("script", metavar="FILE.py")
+    doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    doctor.set_defaults(run=partial(_run, "run_doctor"))
 
 
 def _add_plan(commands: Any) -> None:

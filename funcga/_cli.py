@@ -1,13 +1,15 @@
-"""The tool that is the command line: what `parity`, `verify` and `plan` do with their options,
-which `__main__` reads.
+"""The tool that is the command line: what `parity`, `verify`, `plan` and `doctor` do with their
+options, which `__main__` reads.
 
 It stands on the tools of these names; nothing stands on it.
 """
 
 import inspect
 import json
+import runpy
 import sys
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,6 +18,7 @@ from types import ModuleType
 
 from funcga import folds
 from funcga._commands import Loaded, check_installed, is_function_of, load_object, versions
+from funcga._doctor import watch
 from funcga._grad import GradientFunction
 from funcga._parity import Problem, report
 from funcga._parity.problems import PROBLEMS, chosen
@@ -171,6 +174,30 @@ def run_plan(options: Namespace) -> int:
     print(found)
     _write_json(options, asdict(found))
     return 0 if found.fits else 1
+
+
+def run_doctor(options: Namespace) -> int:
+    """Runs a script as Python does, and prints what was seen of its training loop.
+
+    Returns:
+        The exit code: 0 if the loop is exact, 1 if not, 2 if that cannot be told.
+    """
+    script = Path(options.script)
+    if not script.is_file():
+        raise FuncgaError(f"there is no file {script}. Write the script, then its own arguments.")
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    across = "world" if options.across else None
+    with watch(across=across, steps=options.steps) as watched:
+        try:
+            runpy.run_path(options.script, run_name="__main__")
+        except SystemExit:
+            pass
+        except Exception:
+            traceback.print_exc()
+    print(watched)
+    _write(options, "json", lambda file: file.write_text(watched.to_json(), encoding="utf-8"))
+    return 2 if watched.ok is None else int(not watched.ok)
 
 
 def _write_json(options: Namespace, figures: object) -> None:
