@@ -177,13 +177,13 @@ def _of_weighing(
     if window.is_part:
         window.unknown = "other processes are not seen; across=group gathers what they weigh"
         window.factor = math.nan
-    elif not named and not _close(factor, 1):
+    elif not named and not math.isclose(factor, 1, rel_tol=max(window.precision, 1e-4)):
         if _close(factor, window.by_hand):
             yield Finding("scaled by hand", words)
         elif _alike(weighing.masses) and weighing.terms[0].is_mean:
             words["divisor"] = n / factor
-            outer, many = weighing.terms[0].outer, len(most) > 1
-            yield Finding(_name_of_division(n, factor, outer, most[window.optimizer], many), words)
+            name = _name_of_division(window, n, weighing.terms[0].outer, most[window.optimizer])
+            yield Finding(name, words)
         elif weighing.is_even:
             words["divisor"] = weighing.targets / factor
             near = "another count" if 0.5 < factor < 2 else "constant factor"
@@ -199,16 +199,15 @@ def _name_of_uneven(weighing: Weighing, group: Group) -> str:
     return "ranks weigh the same" if is_between else "uneven tokens"
 
 
-def _name_of_division(n: float, factor: float, outer: float, most: int, many: bool) -> str:
+def _name_of_division(window: Window, n: float, outer: float, most: int) -> str:
     """Why the mean of n means is off by a factor.
 
-    outer: what each mean is divided by; most: the largest n of other windows; many: whether there
-    are several optimizers.
+    outer: what each mean is divided by; most: the largest n of this optimizer's windows.
     """
     if n > 1 and outer == 1:
         # A discriminator's two losses, on real and on false data, look the same.
-        return "two losses" if many else "not divided"
-    if not _close(outer, round(outer)) or not _close(outer, n / factor):
+        return "not divided" if window.is_alone else "two losses"
+    if not _close(outer, round(outer)) or not _close(outer, n / window.factor):
         return "constant factor"
     if most == 1:
         return "stepped too often"

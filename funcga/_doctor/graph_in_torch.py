@@ -38,15 +38,7 @@ def read(loss: torch.Tensor) -> list[Term]:
     """The terms of a loss that `backward` is called on."""
     if loss.numel() != 1:
         return [Term("several values")]
-    found: dict[tuple[object, ...], Term] = {}
-    for term in _terms((loss.grad_fn, loss.output_nr), Term()):
-        # Terms that weigh their targets alike, such as sequences one by one, are one.
-        key = (term.name, term.factors, term.divisors)
-        if (same := found.get(key)) is not None:
-            sums = tuple(a + b for a, b in zip(same.counts, term.counts, strict=True))
-            term = replace(term, counts=sums)
-        found[key] = term
-    return [*found.values()]
+    return [*_terms((loss.grad_fn, loss.output_nr), Term())]
 
 
 def _terms(edge: Edge, above: Term) -> Iterator[Term]:
@@ -79,7 +71,7 @@ def _added(node: Any, above: Term) -> Iterator[Term]:
         term
         for (below, index), sign in zip(node.next_functions, signs, strict=False)
         if below is not None
-        for term in _terms((below, index), Term().times(sign))
+        for term in _terms((below, index), Term().times(*[sign] * (sign != 1)))
     ]
     # With label smoothing, cross entropy is (1 - s) times one sum and s / classes times another, of
     # the same targets: one loss to whoever calls it.

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from funcga._doctor.graph_in_torch import read
 from funcga._doctor.ledger import Event, settle
-from funcga._doctor.windows import Finding, MicroBatch, Term, Window
+from funcga._doctor.windows import Finding, MicroBatch, Term, Window, merged
 from funcga.errors import FuncgaError, listed
 from torch_backend.dtensor import local
 
@@ -62,14 +62,17 @@ class Ledger:
         self.looks.append((kind, _change(self.last, now), micro_batch))
         self.last = now
 
-    def settle(self, window: Window, alone: bool, scale: float) -> None:
+    def settle(self, window: Window, scale: float) -> None:
         """Writes into the window what became of its micro-batches, and begins the next."""
         changes = torch.stack([change for _, change, _ in self.looks]).tolist()
         events = [
             Event(kind, micro_batch, *change)
             for (kind, _, micro_batch), change in zip(self.looks, changes, strict=True)
         ]
-        settle(window, events, alone, scale)
+        settle(window, events, scale)
+        # A factor is known as exactly as gradients are rounded.
+        if window.by_hand != 1:
+            window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
         window.unknown = self.unknown or window.unknown
         self.looks, self.unknown = [], ""
 
@@ -114,7 +117,7 @@ class Loop:
         self.is_blind = False
         self._ledgers: dict[tuple[int, ...], Ledger] = {}
         self._undo: list[Callable[[], object]] = []
-        self._is_inside = self._is_reduced = False
+        self._is_inside = self._is_reduced = self._has_others = False
         self._scaler: Any = None
 
     # --- what is replaced while it is open
@@ -122,6 +125,7 @@ class Loop:
     def open(self) -> None:
         scaler = torch.amp.grad_scaler.GradScaler
         for owner, name, around in (
+            (Optimizer, "__init__", self._made),
             (torch.autograd, "backward", self._backward),
             (scaler, "scale", self._scale),
             (scaler, "step", self._scaler_step),
@@ -133,7 +137,9 @@ class Loop:
             self._replace(owner, name, around)
         self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
-        self._quietly(self._find_optimizers, self.optimizers)
+        # By type, as a proxy may claim to be an instance of anything.
+        alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        self._quietly(self._find_optimizers, alive)
 
     def close(self) -> None:
         for undo in self._undo:
@@ -141,6 +147,9 @@ class Loop:
         self._undo = []
         for ledger in self._ledgers.values():
             self._quietly(self._end_window, ledger, False)
+        names = {window.optimizer for window in self.windows}
+        for window in self.windows:
+            window.is_alone = len(names) == 1 and not self._has_others
 
     def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Has a function called inside of `around(*args)`, as long as this is open."""
@@ -184,19 +193,14 @@ class Loop:
         self._quietly(self._before_backward, micro_batch, tensors, grad_tensors)
         try:
             yield
+            self._look("backward", micro_batch)
         except BaseException:
-            for ledger in self._ledgers.values():
-                ledger.unknown = "a backward raised an error"
+            self._look("failed")
             raise
         finally:
             self._is_inside = False
-        self._look("backward", micro_batch)
 
     def _before_backward(self, micro_batch: MicroBatch, tensors: Any, gradient: Any) -> None:
-        if not self._ledgers and not self.optimizers:
-            # By type, as a proxy may claim to be an instance of anything.
-            alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-            self._find_optimizers(alive)
         losses = [tensors] if torch.is_tensor(tensors) else tensors
         micro_batch.terms = [term for loss in losses for term in read(loss)]
         if gradient is not None:
@@ -206,6 +210,11 @@ class Loop:
     def _look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
         for ledger in self._ledgers.values():
             self._quietly(ledger.look, kind, micro_batch)
+
+    @contextmanager
+    def _made(self, optimizer: Optimizer, *_: Any, **__: Any) -> Iterator[None]:
+        yield
+        self._quietly(self._find_optimizers, [optimizer])
 
     @contextmanager
     def _clip(self, *_: Any, **__: Any) -> Iterator[None]:
@@ -260,7 +269,8 @@ class Loop:
         ours = {id(param) for _, param in self._params()}
         for optimizer in optimizers:
             key = _key(optimizer)
-            if key and key not in self._ledgers and not (ours and ours.isdisjoint(key)):
+            is_ours = optimizer in self.optimizers or not ours.isdisjoint(key)
+            if key not in self._ledgers and (is_ours or not (ours or self.optimizers)):
                 self._ledgers[key] = Ledger(optimizer)
                 self._ledgers[key].unknown = unknown
 
@@ -287,7 +297,13 @@ class Loop:
         if _key(optimizer) not in self._ledgers:
             self._find_optimizers([optimizer], "its optimizer was made after the window had begun")
         if (ledger := self._ledger(optimizer)) is None:
-            return  # one of another model
+            # One of another model: what it steps with is not lost.
+            self._has_others = True
+            for ledger in self._ledgers.values():
+                for _, _, micro_batch in ledger.looks:
+                    if micro_batch is not None:
+                        micro_batch.steps += 1
+            return
         ledger.optimizer = optimizer  # another one may be around it
         if self._is_inside:
             ledger.unknown = "its optimizer steps inside of backward"
@@ -306,11 +322,12 @@ class Loop:
         scale = 0.0 if self._scaler is None else self._scaler.get_scale()
         # An optimizer that unscales by itself has this while it steps.
         own = getattr(optimizer, "grad_scale", None)
-        ledger.settle(window, len(self._ledgers) == 1, scale if own is None else 0.0)
+        window.is_alone = len(self._ledgers) == 1
+        ledger.settle(window, scale if own is None else 0.0)
         window.scale(1.0 if own is None else 1 / float(own))
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
         for each, coefficient in zip(window.micro_batches, window.coefficients, strict=True):
-            each.terms = [term.plain() for term in each.terms]
+            each.terms = merged(term.plain() for term in each.terms)
             each.rank = dist.get_rank() if window.is_part else 0
             each.steps += is_step and coefficient != 0
         if window.micro_batches or is_step:

@@ -1,7 +1,7 @@
 """What was seen of a training loop: the terms of losses, micro-batches and windows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -58,6 +58,18 @@ class Term:
         return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
 
 
+def merged(terms: Iterable[Term]) -> list[Term]:
+    """The terms, with those that weigh their targets alike as one, such as rows one by one."""
+    found: dict[tuple[object, ...], Term] = {}
+    for term in terms:
+        key = (term.name, term.factors, term.divisors)
+        if key in found:
+            pairs = zip(found[key].counts, term.counts, strict=True)
+            term = replace(term, counts=tuple(a + b for a, b in pairs))
+        found[key] = term
+    return [*found.values()]
+
+
 @dataclass
 class MicroBatch:
     """One call of `backward`.
@@ -94,6 +106,7 @@ class Window:
             that clips all of them after the last is left out.
         findings: What happened to the gradients.
         by_hand: What they were multiplied by after the last backward, other than clipping.
+        precision: How exactly that is known, relative.
         ranks: Over how many processes the gradient is a mean.
         shares: The share of each micro-batch in the gradient, if all targets had the same one.
         of_targets: The share of each in the targets, which is right. Both are () if unknown.
@@ -101,6 +114,7 @@ class Window:
             NaN is unknown.
         causes: The names of what is wrong.
         unknown: Why it cannot be judged; "" if it can.
+        is_alone: True if there is no other optimizer.
         is_part: True if other processes take part in the step, and were not seen.
         is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
     """
@@ -111,12 +125,14 @@ class Window:
     coefficients: list[float] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     by_hand: float = 1.0
+    precision: float = 0.0
     ranks: int = 1
     shares: tuple[float, ...] = ()
     of_targets: tuple[float, ...] = ()
     factor: float = math.nan
     causes: tuple[str, ...] = ()
     unknown: str = ""
+    is_alone: bool = True
     is_part: bool = False
     is_step: bool = True
 
