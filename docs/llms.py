@@ -43,7 +43,10 @@ def pages(toctree: str, folder: Path = Path()) -> Iterator[Path]:
 
 
 def title_and_sentence(page: Path) -> tuple[str, str]:
-    """The title of a page, and the first sentence below it, in plain text."""
+    """The title of a page, and the first sentence below it, in plain text.
+
+    What comes after a colon is left out, if that is not nearly all of it.
+    """
     text = re.sub(
         r"<!--.*?-->|^```.*?^```",
         "",
@@ -62,7 +65,8 @@ def title_and_sentence(page: Path) -> tuple[str, str]:
     )
     prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose).replace("**", "")
     sentence = re.match(r".+?[.?](?=\s|$)", prose)
-    return title, (sentence[0] if sentence else prose).rstrip(":.")
+    sentence = sentence[0] if sentence else prose
+    return title, re.split(r"(?<=.{40}): ", sentence)[0].rstrip(":.")
 
 
 def text() -> str:

@@ -69,6 +69,7 @@ PRINTS = {  # what the output has to hold, and how often
         r" 17 16 16 16 17 17 17 18$|^skipped 1, .* 1 time$|^without .* [1-5]\d% of|^with .* 100% of",
         4,
     ),
+    "service_torch": (r"^saved and loaded, while ann wait.*$|^3 requests failed$|: \d+ .*, to 1e-12: True$", 5),
     "dropout_torch": (r"two runs: True$| 8 masks in|^by example: 4 .* are \de-0[78] from one$", 4),
     "dropout_jax": (r"two runs: True$| 4 masks in|^by example: 4 .* are \de-0[78] from one$", 4),
     "learning_rate_torch": (
