@@ -76,7 +76,8 @@ def _added(node: Any, above: Term) -> Iterator[Term]:
     # With label smoothing, cross entropy is (1 - s) times one sum and s / classes times another, of
     # the same targets: one loss to whoever calls it.
     own = [math.prod(f for f in term.factors if isinstance(f, float)) for term in found]
-    if len(found) == 2 and math.isclose(abs(own[0]) + abs(own[1]) * found[0].classes, 1):
+    is_smooth = len(found) == 2 and found[0].classes > 0
+    if is_smooth and math.isclose(abs(own[0]) + abs(own[1]) * found[0].classes, 1):
         found = [found[0].times(1 / own[0])]
     for term in found:
         yield term.times(*above.factors).over(*above.divisors)

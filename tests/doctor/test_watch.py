@@ -1,0 +1,332 @@
+"""A watch changes nothing of what it sees, and says what it could not see: processes, wraps, files, errors of its own."""
+
+import contextlib
+import importlib
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcga
+from funcga.__main__ import main
+from tests.processes import processes
+
+pytest_plugins = ["pytester"]
+
+
+def train(model, optimizer, n=4, steps=2):
+    losses = []
+    for step in range(steps):
+        for i in range(n):
+            torch.manual_seed(step * n + i)
+            x = torch.randn(8, 64)
+            loss = F.cross_entropy(model(x), torch.randint(10, (8,))) / n
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def made(device="cpu"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 10)
+    )
+    model = model.to(device)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def replaced():
+    """What a watch replaces while it is open."""
+    hooks = importlib.import_module("torch.optim.optimizer")
+    owners = (
+        torch.autograd,
+        torch.amp.GradScaler,
+        DistributedDataParallel,
+        torch.nn.utils,
+        torch.nn.utils.clip_grad,
+        torch.optim.Optimizer,
+    )
+    names = (
+        "backward",
+        "scale",
+        "step",
+        "unscale_",
+        "forward",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "_clip_grads_with_norm_",
+        "__init__",
+    )
+    found = [vars(owner).get(name) for owner in owners for name in names]
+    return [*found, dict(hooks._global_optimizer_pre_hooks), dict(hooks._global_optimizer_post_hooks)]
+
+
+def test_a_run_is_the_same_to_the_bit():
+    before = replaced()
+    plain, watched = made(), made()
+    losses = train(*plain)
+    with funcga.watch(watched[0]) as report:
+        assert train(*watched) == losses
+    assert report.ok
+    for one, other in zip(plain[0].parameters(), watched[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert replaced() == before
+    with pytest.raises(KeyError), funcga.watch(), funcga.watch():
+        raise KeyError
+    assert replaced() == before
+
+
+class Sizes(TorchDispatchMode):
+    """Counts what operators give by its size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        # a view has the storage of its base
+        if torch.is_tensor(result) and result._base is None and not result.is_inference():
+            self.count += result.numel() >= self.size
+        return result
+
+
+def test_no_gradient_is_copied():
+    def large(watching):
+        model, optimizer = made()
+        with watching(model, optimizer), Sizes(64 * 256) as sizes:
+            train(model, optimizer)
+        return sizes.count
+
+    assert large(funcga.watch) == large(lambda *_: contextlib.nullcontext()) > 0
+
+
+def test_an_error_of_its_own_ends_the_watch_and_not_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "cat", lambda *_, **__: 1 // 0)
+    model, optimizer = made()
+    with funcga.watch(model) as watched:
+        train(model, optimizer)
+    assert watched.ok is None
+    assert "watching ended early, with ZeroDivisionError" in "".join(watched.notes)
+    assert capsys.readouterr().err.count("funcga.watch sees nothing more of this run") == 1
+
+
+def test_where_nothing_can_be_told():
+    model, optimizer = made()
+    with funcga.watch(model) as watched:
+        pass
+    assert watched.ok is None
+    assert "no backward of torch" in str(watched)
+    gradient = funcga.value_and_grad(lambda params, x: torch.func.functional_call(model, params, x).square().mean())
+    with funcga.watch(model) as watched:
+        _, grads = funcga.accumulate(gradient, 2)(dict(model.named_parameters()), torch.ones(4, 64))
+        for name, param in model.named_parameters():
+            param.grad = grads[name]
+        optimizer.step()
+    assert watched.ok is None
+    assert "gradients are assigned" in str(watched)
+
+    class Own(torch.autograd.Function):
+        forward = staticmethod(lambda context, x: x.clone())
+        backward = staticmethod(lambda context, grad: grad)
+
+    for loss in (
+        lambda out: Own.apply(out.mean()),
+        lambda out: out.mean() + out.square().sum(),
+        torch.compile(lambda out: out.square().mean(), backend="aot_eager"),
+    ):
+        optimizer.zero_grad()
+        with funcga.watch(model) as watched:
+            for _ in range(2):
+                loss(model(torch.ones(4, 64))).backward()
+            optimizer.step()
+        assert watched.ok is None, watched
+        assert "cannot be read as one mean or sum" in str(watched)
+
+
+def test_only_the_first_steps_are_watched():
+    model, optimizer = made()
+    before = replaced()
+    with funcga.watch(model, steps=3) as watched:
+        train(model, optimizer, steps=3)
+        assert replaced() == before
+        train(model, optimizer, steps=2)
+    assert watched.ok
+    assert len(watched.windows) == 3
+    assert "only the first steps" in str(watched)
+
+
+def test_other_threads_go_on():
+    """A loop in another thread is seen as one of this: what is replaced belongs to the process."""
+    model, optimizer = made()
+    with funcga.watch(model) as watched:
+        thread = threading.Thread(target=train, args=(model, optimizer))
+        thread.start()
+        thread.join()
+    assert watched.ok
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [((3,), "was given int"), ((torch.nn.Linear(1, 1), "adam"), "was given str"), ((None, None), "was given 0 steps")],
+)
+def test_nonsense_is_refused(given, text):
+    with pytest.raises(funcga.FuncgaError, match=text):
+        funcga.watch(*given, steps=0 if given == (None, None) else 1000)
+
+
+def test_files(tmp_path):
+    model, optimizer = made()
+    with funcga.watch(model) as watched:
+        train(model, optimizer)
+        optimizer.param_groups[0]["params"][0].grad = torch.full_like(model[0].weight, float("nan"))
+        optimizer.step()
+    found = json.loads(watched.to_json())
+    assert [window["factor"] for window in found["windows"]] == [pytest.approx(1), pytest.approx(1), None]
+    pytest.importorskip("matplotlib")
+    watched.plot(tmp_path / "watched.png")
+    assert (tmp_path / "watched.png").stat().st_size > 1000
+    with pytest.raises(funcga.FuncgaError, match=r"watched\.plot cannot write"):
+        watched.plot(tmp_path / "no" / "watched.png")
+
+
+SCRIPT = """
+import sys, torch, torch.nn.functional as F
+model = torch.nn.Linear(6, 5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+lengths = [int(each) for each in sys.argv[1:]]
+for _ in range(2):
+    for n in lengths:
+        (F.cross_entropy(model(torch.randn(n, 6)), torch.randint(5, (n,))) / len(lengths)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit(7)
+"""
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.path", ["."])
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr("sys.argv", [])
+    assert main(["doctor", "--json", str(tmp_path / "found.json"), str(script), "3", "3"]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["ok"] is True
+    assert main(["doctor", str(script), "3", "9"]) == 1
+    assert "1. uneven tokens" in capsys.readouterr().out
+    assert main(["doctor", str(script), "three"]) == 2
+    captured = capsys.readouterr()
+    assert "ValueError: invalid literal" in captured.err
+    assert "no backward of torch" in captured.out
+    assert main(["doctor", str(tmp_path / "none.py")]) == 2
+
+
+def test_the_fixture(pytester):
+    pytester.makepyfile(
+        f"""
+        import sys
+        import pytest
+
+        @pytest.mark.parametrize("lengths", ["33", "39"])
+        def test_training(watch_exact, lengths, monkeypatch):
+            monkeypatch.setattr(sys, "argv", ["", *lengths])
+            with watch_exact(), pytest.raises(SystemExit):
+                exec({SCRIPT!r})
+        """
+    )
+    pytester.runpytest_inprocess("-p", "funcga._doctor.fixture").assert_outcomes(passed=2, errors=1)
+
+
+# --- processes: DDP and FSDP average gradients, whatever the numbers of targets
+
+
+def ranks(group, wrapper, lengths, by_targets, sync=False, across=True):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 5))
+    if wrapper == "FSDP2":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(net, mesh=DeviceMesh.from_group(group, "cpu"))
+    else:
+        model = DistributedDataParallel(net, process_group=group)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    own = lengths[group.rank()]
+    total = torch.tensor(float(sum(own)))
+    dist.all_reduce(total, group=group)
+    with funcga.watch(model, across=group if across else None) as watched:
+        for _ in range(2):
+            for i, n in enumerate(own):
+                is_last = i == len(own) - 1
+                if wrapper == "FSDP2":
+                    model.set_requires_gradient_sync(is_last)
+                quiet = wrapper == "DDP" and not sync and not is_last
+                with model.no_sync() if quiet else contextlib.nullcontext():
+                    out, labels = model(torch.randn(n, 6)), torch.randint(5, (n,))
+                    if by_targets:
+                        loss = F.cross_entropy(out, labels, reduction="sum") * group.size() / total
+                    else:
+                        loss = F.cross_entropy(out, labels) / len(own)
+                    loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    factors = [window.factor for window in watched.windows]
+    return watched.ok, [cause.name for cause in watched.causes], "; ".join(watched.notes), factors
+
+
+RANKS = {
+    "by targets": (((3, 9), (5, 4)), True, {}, True, [], ""),
+    "even": (((4, 4), (4, 4)), False, {}, True, [], ""),
+    "uneven": (((3, 9), (5, 4)), False, {}, False, ["uneven tokens"], ""),
+    "ranks": (((4, 4), (9, 9)), False, {}, False, ["ranks weigh the same"], ""),
+    "unseen": (((4, 4), (9, 9)), False, {"across": False}, None, [], "other processes are not seen"),
+    "reduced each time": (((4, 4), (4, 4)), False, {"sync": True}, True, [], "reduced over the processes in 2 micro-batches"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("name", RANKS)
+def test_processes(wrapper, name):
+    lengths, by_targets, options, ok, names, note = RANKS[name]
+    if wrapper == "FSDP2" and "sync" in options:
+        pytest.skip("FSDP2 has no switch of its own for each forward")
+    found = processes(2).run(on_a_rank, wrapper, lengths, by_targets, options)
+    for seen_ok, seen_names, notes, factors in found:
+        assert (seen_ok, seen_names) == (ok, names)
+        assert note in notes
+        assert len(factors) == 2
+        if ok is not None:
+            assert factors == pytest.approx([1, 1], rel=1e-4)
+
+
+def on_a_rank(group, wrapper, lengths, by_targets, options):
+    return ranks(group, wrapper, lengths, by_targets, **options)
+
+
+@pytest.mark.simulated
+def test_the_host_waits_at_the_step_only():
+    from tests.simulated import Events
+
+    def waits(watching):
+        model, optimizer = made("cuda")
+        x, y = torch.randn(8, 64, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda")
+        with watching(model, optimizer):
+            counted = []
+            for _ in range(2):
+                with Events() as seen:
+                    for _ in range(3):
+                        (F.cross_entropy(model(x), y) / 3).backward()
+                counted.append(seen.waits)
+                optimizer.step()
+                optimizer.zero_grad()
+        return counted
+
+    assert waits(funcga.watch) == waits(lambda *_: contextlib.nullcontext())
