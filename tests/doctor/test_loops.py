@@ -98,10 +98,14 @@ def squared(run, x, y, reduction="mean"):
     return F.mse_loss(run.model(x), F.one_hot(y, 5).float(), reduction=reduction)
 
 
-def autoencoder(run, x, y, window):
-    """Summed over features, averaged over rows: a sum over rows of two terms."""
-    out = run.model(x)
-    return (squared(run, x, y, "sum") / len(x) + 0.1 * out.pow(2).sum() / len(x)) / WINDOW
+def two_means(run, x, y, window):
+    """Two terms that weigh their targets alike."""
+    return (mean(run, x, y, window) + 0.1 * run.model(x).square().mean()) / WINDOW
+
+
+def over_rows(run, x, y, window):
+    """Summed over features, averaged over rows."""
+    return squared(run, x, y, "sum") / len(x) / WINDOW
 
 
 def advantages(run, x, y, window):
@@ -138,7 +142,8 @@ RIGHT = {
     "label smoothing": (lambda *args: by_targets(*args, label_smoothing=0.1), UNEVEN),
     "squared": (lambda run, x, y, window: squared(run, x, y) / WINDOW, EVEN),
     "a factor of the loss": (lambda run, x, y, window: 0.5 * squared(run, x, y) / WINDOW, EVEN),
-    "autoencoder": (autoencoder, EVEN),
+    "two means": (two_means, EVEN),
+    "over rows": (over_rows, EVEN),
     "advantages": (advantages, UNEVEN),
     "per sample": (per_sample, EVEN),
     "one by one": (one_by_one, UNEVEN),

@@ -139,14 +139,14 @@ def test_where_nothing_can_be_told():
         backward = staticmethod(lambda context, grad: grad)
 
     for loss in (
-        lambda out: Own.apply(out.mean()),
-        lambda out: out.mean() + out.square().sum(),
-        torch.compile(lambda out: out.square().mean(), backend="aot_eager"),
+        lambda x: Own.apply(model(x).mean()),
+        lambda x: model(x).mean() + model(x).square().sum(),
+        torch.compile(lambda x: model(x).square().mean(), backend="aot_eager"),
     ):
         optimizer.zero_grad()
         with funcga.watch(model) as watched:
             for _ in range(2):
-                loss(model(torch.ones(4, 64))).backward()
+                loss(torch.ones(4, 64)).backward()
             optimizer.step()
         assert watched.ok is None, watched
         assert "cannot be read as one mean or sum" in str(watched)
