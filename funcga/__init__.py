@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from funcga._compare import compare
     from funcga._coupled import coupled
     from funcga._fold.accumulator import Accumulator
+    from funcga._pack import pack
     from funcga._plan import plan
     from funcga._reproducible import reproducible
     from funcga._transform.multi_steps import multi_steps
@@ -43,6 +44,7 @@ else:
         "funcga._compare": ("compare",),
         "funcga._coupled": ("coupled",),
         "funcga._fold.accumulator": ("Accumulator",),
+        "funcga._pack": ("pack",),
         "funcga._plan": ("plan",),
         "funcga._reproducible": ("reproducible",),
         "funcga._transform.multi_steps": ("multi_steps",),
@@ -74,6 +76,7 @@ __all__ = [  # noqa: RUF022 - sorted by topic
     "CARRY",
     "stream",
     "windows",
+    "pack",
     "plan",
     "Accumulator",
     "multi_steps",
