@@ -1,9 +1,9 @@
 """`pack`: which rows go together, so that micro-batches fit a budget of tokens and replicas do
 equally much.
 
-Rows are placed longest first. First fit says how many micro-batches it takes. Where as many can be
-filled evenly, each row goes to the lightest of its turn. It stands on nothing but the errors, and
-nothing stands on it.
+Rows are placed longest first. Where as few micro-batches as possible can be filled evenly, each row
+goes to the lightest of its turn; otherwise first fit says how many it takes. It stands on nothing
+but the errors, and nothing stands on it.
 """
 
 import math
@@ -145,14 +145,16 @@ def _weight(rows: Rows) -> float:
 
 def _filled(longest_first: Rows, budget: float, replicas: int) -> list[Rows]:
     """The micro-batches, equally many for each replica."""
+    # No fewer can hold them.
+    bound = max(1, int(-(-_weight(longest_first) // (budget * replicas)))) * replicas
+    if even := _lightest(longest_first, bound, budget):
+        return even
     microbatches = _first_fit(longest_first, budget)
-    count, total = -(-len(microbatches) // replicas) * replicas, _weight(longest_first)
-    # Rarely fewer of them suffice for the other algorithm.
-    for fewer in range(max(count - replicas, replicas), count + 1, replicas):
-        if total <= fewer * budget and (even := _lightest(longest_first, fewer, budget)):
-            return even
+    count = -(-len(microbatches) // replicas) * replicas
+    if count > bound and (even := _lightest(longest_first, count, budget)):
+        return even
     # They are too full for it. So first fit, with a lower budget that suffices.
-    low, high = max(total / count, longest_first[0][0]), budget
+    low, high = max(_weight(longest_first) / count, longest_first[0][0]), budget
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         lower = _first_fit(longest_first, middle)
@@ -194,14 +196,18 @@ def _first_fit(longest_first: Rows, budget: float) -> list[Rows]:
     for row in longest_first:
         node, cost = 1, row[0]
         while node < leaves:
-            node = 2 * node + (left[2 * node] < cost)
+            node *= 2
+            if left[node] < cost:
+                node += 1
         if node - leaves == len(microbatches):
             microbatches.append([])
         microbatches[node - leaves].append(row)
-        left[node] -= cost
+        most = left[node] = left[node] - cost
         while node > 1:
+            sibling = left[node ^ 1]
             node //= 2
-            most = max(left[2 * node], left[2 * node + 1])
+            if sibling > most:
+                most = sibling
             if left[node] == most:
                 break
             left[node] = most
