@@ -118,17 +118,15 @@ def functions() -> list[int]:
     return found
 
 
-def kinds() -> dict[str, tuple[int, Callable[[random.Random], int]]]:
-    """The budget, which is the longest row, and a function that draws a length."""
-    of_functions = [length for length in functions() if length <= 2048]
-    return {
-        "functions of Python's library": (2048, lambda r: r.choice(of_functions)),
-        "instructions: lognormal, median 120": (2048, lognormal(120, 0.9, 2048)),
-        "chats: lognormal, median 400": (4096, lognormal(400, 1.1, 4096)),
-        "reasoning: lognormal, median 4,000": (16384, lognormal(4000, 0.9, 16384)),
-        "reasoning, at length squared": (16384**2, lambda r: lognormal(4000, 0.9, 16384)(r) ** 2),
-        "chunks of books: 4 of 5 are full": (2048, lambda r: 2048 if r.random() < 0.8 else r.randint(1, 2048)),
-    }
+Draw = Callable[[random.Random], int]
+# Lengths that are drawn: the budget, which is the longest row, and a function that draws one.
+DRAWN: dict[str, tuple[int, Draw]] = {
+    "instructions: lognormal, median 120": (2048, lognormal(120, 0.9, 2048)),
+    "chats: lognormal, median 400": (4096, lognormal(400, 1.1, 4096)),
+    "reasoning: lognormal, median 4,000": (16384, lognormal(4000, 0.9, 16384)),
+    "reasoning, at length squared": (16384**2, lambda r: lognormal(4000, 0.9, 16384)(r) ** 2),
+    "chunks of books: 4 of 5 are full": (2048, lambda r: 2048 if r.random() < 0.8 else r.randint(1, 2048)),
+}
 
 
 class Measured(NamedTuple):
@@ -157,10 +155,10 @@ def measured(packer: Callable[..., list[Bins]], lengths: list[int], budget: int,
     return Measured(n, 1 - mean / (n * budget), totals, turns, seconds)
 
 
-def rows(updates: int, size: int) -> dict[str, dict[str, Measured]]:
+def rows(kinds: dict[str, tuple[int, Draw]], updates: int, size: int) -> dict[str, dict[str, Measured]]:
     """Means over so many updates of so many rows: of each kind of lengths and each packer; and the lower bound of n."""
     found = {}
-    for kind, (budget, draw) in kinds().items():
+    for kind, (budget, draw) in kinds.items():
         r = random.Random(0)
         drawn = [[draw(r) for _ in range(size)] for _ in range(updates)]
         found[kind] = {
@@ -176,9 +174,10 @@ def main() -> None:
     """The table, in Markdown."""
     print(f"| lengths | lower bound | {' | '.join(PACKERS)} | 100,000 rows |")
     print("| --- " * (len(PACKERS) + 3) + "|")
-    draws = kinds()
-    for kind, by in rows(updates=10, size=1024).items():
-        bound, (budget, draw), r = by.pop("lower bound").n, draws[kind], random.Random(0)
+    of_functions = [length for length in functions() if length <= 2048]
+    kinds = {"functions of Python's library": (2048, lambda r: r.choice(of_functions)), **DRAWN}
+    for kind, by in rows(kinds, updates=10, size=1024).items():
+        bound, (budget, draw), r = by.pop("lower bound").n, kinds[kind], random.Random(0)
         drawn = [draw(r) for _ in range(100_000)]
         many = min(measured(PACKERS["`pack`"], drawn, budget, REPLICAS) for _ in range(3))
         cells = [

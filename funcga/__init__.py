@@ -57,12 +57,11 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module 'funcga' has no attribute {name!r}")
-        # Kept in the module, so that the next look finds it without this function.
+        # Kept in the module, so that the next look finds it without this function; Python itself
+        # keeps a module.
         if (module := _MODULES[name]) == "funcga":
-            value = import_module(f"funcga.{name}")
-        else:
-            value = vars(import_module(module))[name]
-        globals()[name] = value
+            return import_module(f"funcga.{name}")
+        globals()[name] = value = vars(import_module(module))[name]
         return value
 
 
