@@ -24,7 +24,7 @@ REPLICAS = 8
 
 
 def first_fit_decreasing(lengths: list[int], budget: int, replicas: int) -> list[Bins]:
-    """Longest first, into the first micro-batch with space: as multipack and packing by TRL do, up to ties."""
+    """Longest first, into the first micro-batch with space (Johnson, 1973), as multipack does."""
     bins: Bins = []
     free: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

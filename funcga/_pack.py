@@ -30,21 +30,22 @@ def pack(
     replicas: SupportsIndex = 1,
     cost: Callable[[int], SupportsFloat] | None = None,
 ) -> list[list[list[int]]]:
-    """The micro-batches of each replica: packs[replica][k] are the rows of its k-th one.
+    """Which rows go together: packs[replica][k] are the rows of the k-th micro-batch of a replica.
 
     A row is a sequence of lengths[row] tokens. It costs its length, or cost(length), and the rows
     of a micro-batch cost at most `budget` together. There are as few micro-batches as first fit
     decreasing finds, or fewer: at most 11/9 of the fewest that are possible, and 6/9 more (Dosa,
-    2007). Their number is then rounded up, so that every replica has equally many: where replicas
-    wait for each other in each micro-batch, as with FSDP, none of them waits for ever. The k-th
-    micro-batches of all replicas cost about the same, and the first ones cost most. In total, two
-    replicas differ by no more than their k-th micro-batches do for some k.
+    2007). Their number is rounded up so that every replica has equally many: where replicas wait
+    for each other in each micro-batch, as with FSDP, none waits for ever. The costliest is at most
+    4/3 of what is possible with as many (Graham, 1969). The k-th micro-batches of all replicas
+    cost about the same, and the first ones cost most. In total, two replicas differ by no more than
+    their k-th micro-batches do for some k.
 
     Each row stands in one micro-batch. So a gradient that is weighed by tokens does not depend on
     the packs, but for the order in which it is added up. Where there are fewer rows than
     micro-batches, some micro-batches are empty, `[]`: let the collate function return one of weight
-    0 in their place, such as a row of padding (docs/howto/pack.md). A replica without any row has
-    one only if there are fewer rows than replicas.
+    0 in their place, such as a row of padding (docs/howto/pack.md). A replica has no row at all
+    only if there are fewer rows than replicas.
 
     The same arguments give the same packs, so each process can compute them by itself. It is plain
     Python, and takes O(r log r) time for r rows.
@@ -154,9 +155,10 @@ def _filled(longest_first: Rows, budget: float, replicas: int) -> list[Rows]:
     if count > bound and (even := _lightest(longest_first, count, budget)):
         return even
     # They are too full for it. So first fit, with a lower budget that suffices.
-    low, high = max(_weight(longest_first) / count, longest_first[0][0]), budget
+    low, high = _weight(longest_first) / count, budget
     for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
+        # Between these, however it is rounded.
+        middle = sorted((longest_first[0][0], (low + high) / 2, budget))[1]
         lower = _first_fit(longest_first, middle)
         if len(lower) > count:
             low = middle

@@ -109,7 +109,9 @@ def test_arrays_generators_and_numbers_of_any_kind():
     assert {type(row) for pack in expected for rows in pack for row in rows} == {int}
     squares = np.array(range(8)) ** 2
     assert funcga.pack(lengths, 60, cost=squares.__getitem__) == funcga.pack(lengths, 60, cost=lambda k: k**2)
-    # what no float64 holds is added exactly
+    # numbers that no float64 holds are exact
+    k = 2**53 + 3
+    assert len(funcga.pack([6 * k, 3 * k, 3 * k, 2 * k, 2 * k, 2 * k], 6 * k)[0]) == 3
     assert len(funcga.pack([2**53, 1, 2], 2**53 + 2)[0]) == 2
 
 
