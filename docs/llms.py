@@ -14,17 +14,17 @@ HEAD = """\
 # funcga
 
 > Gradient accumulation as a pure fold over micro-batches, for PyTorch and JAX: the gradient of the whole batch, for any
-> batch size, any weights, on any number of replicas, at the cost of the loop by hand.
+> weights, on any number of replicas, at the cost of the loop by hand.
 
 - `step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)` has the signature and the output of what it wraps:
-  `loss, grads = step(params, batch)`. In torch and in JAX; the arrays decide.
+  `loss, grads = step(params, batch)`. In torch and in JAX.
 - A torch module: `gradient = torch_backend.module_value_and_grad(model, loss_fn)`, with `loss_fn(model, *batch)`; then
   `loss, grads = funcga.accumulate(gradient, n=8)(*batch)`, `torch_backend.assign_grads(model, grads)` and
   `optimizer.step()`.
-- A mean over tokens: `weight=lambda batch: (batch["labels"] != -100).sum()`. A sum over them: the same, and
+- A mean over tokens: `weight=lambda batch: (batch["labels"] != -100).sum()`. A sum: the same, and
   `fold=funcga.per_weight()`.
 - A loader: `for window in funcga.windows(loader, 8): loss, grads = funcga.stream(gradient)(params, window)`.
-- An optimizer: `tx = funcga.multi_steps(optax.adamw(1e-3), 8)`; in torch the inner one is
+- An optimizer: `tx = funcga.multi_steps(optax.adamw(1e-3), 8)`; in torch of
   `torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)`.
 - Replicas: `across=process_group`, or `across="data"` inside of `jax_backend.replicated(step, mesh)`. Never divide by
   n or by world_size.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from funcga._coupled import coupled
     from funcga._doctor import watch
     from funcga._fold.accumulator import Accumulator
+    from funcga._pack import pack
     from funcga._plan import plan
     from funcga._reproducible import reproducible
     from funcga._transform.multi_steps import multi_steps
@@ -45,6 +46,7 @@ else:
         "funcga._coupled": ("coupled",),
         "funcga._doctor": ("watch",),
         "funcga._fold.accumulator": ("Accumulator",),
+        "funcga._pack": ("pack",),
         "funcga._plan": ("plan",),
         "funcga._reproducible": ("reproducible",),
         "funcga._transform.multi_steps": ("multi_steps",),
@@ -57,12 +59,11 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module 'funcga' has no attribute {name!r}")
-        # Kept in the module, so that the next look finds it without this function.
+        # Kept in the module, so that the next look finds it without this function; Python itself
+        # keeps a module.
         if (module := _MODULES[name]) == "funcga":
-            value = import_module(f"funcga.{name}")
-        else:
-            value = vars(import_module(module))[name]
-        globals()[name] = value
+            return import_module(f"funcga.{name}")
+        globals()[name] = value = vars(import_module(module))[name]
         return value
 
 
@@ -76,6 +77,7 @@ __all__ = [  # noqa: RUF022 - sorted by topic
     "CARRY",
     "stream",
     "windows",
+    "pack",
     "plan",
     "Accumulator",
     "multi_steps",

@@ -289,25 +289,23 @@ def _windows(items: Iterator[Item], n: int) -> Iterator[list[Item]]:
 
 def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterator[list[Item]]:
     window: list[Item] = []
-    total, updates, first = 0.0, 0, True
-    target = n.after(updates)
+    total, updates = 0.0, 0
     for item in items:
+        target = n.after(updates)
         # If the first one exceeds the target, units are probably mixed up: rows, say, for
         # tokens.
         amount = weight_on_host(weight_of(weight, _Spread()(item)))
-        if amount > target and first:
+        if amount > target and not (window or updates):
             raise FuncgaError(
                 f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update "
                 "cannot be of less than one micro-batch. Make them smaller, as by "
                 "DataLoader(batch_size=...), or raise the target."
             )
-        first = False
         window.append(item)
         total += amount
         if in_full(total) >= target:
             yield window
             window, total, updates = [], 0.0, updates + 1
-            target = n.after(updates)
     # The last, partial window.
     if window:
         yield window

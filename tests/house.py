@@ -35,6 +35,7 @@ TOOLS = {
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),
     "plan": (("funcga/_plan/",), ("what reports share",)),
+    "packs": (("funcga/_pack.py",), ()),
     "pipelines": (("torch_backend/pipeline/",), ()),
     "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan")),
 }
