@@ -1,5 +1,6 @@
 """Tables as plain text, the one way in which reports print them, and files with pictures."""
 
+import json
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -15,6 +16,20 @@ def text_table(lines: Sequence[Sequence[str]], right: bool = False) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     justify = str.rjust if right else str.ljust
     return "\n".join("  ".join(map(justify, line, widths)).rstrip() for line in lines)
+
+
+def bars(shares: Sequence[float], most: int) -> str:
+    """A bar for each of the first shares, the largest as high as a letter."""
+    largest = max(shares, default=0.0)
+    heights = "▁▂▃▄▅▆▇█"
+    return "".join(
+        heights[round(7 * each / largest)] if each > 0 else "_" for each in shares[:most]
+    )
+
+
+def json_text(value: object) -> str:
+    """JSON with null in place of a number that is not finite, which it has not."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1)
 
 
 def new_figure(name: str, size: tuple[float, float]) -> "Figure":

@@ -8,7 +8,6 @@
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from funcga._backend.dispatch import load
 from funcga._doctor.causes import is_note, judge, off, worst_first
 from funcga._doctor.windows import Finding, Window
-from funcga._tables import new_figure, save, text_table
+from funcga._tables import bars, json_text, new_figure, save, text_table
 from funcga._verify import cause_lines, wrapped
 from funcga._verify.causes import Cause, cause, note
 
@@ -89,29 +88,22 @@ class Watched:
         """The report as JSON; a number that is not finite is null."""
         windows = [asdict(window) | {"ok": window.ok} for window in self.windows]
         causes = [asdict(cause) for cause in self.causes]
-        found = {"ok": self.ok, "causes": causes, "notes": self.notes, "windows": windows}
-        plain = json.loads(json.dumps(found), parse_constant=lambda _: None)
-        return json.dumps(plain, indent=1)
+        return json_text({"ok": self.ok, "causes": causes, "notes": self.notes, "windows": windows})
 
     def plot(self, file: str | PathLike[str]) -> None:
-        """Writes a picture of each window's factor, and of the worst window's shares, to a .png,
-        .svg or .pdf file.
+        """Writes a picture of the shares in the window that is furthest off, to a .png, .svg or
+        .pdf file.
 
         Raises:
             FuncgaError: If matplotlib is not installed, or cannot write the file.
         """
-        figure = new_figure("watched.plot", (8, 5))
-        factors, shares = figure.subplots(2)
-        windows = [window for window in self.windows if window.factor == window.factor]
-        factors.plot([each.number for each in windows], [each.factor for each in windows], "o-")
-        factors.axhline(1, color="gray")
-        factors.set(xlabel="window", ylabel="gradient over that of the mean")
-        worst = max(windows, key=off, default=Window())
-        places = range(1, len(worst.shares) + 1)
-        shares.step(places, worst.of_targets, where="mid", label="of the targets")
-        shares.step(places, worst.shares, where="mid", label="of the gradient")
-        shares.set(xlabel=f"micro-batch of window {worst.number}", ylabel="share")
-        shares.legend()
+        worst = max(self.windows, key=off, default=Window())
+        figure = new_figure("watched.plot", (8, 4))
+        axes = figure.subplots()
+        axes.step(range(len(worst.shares)), worst.of_targets, where="mid", label="of the targets")
+        axes.step(range(len(worst.shares)), worst.shares, where="mid", label="of the gradient")
+        axes.set(xlabel="micro-batch", ylabel="share", title=", ".join(_row(worst)[::5]))
+        axes.legend()
         save(figure, "watched.plot", file)
 
     def __str__(self) -> str:
@@ -144,7 +136,7 @@ def watch(
         optimizer: The one that steps it, or several; default: all that have parameters of it.
         across: A process group, or "world" for all processes: they gather some numbers at each
             step, so all of them must watch, and step equally often.
-        steps: How many steps are watched.
+        steps: How many steps are watched; 0 for all of them.
 
     Returns:
         A Watched, which is open inside of `with`.
@@ -169,15 +161,11 @@ def watch(
 def _lines(watched: Watched) -> Iterator[str]:
     causes, windows = watched.causes, watched.windows
     steps = sum(window.is_step for window in windows)
-    if causes:
-        yield (
-            f"This loop is NOT exact: {len(causes)} cause{'s' * (len(causes) != 1)} in {steps} "
-            f"step{'s' * (steps != 1)}."
-        )
-    elif watched.ok:
-        yield f"This loop is exact: every target weighs the same in each of its {steps} steps."
-    else:
-        yield f"Whether this loop is exact cannot be told from its {steps} steps."
+    yield {
+        True: f"This loop is exact: every target weighs the same in each of its {steps} steps.",
+        False: f"This loop is NOT exact: {len(causes)} causes in {steps} steps.",
+        None: f"Whether this loop is exact cannot be told from its {steps} steps.",
+    }[watched.ok]
     for number, each in enumerate(causes, 1):
         yield from cause_lines(number, each)
     if windows:
@@ -201,15 +189,8 @@ def _row(window: Window) -> list[str]:
         str(window.number),
         window.optimizer,
         str(len(window.coefficients)),
-        _bars(window.of_targets),
-        _bars(window.shares),
+        bars(window.of_targets, BARS),
+        bars(window.shares, BARS),
         "" if math.isnan(window.factor) else f"{window.factor:.4g}",
         verdict,
     ]
-
-
-def _bars(shares: Sequence[float]) -> str:
-    """A bar for each share, the largest as high as a letter."""
-    most = max(shares, default=0.0)
-    shown = shares[:BARS]
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * share / most)] if share > 0 else "_" for share in shown)

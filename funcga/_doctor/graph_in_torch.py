@@ -47,8 +47,8 @@ def _terms(edge: Edge, above: Term) -> Iterator[Term]:
     name, below = _name(node), _inputs(node)
     if name in ("Add", "Sub"):
         yield from _added(node, above)
-    elif _SAME.fullmatch(name) or _scalar(node) is not None:
-        yield from _terms(below[0], _scaled(node, above))
+    elif (scaled := _scaled(node, above)) is not None:
+        yield from _terms(below[0], scaled)
     elif name in ("Sum", "Mean") and math.prod(_shape(edge)) == 1:
         size = float(math.prod(_shape(below[0])))
         if _name(below[0][0]) == "Stack" and len(_shape(below[0])) == 1:
@@ -90,8 +90,8 @@ def _elements(edge: Edge, above: Term, size: float | None = None) -> Term:
     while True:
         node, _ = edge
         name, below = _name(node), _inputs(node)
-        if _SAME.fullmatch(name) or _scalar(node) is not None:
-            above = _scaled(node, above)
+        if (scaled := _scaled(node, above)) is not None:
+            above = scaled
         elif name == "Mul" and (other := _constant(node)) is not None:
             weights.append(other)
         elif name == "MaskedFill":
@@ -170,20 +170,14 @@ def _constant(node: Any) -> Any:
     return _saved(node, "other") if is_first else _saved(node, "self")
 
 
-def _scalar(node: Any) -> Number:
-    """The same if it is one number, and None if not."""
+def _scaled(node: Any, above: Term) -> Term | None:
+    """What is above a node, with its factor; None if it does more than to multiply by one."""
+    if _SAME.fullmatch(_name(node)):
+        return above
     other = _constant(node)
     if other is None or (torch.is_tensor(other) and other.numel() != 1):
         return None
-    return _number(other)
-
-
-def _scaled(node: Any, above: Term) -> Term:
-    """What is above a node, and its own factor."""
-    scalar = _scalar(node)
-    if scalar is None:
-        return above
-    return above.over(scalar) if _name(node) == "Div" else above.times(scalar)
+    return (above.over if _name(node) == "Div" else above.times)(_number(other))
 
 
 def _number(value: Any) -> Number:

@@ -60,7 +60,7 @@ def settle(window: Window, events: Sequence[Event], scale: float) -> None:
             window.coefficients.append(1.0)
         elif event.kind == "clip":
             if window.by_hand * scale > 1.5:
-                window.findings.append(Finding("clipped before unscaling", {}))
+                window.findings.append(Finding("clipped before unscaling"))
             clips += [1.0 if math.isnan(factor) else factor] * (factor != 1)
         elif event.kind == "before" and event.now == 0 and window.unknown:
             # Somebody has seen that, erased it, and tries again.
@@ -73,6 +73,6 @@ def settle(window: Window, events: Sequence[Event], scale: float) -> None:
             window.by_hand *= factor
             is_old = is_old and factor != 0
     if window.is_step and is_old:
-        window.findings.append(Finding("left over", {}))
+        window.findings.append(Finding("left over"))
     if window.is_step and window.by_hand * scale > 1.5:
         window.findings.append(Finding("never unscaled", {"factor": scale}))

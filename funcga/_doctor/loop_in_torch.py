@@ -37,8 +37,8 @@ class Ledger:
     It looks at some of their elements, and keeps how these differ from the look before.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.optimizer, self.number = optimizer, number
         self.unknown = ""
         self.looks: list[tuple[str, torch.Tensor, MicroBatch | None]] = []
         self.begin()
@@ -103,14 +103,12 @@ class Loop:
             [*given] if isinstance(given, list | tuple) else [given] * (given is not None)
             for given in (model, optimizer)
         )
-        wrong = [each for each in self.models if not isinstance(each, torch.nn.Module)]
-        wrong += [each for each in self.optimizers if not isinstance(each, Optimizer)]
-        if wrong or steps < 1:
-            raise FuncgaError(
-                f"watch was given {type(wrong[0]).__name__ if wrong else f'{steps} steps'}: it "
-                "takes a module and its optimizer, or lists of them. Write funcga.watch(model, "
-                "optimizer)."
-            )
+        for each in self.models + self.optimizers:
+            if not isinstance(each, torch.nn.Module | Optimizer):
+                raise FuncgaError(
+                    f"watch was given {type(each).__name__}: it takes a module and its optimizer, "
+                    "or lists of them. Write funcga.watch(model, optimizer)."
+                )
         self.across, self.steps = across, steps
         self.windows: list[Window] = []
         self.findings: list[Finding] = []  # that are no matter of one window
@@ -147,9 +145,13 @@ class Loop:
         self._undo = []
         for ledger in self._ledgers.values():
             self._quietly(self._end_window, ledger, False)
-        names = {window.optimizer for window in self.windows}
+        is_alone = len({window.optimizer for window in self.windows}) == 1 and not self._has_others
         for window in self.windows:
-            window.is_alone = len(names) == 1 and not self._has_others
+            window.is_alone = is_alone
+        owned = {key for keys in self._ledgers for key in keys}
+        names = [name for name, param in self._params() if id(param) not in owned]
+        if names and self.windows:
+            self.findings.append(Finding("in no optimizer", {"names": listed(names)}))
 
     def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Has a function called inside of `around(*args)`, as long as this is open."""
@@ -167,11 +169,10 @@ class Loop:
         setattr(owner, name, replacement)
         self._undo.append(undo)
 
-    def _quietly(self, look: Callable[..., object], *args: Any) -> None:
+    def _quietly(self, look: Callable[..., Any], *args: Any) -> Any:
         try:
             with torch.no_grad():
-                if not self.is_blind:
-                    look(*args)
+                return None if self.is_blind else look(*args)
         except Exception as error:
             self.is_blind = True
             text = f"{type(error).__name__}: {error}"
@@ -259,19 +260,19 @@ class Loop:
         if (ledger := self._ledger(optimizer)) is not None:
             self._quietly(ledger.begin)
             self.steps -= 1
-        if not self.steps:
-            self.findings.append(Finding("too long", {}))
-            self.close()
+            if not self.steps:
+                self.findings.append(Finding("too long"))
+                self.close()
 
     # --- windows
 
     def _find_optimizers(self, optimizers: Iterable[Optimizer], unknown: str = "") -> None:
         ours = {id(param) for _, param in self._params()}
+        ours.update(*map(_key, self.optimizers))
         for optimizer in optimizers:
             key = _key(optimizer)
-            is_ours = optimizer in self.optimizers or not ours.isdisjoint(key)
-            if key not in self._ledgers and (is_ours or not (ours or self.optimizers)):
-                self._ledgers[key] = Ledger(optimizer)
+            if key not in self._ledgers and not (ours and ours.isdisjoint(key)):
+                self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1)
                 self._ledgers[key].unknown = unknown
 
     def _ledger(self, optimizer: Any) -> Ledger | None:
@@ -283,40 +284,31 @@ class Loop:
 
     def _step(self, optimizer: Optimizer) -> None:
         """What one step got; with `across` every process gathers here, whatever befell it."""
-        before = len(self.windows)
-        self._quietly(self._see_step, optimizer)
-        if self.across is not None and _key(optimizer) in self._ledgers and dist.is_initialized():
-            window = self.windows[-1] if len(self.windows) > before else None
+        window = self._quietly(self._see_step, optimizer)
+        if self.across is not None and dist.is_initialized() and (window or self.is_blind):
             group = None if self.across == "world" else self.across
             everyone: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(everyone, window, group)
-            if window is not None:
-                self._quietly(_merge, window, everyone)
+            self._quietly(_merge, window, everyone)
 
-    def _see_step(self, optimizer: Optimizer) -> None:
-        if _key(optimizer) not in self._ledgers:
-            self._find_optimizers([optimizer], "its optimizer was made after the window had begun")
+    def _see_step(self, optimizer: Optimizer) -> Window | None:
+        self._find_optimizers([optimizer], "its optimizer was made after the window had begun")
         if (ledger := self._ledger(optimizer)) is None:
             # One of another model: what it steps with is not lost.
             self._has_others = True
-            for ledger in self._ledgers.values():
-                for _, _, micro_batch in ledger.looks:
+            for each in self._ledgers.values():
+                for _, _, micro_batch in each.looks:
                     if micro_batch is not None:
                         micro_batch.steps += 1
-            return
+            return None
         ledger.optimizer = optimizer  # another one may be around it
         if self._is_inside:
             ledger.unknown = "its optimizer steps inside of backward"
-        owned = {key for keys in self._ledgers for key in keys}
-        alone = [n for n, p in self._params() if p.grad is not None and id(p) not in owned]
-        if alone and not self.windows:
-            self.findings.append(Finding("in no optimizer", {"names": listed(alone)}))
-        self._end_window(ledger, is_step=True)
+        return self._end_window(ledger, is_step=True)
 
-    def _end_window(self, ledger: Ledger, is_step: bool) -> None:
+    def _end_window(self, ledger: Ledger, is_step: bool) -> Window:
         optimizer = ledger.optimizer
-        number = [*self._ledgers.values()].index(ledger) + 1
-        name = f"{type(optimizer).__name__} {number}"
+        name = f"{type(optimizer).__name__} {ledger.number}"
         window = Window(len(self.windows) + 1, name, is_step=is_step)
         ledger.look("before")
         scale = 0.0 if self._scaler is None else self._scaler.get_scale()
@@ -327,11 +319,12 @@ class Loop:
         window.scale(1.0 if own is None else 1 / float(own))
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
         for each, coefficient in zip(window.micro_batches, window.coefficients, strict=True):
-            each.terms = merged(term.plain() for term in each.terms)
+            each.terms = merged([term.plain() for term in each.terms])
             each.rank = dist.get_rank() if window.is_part else 0
             each.steps += is_step and coefficient != 0
         if window.micro_batches or is_step:
             self.windows.append(window)
+        return window
 
 
 def _key(optimizer: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """What was seen of a training loop: the terms of losses, micro-batches and windows."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -58,16 +58,12 @@ class Term:
         return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
 
 
-def merged(terms: Iterable[Term]) -> list[Term]:
-    """The terms, with those that weigh their targets alike as one, such as rows one by one."""
-    found: dict[tuple[object, ...], Term] = {}
-    for term in terms:
-        key = (term.name, term.factors, term.divisors)
-        if key in found:
-            pairs = zip(found[key].counts, term.counts, strict=True)
-            term = replace(term, counts=tuple(a + b for a, b in pairs))
-        found[key] = term
-    return [*found.values()]
+def merged(terms: Sequence[Term]) -> Sequence[Term]:
+    """One term in place of several that weigh their targets alike, such as rows one by one."""
+    if len({(term.name, term.each, len(term.counts)) for term in terms}) != 1:
+        return terms
+    counts = zip(*(term.counts for term in terms), strict=True)
+    return [replace(terms[0], counts=tuple(map(sum, counts)))]
 
 
 @dataclass
@@ -91,7 +87,7 @@ class Finding(NamedTuple):
     """The name of a cause or a note, and what its texts are filled in with."""
 
     name: str
-    words: dict[str, object]
+    words: dict[str, object] = {}  # noqa: RUF012 - nobody writes to it
 
 
 @dataclass

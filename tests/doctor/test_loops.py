@@ -253,7 +253,7 @@ def test_wrong_loops_are_named_and_their_shares_are_those_of_autograd(name):
         loop(run)
     assert watched.ok is False
     assert sorted(cause.name for cause in watched.causes) == names, watched
-    with pytest.raises(AssertionError, match=f"NOT exact: {len(names)} cause"):
+    with pytest.raises(AssertionError, match=f"NOT exact: {len(names)} causes"):
         watched.assert_exact()
     if name in ("never erased", "left by an evaluation", "in no optimizer", "clipped inside"):
         return
