@@ -6,6 +6,7 @@ It stands on the tools of these names; nothing stands on it.
 
 import inspect
 import json
+import os
 import runpy
 import sys
 import time
@@ -195,8 +196,10 @@ def run_doctor(options: Namespace) -> int:
             pass
         except Exception:
             traceback.print_exc()
-    print(watched)
-    _write(options, "json", lambda file: file.write_text(watched.to_json(), encoding="utf-8"))
+    # With --across all processes have the same to say.
+    if os.environ.get("RANK", "0") == "0":
+        print(watched)
+        _write(options, "json", lambda file: file.write_text(watched.to_json(), encoding="utf-8"))
     return 2 if watched.ok is None else int(not watched.ok)
 
 

@@ -9,27 +9,60 @@ The package can be removed. It uses `Cause` of `verify` and the tables of report
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from funcga._backend.dispatch import load
-from funcga._doctor.causes import is_note, judge, off, worst_first
+from funcga._doctor.causes import is_note, judge, off
 from funcga._doctor.windows import Finding, Window
 from funcga._tables import bars, json_text, new_figure, save, text_table
 from funcga._verify import cause_lines, wrapped
 from funcga._verify.causes import Cause, cause, note
 
-if TYPE_CHECKING:
-    from funcga._doctor.loop_in_torch import Loop
-
 ROWS, BARS = 8, 16  # rows of a table, and micro-batches of a row
 
 
-class Watched:
-    """A training loop that is watched while a `with` block runs. `str(watched)` is a text to read.
+class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
+    """Watches a training loop of torch as it is, and says how its windows weigh their targets.
+
+    While the `with` block is open, calls of `backward`, of torch's functions that clip, of
+    GradScaler and of `optimizer.step()` are seen. The graph of each loss says how it weighs its
+    targets; some thousand elements of `.grad`, before and after each event, say with which factor
+    a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
+    the bit. It costs about a millisecond for each call of backward, and waits for a device at the
+    step only. An error of its own ends the watch, never the run.
+
+    The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
+    "short window", "divided by another n", "stepped too often", "another count", "erased", "left
+    over", "clipped inside the window", "scaled inside the window", "clipped before unscaling",
+    "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
+
+    It cannot tell what a compiled or fused loss, a function of your own in the graph, or a sum of
+    losses with different counts weighs: a note says so, and `ok` is None.
+
+    Args:
+        model: The module that is trained, such as a ModuleList of several; default: what
+            optimizers have.
+        optimizer: The one that steps it; default: all that have parameters of it.
+        across: A process group, or "world" for all processes: they gather some numbers at each
+            step, so all of them must watch, and step equally often.
+        steps: How many steps are watched; 0 for all of them.
+
+    Raises:
+        FuncgaError: If model is no module, or optimizer no optimizer.
+
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with funcga.watch(model, optimizer) as watched:
+        ...     for x in torch.ones(4, 2, 3):
+        ...         (model(x).mean() / 4).backward()
+        ...     optimizer.step()
+        >>> watched.ok
+        True
 
     Attributes:
         windows: A Window for each step, in their order: its micro-batches, their `.shares` in the
@@ -37,21 +70,23 @@ class Watched:
             the mean over the window, `.ok`, and the names of its `.causes`.
     """
 
-    def __init__(self, loop: "Loop") -> None:
-        self.windows: list[Window] = loop.windows
-        self._loop = loop
-        self._findings: list[Finding] = []
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, *, across: Any = None, steps: int = 1000
+    ) -> None:
+        load("torch")  # says how to install it if it is missing
+        from funcga._doctor.loop_in_torch import Loop
 
-    def __enter__(self) -> "Watched":
+        self._loop = Loop(model, optimizer, across, steps)
+        self._findings: list[Finding] = []
+        self.windows: list[Window] = self._loop.windows
+
+    def __enter__(self) -> "watch":
         self._loop.open()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._loop.close()
-        judge(self.windows)
-        self._findings = [*worst_first(self.windows), *self._loop.findings]
-        if not any(window.is_step for window in self.windows):
-            self._findings.append(Finding("nothing", {}))
+        self._findings = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
 
     @property
     def ok(self) -> bool | None:
@@ -110,61 +145,16 @@ class Watched:
         return "\n".join(_lines(self))
 
 
-def watch(
-    model: Any = None, optimizer: Any = None, *, across: Any = None, steps: int = 1000
-) -> Watched:
-    """Watches a training loop of torch as it is, and says how its windows weigh their targets.
-
-    While the `with` block is open, calls of `backward`, of torch's functions that clip, of
-    GradScaler and of `optimizer.step()` are seen. The graph of each loss says how it weighs its
-    targets; some thousand elements of `.grad`, before and after each event, say with which factor
-    a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
-    the bit. It costs about a millisecond for each call of backward, and waits for a device at the
-    step only. An error of its own ends the watch, never the run.
-
-    The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
-    "short window", "divided by another n", "stepped too often", "another count", "erased", "left
-    over", "clipped inside the window", "scaled inside the window", "clipped before unscaling",
-    "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
-
-
-    It cannot tell what a compiled or fused loss, a function of your own in the graph, or a sum of
-    losses with different counts weighs: a note says so, and `ok` is None.
-
-    Args:
-        model: The module that is trained, or several; default: whatever an optimizer has.
-        optimizer: The one that steps it, or several; default: all that have parameters of it.
-        across: A process group, or "world" for all processes: they gather some numbers at each
-            step, so all of them must watch, and step equally often.
-        steps: How many steps are watched; 0 for all of them.
-
-    Returns:
-        A Watched, which is open inside of `with`.
-
-    Raises:
-        FuncgaError: If model, optimizer or steps are none.
-
-    Example:
-        >>> with funcga.watch(model, optimizer) as watched:
-        ...     train()
-        >>> print(watched)
-    """
-    load("torch")  # says how to install it if it is missing
-    from funcga._doctor.loop_in_torch import Loop
-
-    return Watched(Loop(model, optimizer, across, steps))
-
-
 # --- the text
 
 
-def _lines(watched: Watched) -> Iterator[str]:
+def _lines(watched: watch) -> Iterator[str]:
     causes, windows = watched.causes, watched.windows
     steps = sum(window.is_step for window in windows)
     yield {
-        True: f"This loop is exact: every target weighs the same in each of its {steps} steps.",
-        False: f"This loop is NOT exact: {len(causes)} causes in {steps} steps.",
-        None: f"Whether this loop is exact cannot be told from its {steps} steps.",
+        True: f"Every target weighs the same in each of the steps. Steps: {steps}.",
+        False: f"This loop is NOT exact. Steps: {steps}, causes: {len(causes)}.",
+        None: f"Whether this loop is exact cannot be told. Steps: {steps}.",
     }[watched.ok]
     for number, each in enumerate(causes, 1):
         yield from cause_lines(number, each)
@@ -175,7 +165,7 @@ def _lines(watched: Watched) -> Iterator[str]:
         yield ""
         yield from text_table([_HEADINGS, *map(_row, shown)]).split("\n")
         if len(windows) > len(shown):
-            yield f"and {len(windows) - len(shown)} more windows"
+            yield f"and {len(windows) - len(shown)} more"
     for text in watched.notes:
         yield from wrapped(text, "Note: ")
 

@@ -22,13 +22,17 @@ def is_note(finding: Finding) -> bool:
     return finding.name in texts("funcga._doctor")["notes"]
 
 
-def judge(windows: Sequence[Window]) -> None:
-    """Adds to each window its shares, its factor, and the findings that follow from them."""
+def judge(windows: Sequence[Window]) -> list[Finding]:
+    """Adds to each window its shares, its factor, and what is found. Returns one finding of each
+    name, as it was in the window that is furthest off.
+    """
     most: dict[str, int] = defaultdict(int)
     for window in windows:
         reached = sum(coefficient != 0 for coefficient in window.coefficients)
         most[window.optimizer] = max(most[window.optimizer], reached // window.ranks)
+    stepping = {each.place for window in windows for each in window.micro_batches if each.steps}
     for window in windows:
+        _drop_strays(window, stepping)
         window.findings += _of_events(window)
         if window.is_step and not window.unknown:
             window.findings += [*_of_losses(window, most)]
@@ -37,6 +41,25 @@ def judge(windows: Sequence[Window]) -> None:
             window.findings.append(Finding("unknown", words))
         names = [each.name for each in window.findings if not is_note(each)]
         window.causes = tuple(dict.fromkeys(names))
+    ordered = sorted(windows, key=off)
+    worst = {each.name: each for window in ordered for each in window.findings}
+    return [*worst.values()][::-1]
+
+
+def _drop_strays(window: Window, stepping: set[int]) -> None:
+    """Drops micro-batches that did not reach the step, and are of a place that never does.
+
+    An attack on inputs, the first pass of SAM and the loss of another optimizer are such.
+    """
+    pairs = [*zip(window.micro_batches, window.coefficients, strict=True)]
+    here = {each.place for each, a in pairs if a} if window.is_step else stepping
+    pairs = [
+        (each, a)
+        for each, a in pairs
+        if (a and window.is_step) or not here or (each.place in here and not each.steps)
+    ]
+    window.micro_batches = [each for each, _ in pairs]
+    window.coefficients = [a for _, a in pairs]
 
 
 def off(window: Window) -> float:
@@ -45,16 +68,8 @@ def off(window: Window) -> float:
     return _off(window.factor) + sum(abs(share - right) for share, right in pairs)
 
 
-def worst_first(windows: Sequence[Window]) -> list[Finding]:
-    """One finding of each name, as it was in the window that is furthest off."""
-    ordered = sorted(windows, key=off)
-    found = {each.name: each for window in ordered for each in window.findings}
-    return [*found.values()][::-1]
-
-
 def _of_events(window: Window) -> Iterator[Finding]:
     pairs = [*zip(window.micro_batches, window.coefficients, strict=True)]
-    # What another optimizer has stepped with is not lost.
     waiting = [coefficient for each, coefficient in pairs if not each.steps]
     words: dict[str, object] = {"count": len(pairs), "lost": waiting.count(0)}
     reduced = sum(each.is_reduced for each, _ in pairs) // window.ranks
@@ -70,38 +85,24 @@ def _of_losses(window: Window, most: dict[str, int]) -> Iterator[Finding]:
     """The findings of each kind of loss: micro-batches of one kind are parts of one batch."""
     kinds: dict[str, Group] = defaultdict(list)
     for each, coefficient in zip(window.micro_batches, window.coefficients, strict=True):
-        if coefficient or not each.steps:
-            kinds[", ".join(term.name for term in each.terms)].append((each, coefficient))
-    if not kinds:
-        window.unknown = "no backward was seen before the step"
+        kinds[", ".join(term.name for term in each.terms)].append((each, coefficient))
     for kind, group in kinds.items():
-        terms = _common([each.terms for each, _ in group])
-        if terms is None:
+        losses = [each.terms for each, _ in group]
+        coefficients = [abs(a) / window.ranks for _, a in group]
+        # Terms that are alike may be parts of one batch, and not of the same targets.
+        parts = {(term.name, term.factors) for term in losses[0]}
+        if len(parts) < len(losses[0]) or not all(term.counts for loss in losses for term in loss):
             window.unknown = f"a loss of {kind} cannot be read as one mean or sum over targets"
             continue
-        weighing = _weighing(terms, [abs(a) / window.ranks for _, a in group])
+        weighing, *others = [_weighing(terms, coefficients) for terms in zip(*losses, strict=True)]
         window.factor = weighing.factor
         window.shares, window.of_targets = weighing.shares, weighing.of_targets
-        if weighing.factor > 0:
+        if any(other.kind != weighing.kind for other in others):
+            window.unknown = f"the terms of {kind} weigh targets differently"
+        elif weighing.factor > 0:
             yield from _of_weighing(weighing, group, window, most)
         else:
             window.unknown = "a loss has no targets"
-
-
-def _common(losses: Sequence[Sequence[Term]]) -> list[Term] | None:
-    """One term for each loss that weighs its targets as all terms of it do; None if they differ."""
-    first = [terms[0] for terms in losses]
-    if not all(term.counts for terms in losses for term in terms):
-        return None  # reading ended before a sum
-    if all(len(terms) == 1 for terms in losses):
-        return first
-    for others in zip(*losses, strict=True):
-        ratios = [other.each / one.each for other, one in zip(others, first, strict=True)]
-        if not _alike(ratios) or not all(other.is_mean for other in others):
-            return None
-    # A factor of its own, such as 0.9 of a term beside 0.1 of another one, is none of the window.
-    own = [term.each * term.counts[0] * term.outer for term in first]
-    return [term.times(1 / own[0]) for term in first] if _alike(own) else None
 
 
 class Weighing(NamedTuple):
@@ -116,6 +117,10 @@ class Weighing(NamedTuple):
     @property
     def factor(self) -> float:
         return math.fsum(self.masses)
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        return self.is_even, self.terms[0].is_mean
 
     @property
     def is_even(self) -> bool:
@@ -182,12 +187,25 @@ def _of_weighing(
             yield Finding("scaled by hand", words)
         elif _alike(weighing.masses) and weighing.terms[0].is_mean:
             words["divisor"] = n / factor
-            name = _name_of_division(window, n, weighing.terms[0].outer, most[window.optimizer])
+            places = len({each.place for each, _ in group})
+            name = _name_of_division(n, factor, weighing.terms[0].outer, most[window.optimizer])
+            name = "two losses" if name == "not divided" and n == places else name
             yield Finding(name, words)
         elif weighing.is_even:
             words["divisor"] = weighing.targets / factor
-            near = "another count" if 0.5 < factor < 2 else "constant factor"
-            yield Finding("sum" if _close(factor, weighing.targets) else near, words)
+            yield Finding(_name_of_count(weighing, n), words)
+
+
+def _name_of_count(weighing: Weighing, n: float) -> str:
+    """By what a sum is divided that is not the number of its targets."""
+    if _close(weighing.factor, weighing.targets):
+        return "sum"
+    if n > 1 and _close(weighing.factor, 1 / n):
+        return "divided twice"
+    # Sums over features have a large factor, and some losses one of their own.
+    own = abs(math.prod(weighing.terms[0].factors))
+    is_own = weighing.factor > 2.5 or _close(weighing.factor, own)
+    return "constant factor" if is_own else "another count"
 
 
 def _name_of_uneven(weighing: Weighing, group: Group) -> str:
@@ -199,15 +217,14 @@ def _name_of_uneven(weighing: Weighing, group: Group) -> str:
     return "ranks weigh the same" if is_between else "uneven tokens"
 
 
-def _name_of_division(window: Window, n: float, outer: float, most: int) -> str:
+def _name_of_division(n: float, factor: float, outer: float, most: int) -> str:
     """Why the mean of n means is off by a factor.
 
     outer: what each mean is divided by; most: the largest n of this optimizer's windows.
     """
     if n > 1 and outer == 1:
-        # A discriminator's two losses, on real and on false data, look the same.
-        return "not divided" if window.is_alone else "two losses"
-    if not _close(outer, round(outer)) or not _close(outer, n / window.factor):
+        return "not divided"
+    if not _close(outer, round(outer)) or not _close(outer, n / factor):
         return "constant factor"
     if most == 1:
         return "stepped too often"

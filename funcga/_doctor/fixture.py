@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from funcga._doctor import Watched, watch
+from funcga._doctor import watch
 
 
 @pytest.fixture
-def watch_exact() -> Iterator[Watched]:
+def watch_exact() -> Iterator[watch]:
     """The test is watched, and fails at its end unless every training loop in it is exact."""
     with watch() as watched:
         yield watched

@@ -21,16 +21,7 @@ Edge = tuple[Any, int]  # of a graph of autograd: a node, and which of its outpu
 _SAME = re.compile(
     "ToCopy|Clone|(Unsafe)?View|(Reshape)?Alias|(Un)?[Ss]queeze|T|Transpose|Neg|_DDPSink"
 )
-_LOSSES = {
-    "NllLoss": "cross entropy",
-    "NllLoss2D": "cross entropy",
-    "MseLoss": "squared error",
-    "SmoothL1Loss": "smooth L1",
-    "HuberLoss": "Huber",
-    "BinaryCrossEntropy": "binary cross entropy",
-    "BinaryCrossEntropyWithLogits": "binary cross entropy",
-    "SoftMarginLoss": "soft margin",
-}
+_LOSSES = re.compile("(Nll|Mse|SmoothL1|Huber|SoftMargin)Loss(2D)?|BinaryCrossEntropy(WithLogits)?")
 _NONE, _MEAN = 0, 1  # values of `reduction`
 
 
@@ -38,7 +29,10 @@ def read(loss: torch.Tensor) -> list[Term]:
     """The terms of a loss that `backward` is called on."""
     if loss.numel() != 1:
         return [Term("several values")]
-    return [*_terms((loss.grad_fn, loss.output_nr), Term())]
+    try:
+        return [*_terms((loss.grad_fn, loss.output_nr), Term())]
+    except (RecursionError, RuntimeError) as error:  # of a graph that is too deep, or freed
+        return [Term(type(error).__name__)]
 
 
 def _terms(edge: Edge, above: Term) -> Iterator[Term]:
@@ -57,7 +51,7 @@ def _terms(edge: Edge, above: Term) -> Iterator[Term]:
                 yield from _terms(each, above.over(size) if name == "Mean" else above)
         else:
             yield _elements(below[0], above, size if name == "Mean" else None)
-    elif name in _LOSSES and _saved(node, "reduction") != _NONE:
+    elif _LOSSES.fullmatch(name) and _saved(node, "reduction") != _NONE:
         yield _elements(edge, above)
     else:
         yield replace(above, name=name)
@@ -66,78 +60,66 @@ def _terms(edge: Edge, above: Term) -> Iterator[Term]:
 def _added(node: Any, above: Term) -> Iterator[Term]:
     """The terms of a sum or difference of two losses."""
     alpha = _saved(node, "alpha")
-    signs = (1.0, 1.0 if alpha is None else float(alpha))
-    found = [
-        term
-        for (below, index), sign in zip(node.next_functions, signs, strict=False)
-        if below is not None
-        for term in _terms((below, index), Term().times(*[sign] * (sign != 1)))
-    ]
-    # With label smoothing, cross entropy is (1 - s) times one sum and s / classes times another, of
-    # the same targets: one loss to whoever calls it.
-    own = [math.prod(f for f in term.factors if isinstance(f, float)) for term in found]
-    is_smooth = len(found) == 2 and found[0].classes > 0
-    if is_smooth and math.isclose(abs(own[0]) + abs(own[1]) * found[0].classes, 1):
-        found = [found[0].times(1 / own[0])]
-    for term in found:
-        yield term.times(*above.factors).over(*above.divisors)
+    for edge, sign in zip(node.next_functions, (None, alpha), strict=False):
+        if edge[0] is not None:
+            yield from _terms(edge, above if sign in (None, 1) else above.times(float(sign)))
 
 
 def _elements(edge: Edge, above: Term, size: float | None = None) -> Term:
     """A sum of elements, some of which may be masked; with a size, their mean."""
-    weights, valid = list[Any](), list[Any]()
-    shape = _shape(edge)
+    shape, masks = _shape(edge), list[torch.Tensor]()
     while True:
         node, _ = edge
         name, below = _name(node), _inputs(node)
         if (scaled := _scaled(node, above)) is not None:
             above = scaled
-        elif name == "Mul" and (other := _constant(node)) is not None:
-            weights.append(other)
-        elif name == "MaskedFill":
-            valid.append(~_saved(node, "mask"))
-        elif name == "Where" and len(below) == 1:
-            condition = _saved(node, "condition")
-            valid.append(condition if node.next_functions[0][0] is not None else ~condition)
-        elif name == "Sum" and not (size or weights or valid):
+        elif (mask := _mask(node)) is not None:
+            masks.append(mask)
+        elif name == "Sum" and not (size or masks):
             shape = _shape(below[0])
         else:
             break
         edge = below[0]
-    reduction, classes = _saved(node, "reduction"), 0
-    is_nll = name.startswith("NllLoss")
-    if is_nll:
-        target, of_classes = _saved(node, "target"), _saved(node, "weight")
+    if reduction := _saved(node, "reduction"):
+        shape = _shape(below[0])
+    if is_nll := name.startswith("NllLoss"):
+        target, weight = _saved(node, "target"), _saved(node, "weight")
         index = _saved(node, "ignore_index")
         # A node saves it as a number without a sign.
-        valid.append(target != (index - 2**64 if index >= 2**63 else index))
-        classes = _shape(below[0])[1 if name == "NllLoss2D" else -1]
+        masks.append(target != (index - 2**64 if index >= 2**63 else index))
         shape = [*target.shape] if reduction else shape
-        if of_classes is not None:
-            weights.append(of_classes[target.clamp(0, classes - 1)])
-    elif name in _LOSSES and reduction:
-        shape = _shape(below[0])
-    counts = _counts(shape, weights, valid)
-    if name in _LOSSES and reduction == _MEAN:
-        above = above.over(counts[-1])
-    elif size:
+        masks += [] if weight is None else [weight[target.clamp(0, len(weight) - 1)]]
+    counts = _counts(shape, masks)
+    if size:
         # It may be meant to count what is masked, too.
-        above, counts = above.over(size), counts if is_nll else (*counts, size)
-    return replace(above, name=_LOSSES.get(name, "values"), counts=counts, classes=classes)
+        return replace(above.over(size), name=name, counts=(*counts, *[size] * (not is_nll)))
+    above = above.over(counts[-1]) if reduction == _MEAN else above
+    return replace(above, name=name, counts=counts)
 
 
-def _counts(shape: list[int], weights: list[Any], valid: list[Any]) -> tuple[Number, ...]:
+def _mask(node: Any) -> Any:
+    """What an operation multiplies elements by, one by one; None if it does anything else."""
+    name = _name(node)
+    if name == "MaskedFill":
+        return ~_saved(node, "mask")
+    if name == "Where" and len(_inputs(node)) == 1:
+        condition = _saved(node, "condition")
+        return condition if node.next_functions[0][0] is not None else ~condition
+    return _constant(node) if name == "Mul" else None
+
+
+def _counts(shape: list[int], masks: list[torch.Tensor]) -> tuple[Number, ...]:
     """What may be meant by the number of targets: those that no mask hides; the sum of weights."""
     size = math.prod(shape)
-    if not weights and not valid:
+    if not masks:
         return (float(size),)
-    mask = weighted = torch.ones(shape, dtype=torch.float64, device=(weights + valid)[0].device)
-    for each in weights + valid:
+    mask = weighted = torch.ones(shape, dtype=torch.float64, device=masks[0].device)
+    for each in masks:
         each = each.reshape(shape if each.numel() == size else each.shape).double()
         weighted = weighted * each
         # Factors that are not all 0 or 1, such as advantages, hide no element.
         mask = torch.where(((each == 0) | (each == 1)).all(), mask * each, mask)
-    return (mask.sum(), weighted.sum()) if weights else (mask.sum(),)
+    return mask.sum(), weighted.sum()
 
 
 # --- a node of autograd
@@ -159,6 +141,9 @@ def _shape(edge: Edge) -> list[int]:
 
 
 def _saved(node: Any, name: str) -> Any:
+    # A hook may unpack but once, or compute a checkpoint again.
+    if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
+        raise RuntimeError
     return getattr(node, f"_saved_{name}", None)
 
 

@@ -6,20 +6,18 @@ from typing import NamedTuple
 
 from funcga._doctor.windows import Finding, MicroBatch, Window
 
-CHANGED = "gradients change between backward and step by more than a factor"
-ASSIGNED = "gradients are assigned, and not added up by backward"
-
 
 class Event(NamedTuple):
-    """A look at the gradients: after a "backward", after one has "failed", after a "clip", or
-    "before" any of these or a step.
+    """A look at the gradients: after a "backward", after a "clip", or "before" either or a step.
 
+    is_new: whether a gradient was written to since the look before.
     before, both, now: products of some elements in the look before and in this one.
     differs: 1 if any bit of them does.
     """
 
     kind: str
     micro_batch: MicroBatch | None
+    is_new: bool
     before: float
     both: float
     now: float
@@ -47,32 +45,35 @@ def settle(window: Window, events: Sequence[Event], scale: float) -> None:
     is_old = events[0].before > 0
     clips: list[float] = []
     for event in events:
-        factor = event.factor
-        if event.kind == "failed" or not math.isfinite(event.now):
-            window.unknown = "a backward failed, or its gradients are not finite"
-        if event.kind == "backward" and (window.is_alone or event.differs):
-            assert event.micro_batch is not None
+        if not math.isfinite(event.now):
+            window.unknown = "gradients are not finite"
+        if event.kind == "clip":
+            if window.by_hand * scale > 1.5 and not window.unknown:
+                window.findings.append(Finding("clipped before unscaling"))
+            clips += [event.factor] * (event.factor != 1)
+        elif event.micro_batch is None:
+            _change(window, event)
+            is_old = is_old and event.now > 0
+        elif event.is_new:
             if clips:
                 window.findings.append(Finding("clipped inside the window", {"factor": clips[0]}))
                 window.scale(math.prod(clips))
             clips, window.by_hand = [], 1.0
             window.micro_batches.append(event.micro_batch)
             window.coefficients.append(1.0)
-        elif event.kind == "clip":
-            if window.by_hand * scale > 1.5:
-                window.findings.append(Finding("clipped before unscaling"))
-            clips += [1.0 if math.isnan(factor) else factor] * (factor != 1)
-        elif event.kind == "before" and event.now == 0 and window.unknown:
-            # Somebody has seen that, erased it, and tries again.
-            window.micro_batches, window.coefficients, window.unknown = [], [], ""
-            is_old = False
-        elif event.kind == "before" and math.isnan(factor):
-            window.unknown = window.unknown or (CHANGED if event.before else ASSIGNED)
-        elif event.kind == "before" and factor != 1:
-            window.scale(factor)
-            window.by_hand *= factor
-            is_old = is_old and factor != 0
     if window.is_step and is_old:
         window.findings.append(Finding("left over"))
     if window.is_step and window.by_hand * scale > 1.5:
         window.findings.append(Finding("never unscaled", {"factor": scale}))
+
+
+def _change(window: Window, event: Event) -> None:
+    """What somebody has done to the gradients."""
+    if event.now == 0 and window.unknown:
+        # They were seen to be wrong, and erased: somebody tries again.
+        window.micro_batches, window.coefficients, window.unknown = [], [], ""
+    elif math.isnan(event.factor):
+        window.unknown = window.unknown or "gradients change between backward and step"
+    else:
+        window.scale(event.factor)
+        window.by_hand *= event.factor

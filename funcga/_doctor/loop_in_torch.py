@@ -8,8 +8,8 @@ after each event (`ledger`).
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,13 @@ from funcga._doctor.graph_in_torch import read
 from funcga._doctor.ledger import Event, settle
 from funcga._doctor.windows import Finding, MicroBatch, Term, Window, merged
 from funcga.errors import FuncgaError, listed
+from torch_backend import _private
 from torch_backend.dtensor import local
 
 ELEMENTS, PARAMETERS = 4096, 64  # of a sketch at most, and how many parameters they are of
+
+
+Watcher = Callable[..., Any] | None
 
 
 class Ledger:
@@ -40,7 +44,7 @@ class Ledger:
     def __init__(self, optimizer: Optimizer, number: int) -> None:
         self.optimizer, self.number = optimizer, number
         self.unknown = ""
-        self.looks: list[tuple[str, torch.Tensor, MicroBatch | None]] = []
+        self.looks: list[tuple[str, MicroBatch | None, bool, torch.Tensor]] = []
         self.begin()
 
     def begin(self) -> None:
@@ -48,7 +52,14 @@ class Ledger:
         groups = self.optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.requires_grad]
         self.params = params[:: math.ceil(len(params) / PARAMETERS) or 1]
-        self.last = self.sketch()
+        # A sharded module may keep gradients elsewhere until it reduces them.
+        self.is_sharded = any(local(param) is not param for param in self.params)
+        self.last, self.versions = self.sketch(), self.version()
+
+    def version(self) -> list[tuple[int, int]]:
+        """Of each gradient; another one when it was written to."""
+        grads = [param.grad for param in self.params]
+        return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
 
     def sketch(self) -> torch.Tensor:
         """Elements of the gradients, in float64 if the device has it; 0 if there is no gradient."""
@@ -58,16 +69,17 @@ class Ledger:
         return joined.to(torch.float32 if joined.device.type == "mps" else torch.float64)
 
     def look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
-        now = self.sketch()
-        self.looks.append((kind, _change(self.last, now), micro_batch))
-        self.last = now
+        now, versions = self.sketch(), self.version()
+        is_new = versions != self.versions or self.is_sharded
+        self.looks.append((kind, micro_batch, is_new, _change(self.last, now)))
+        self.last, self.versions = now, versions
 
     def settle(self, window: Window, scale: float) -> None:
         """Writes into the window what became of its micro-batches, and begins the next."""
-        changes = torch.stack([change for _, change, _ in self.looks]).tolist()
+        changes = torch.stack([change for *_, change in self.looks]).tolist()
         events = [
-            Event(kind, micro_batch, *change)
-            for (kind, _, micro_batch), change in zip(self.looks, changes, strict=True)
+            Event(kind, micro_batch, is_new, *change)
+            for (kind, micro_batch, is_new, _), change in zip(self.looks, changes, strict=True)
         ]
         settle(window, events, scale)
         # A factor is known as exactly as gradients are rounded.
@@ -99,67 +111,71 @@ class Loop:
     """
 
     def __init__(self, model: Any, optimizer: Any, across: Any, steps: int) -> None:
-        self.models, self.optimizers = (
-            [*given] if isinstance(given, list | tuple) else [given] * (given is not None)
-            for given in (model, optimizer)
-        )
-        for each in self.models + self.optimizers:
-            if not isinstance(each, torch.nn.Module | Optimizer):
+        for given, kind in ((model, torch.nn.Module), (optimizer, Optimizer)):
+            if not isinstance(given, kind | None):
                 raise FuncgaError(
-                    f"watch was given {type(each).__name__}: it takes a module and its optimizer, "
-                    "or lists of them. Write funcga.watch(model, optimizer)."
+                    f"watch was given {type(given).__name__} in place of a torch {kind.__name__}. "
+                    "Write funcga.watch(model, optimizer), or funcga.watch() for all there are."
                 )
+        self.model: torch.nn.Module = model or torch.nn.Module()
+        self.optimizer = optimizer
         self.across, self.steps = across, steps
         self.windows: list[Window] = []
         self.findings: list[Finding] = []  # that are no matter of one window
         self.is_blind = False
         self._ledgers: dict[tuple[int, ...], Ledger] = {}
         self._undo: list[Callable[[], object]] = []
-        self._is_inside = self._is_reduced = self._has_others = False
+        self._is_reduced = False
+        self._micro_batch = MicroBatch()
         self._scaler: Any = None
 
     # --- what is replaced while it is open
 
     def open(self) -> None:
         scaler = torch.amp.grad_scaler.GradScaler
-        for owner, name, around in (
-            (Optimizer, "__init__", self._made),
-            (torch.autograd, "backward", self._backward),
-            (scaler, "scale", self._scale),
-            (scaler, "step", self._scaler_step),
-            (DistributedDataParallel, "forward", self._forward),
+        before, clipped = (
+            lambda *_, kind=kind, **__: self._look(kind) for kind in ("before", "clip")
+        )
+        for owner, name, first, then in (
+            (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
+            (torch.autograd, "backward", self._before_backward, self._after_backward),
+            (scaler, "scale", self._scale, None),
+            (scaler, "step", None, self._after_scaler_step),
+            (DistributedDataParallel, "forward", self._before_forward, None),
             # However it was imported, clip_grad_norm_ calls this by its name.
-            (clip_grad, "_clip_grads_with_norm_", self._clip),
-            (torch.nn.utils, "clip_grad_value_", self._clip),
+            (clip_grad, "_clip_grads_with_norm_", before, clipped),
+            (torch.nn.utils, "clip_grad_value_", before, clipped),
         ):
-            self._replace(owner, name, around)
+            self._replace(owner, name, first, then)
         self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
         # By type, as a proxy may claim to be an instance of anything.
         alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        self._quietly(self._find_optimizers, alive)
+        self.quietly(self._find_optimizers, alive)
 
     def close(self) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
         for ledger in self._ledgers.values():
-            self._quietly(self._end_window, ledger, False)
-        is_alone = len({window.optimizer for window in self.windows}) == 1 and not self._has_others
-        for window in self.windows:
-            window.is_alone = is_alone
+            self.quietly(self._end_window, ledger, False)
         owned = {key for keys in self._ledgers for key in keys}
-        names = [name for name, param in self._params() if id(param) not in owned]
+        named = self.model.named_parameters()
+        names = [name for name, p in named if p.requires_grad and id(p) not in owned]
         if names and self.windows:
             self.findings.append(Finding("in no optimizer", {"names": listed(names)}))
+        if not any(window.is_step for window in self.windows):
+            self.findings.append(Finding("nothing"))
 
-    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Has a function called inside of `around(*args)`, as long as this is open."""
+    def _replace(self, owner: Any, name: str, first: Watcher, then: Watcher) -> None:
+        """Has a function called between two others, which get its arguments, while this is open."""
         original = vars(owner)[name]
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            with around(*args, **kwargs) if self._undo else nullcontext():
-                return original(*args, **kwargs)
+            self.quietly(first, *args, **kwargs)
+            result = original(*args, **kwargs)
+            self.quietly(then, *args, **kwargs)
+            return result
 
         def undo() -> None:
             # Where somebody has replaced it meanwhile, this one stays below, and does nothing.
@@ -169,10 +185,11 @@ class Loop:
         setattr(owner, name, replacement)
         self._undo.append(undo)
 
-    def _quietly(self, look: Callable[..., Any], *args: Any) -> Any:
+    def quietly(self, look: Watcher, *args: Any, **kwargs: Any) -> Any:
+        """What a function of ours returns, and None if it raises an error."""
         try:
             with torch.no_grad():
-                return None if self.is_blind else look(*args)
+                return None if look is None or self.is_blind else look(*args, **kwargs)
         except Exception as error:
             self.is_blind = True
             text = f"{type(error).__name__}: {error}"
@@ -181,69 +198,39 @@ class Loop:
 
     # --- what a loop does
 
-    @contextmanager
-    def _backward(
-        self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any
-    ) -> Iterator[None]:
-        # A checkpoint may call backward inside of one.
-        if self._is_inside:
-            yield
-            return
-        micro_batch = MicroBatch(is_reduced=self._is_reduced)
-        self._is_reduced, self._is_inside = False, True
-        self._quietly(self._before_backward, micro_batch, tensors, grad_tensors)
-        try:
-            yield
-            self._look("backward", micro_batch)
-        except BaseException:
-            self._look("failed")
-            raise
-        finally:
-            self._is_inside = False
-
-    def _before_backward(self, micro_batch: MicroBatch, tensors: Any, gradient: Any) -> None:
-        losses = [tensors] if torch.is_tensor(tensors) else tensors
-        micro_batch.terms = [term for loss in losses for term in read(loss)]
-        if gradient is not None:
-            micro_batch.terms = [Term("backward with a gradient")]
-        self._look("before")
-
     def _look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
         for ledger in self._ledgers.values():
-            self._quietly(ledger.look, kind, micro_batch)
+            ledger.look(kind, micro_batch)
 
-    @contextmanager
-    def _made(self, optimizer: Optimizer, *_: Any, **__: Any) -> Iterator[None]:
-        yield
-        self._quietly(self._find_optimizers, [optimizer])
+    def _before_backward(self, tensors: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
+        # A checkpoint may call backward inside of one.
+        if _private.graph_task() < 0:
+            losses = [tensors] if torch.is_tensor(tensors) else tensors
+            terms = [term for loss in losses for term in read(loss)]
+            if gradient is not None:
+                terms = [Term("backward with a gradient")]
+            self._micro_batch = MicroBatch(terms, self._is_reduced, place=_place())
+            self._is_reduced = False
+            self._look("before")
 
-    @contextmanager
-    def _clip(self, *_: Any, **__: Any) -> Iterator[None]:
-        self._look("before")
-        yield
-        self._look("clip")
+    def _after_backward(self, *_: Any, **__: Any) -> None:
+        if _private.graph_task() < 0:
+            self._look("backward", self._micro_batch)
 
-    @contextmanager
-    def _forward(self, module: Any, *_: Any, **__: Any) -> Iterator[None]:
+    def _before_forward(self, module: Any, *_: Any, **__: Any) -> None:
         self._is_reduced = module.require_backward_grad_sync
-        yield
 
-    @contextmanager
-    def _scale(self, scaler: Any, *_: Any) -> Iterator[None]:
+    def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler
-        yield
 
-    @contextmanager
-    def _scaler_step(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> Iterator[None]:
-        before = len(self.windows)
-        yield
+    def _after_scaler_step(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
         ledger = self._ledger(optimizer)
-        if len(self.windows) == before and ledger is not None:
+        if ledger is not None and ledger.looks:
             ledger.unknown = "GradScaler skipped the step"
-            self._quietly(self._end_window, ledger, False)
+            self._end_window(ledger, False)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = (*args[1:], *kwargs.values(), None)[0]
+        closure = kwargs.get("closure", (*args[1:], None)[0])
         if not callable(closure):
             self._step(optimizer)
             return None
@@ -254,11 +241,13 @@ class Loop:
             self._step(optimizer)
             return loss
 
-        return (optimizer, with_step), {}
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": with_step}
+        return (optimizer, with_step, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (ledger := self._ledger(optimizer)) is not None:
-            self._quietly(ledger.begin)
+            self.quietly(ledger.begin)
             self.steps -= 1
             if not self.steps:
                 self.findings.append(Finding("too long"))
@@ -266,44 +255,34 @@ class Loop:
 
     # --- windows
 
-    def _find_optimizers(self, optimizers: Iterable[Optimizer], unknown: str = "") -> None:
-        ours = {id(param) for _, param in self._params()}
-        ours.update(*map(_key, self.optimizers))
+    def _find_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        ours = {id(param) for param in self.model.parameters()}
+        ours.update(() if self.optimizer is None else _key(self.optimizer))
         for optimizer in optimizers:
             key = _key(optimizer)
             if key not in self._ledgers and not (ours and ours.isdisjoint(key)):
+                # It may take over the parameters of one before it.
+                for other in [each for each in self._ledgers if not {*each}.isdisjoint(key)]:
+                    del self._ledgers[other]
                 self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1)
-                self._ledgers[key].unknown = unknown
 
     def _ledger(self, optimizer: Any) -> Ledger | None:
         return self._ledgers.get(_key(optimizer))
 
-    def _params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        named = [pair for model in self.models for pair in model.named_parameters()]
-        return [(name, param) for name, param in named if param.requires_grad]
-
     def _step(self, optimizer: Optimizer) -> None:
         """What one step got; with `across` every process gathers here, whatever befell it."""
-        window = self._quietly(self._see_step, optimizer)
+        window = self.quietly(self._see_step, optimizer)
         if self.across is not None and dist.is_initialized() and (window or self.is_blind):
             group = None if self.across == "world" else self.across
             everyone: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(everyone, window, group)
-            self._quietly(_merge, window, everyone)
+            self.quietly(_merge, window, everyone)
 
     def _see_step(self, optimizer: Optimizer) -> Window | None:
-        self._find_optimizers([optimizer], "its optimizer was made after the window had begun")
+        self._find_optimizers([optimizer])
         if (ledger := self._ledger(optimizer)) is None:
-            # One of another model: what it steps with is not lost.
-            self._has_others = True
-            for each in self._ledgers.values():
-                for _, _, micro_batch in each.looks:
-                    if micro_batch is not None:
-                        micro_batch.steps += 1
-            return None
+            return None  # one of another model
         ledger.optimizer = optimizer  # another one may be around it
-        if self._is_inside:
-            ledger.unknown = "its optimizer steps inside of backward"
         return self._end_window(ledger, is_step=True)
 
     def _end_window(self, ledger: Ledger, is_step: bool) -> Window:
@@ -311,20 +290,25 @@ class Loop:
         name = f"{type(optimizer).__name__} {ledger.number}"
         window = Window(len(self.windows) + 1, name, is_step=is_step)
         ledger.look("before")
-        scale = 0.0 if self._scaler is None else self._scaler.get_scale()
+        scaler = self._scaler
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 0.0
         # An optimizer that unscales by itself has this while it steps.
         own = getattr(optimizer, "grad_scale", None)
-        window.is_alone = len(self._ledgers) == 1
         ledger.settle(window, scale if own is None else 0.0)
         window.scale(1.0 if own is None else 1 / float(own))
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
         for each, coefficient in zip(window.micro_batches, window.coefficients, strict=True):
             each.terms = merged([term.plain() for term in each.terms])
-            each.rank = dist.get_rank() if window.is_part else 0
             each.steps += is_step and coefficient != 0
-        if window.micro_batches or is_step:
+        if window.micro_batches:
             self.windows.append(window)
         return window
+
+
+def _place() -> int:
+    """Which lines of the user's program call: those of a trainer may differ in the last call."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    return hash(tuple(line for line in lines if "site-packages" not in line[0]))
 
 
 def _key(optimizer: Any) -> tuple[int, ...]:
@@ -338,6 +322,9 @@ def _merge(window: Window, everyone: Sequence[Window | None]) -> None:
     if len(windows) < len(everyone):
         window.unknown = "another process sees nothing more of its run"
         return
+    for rank, other in enumerate(windows):
+        for each in other.micro_batches:
+            each.rank = rank
     window.micro_batches = [each for other in windows for each in other.micro_batches]
     window.coefficients = [each for other in windows for each in other.coefficients]
     window.ranks, window.is_part = len(windows), False

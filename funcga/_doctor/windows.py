@@ -13,20 +13,18 @@ class Term:
     """A sum under a loss: a mean is one that is divided by its own count.
 
     Attributes:
-        name: What is summed, such as "cross entropy"; without counts the operation at which reading
-            ended.
+        name: Of what is summed: an operation of autograd, such as "NllLoss". Without counts,
+            reading ended there.
         factors: What it is multiplied by on its way to the loss.
         divisors: What it is divided by.
         counts: What may be meant by the number of its targets, the likeliest first: elements that
             no mask hides, the sum of their weights, all elements.
-        classes: Of a cross entropy.
     """
 
     name: str = ""
     factors: tuple[Number, ...] = ()
     divisors: tuple[Number, ...] = ()
     counts: tuple[Number, ...] = ()
-    classes: int = 0
 
     def times(self, *factors: Number) -> "Term":
         return replace(self, factors=(*self.factors, *factors))
@@ -59,11 +57,13 @@ class Term:
 
 
 def merged(terms: Sequence[Term]) -> Sequence[Term]:
-    """One term in place of several that weigh their targets alike, such as rows one by one."""
+    """One term in place of several that weigh their targets alike: rows one by one, or several
+    losses of the same targets.
+    """
     if len({(term.name, term.each, len(term.counts)) for term in terms}) != 1:
         return terms
-    counts = zip(*(term.counts for term in terms), strict=True)
-    return [replace(terms[0], counts=tuple(map(sum, counts)))]
+    sums = tuple(map(sum, zip(*(term.counts for term in terms), strict=True)))
+    return [replace(terms[0], counts=(*sums, *terms[0].counts))]
 
 
 @dataclass
@@ -75,12 +75,14 @@ class MicroBatch:
         is_reduced: True if a wrapped module reduced gradients over processes in it.
         steps: How many steps of optimizers its gradient has entered.
         rank: The process that it ran in.
+        place: Of the call in the program.
     """
 
     terms: Sequence[Term] = ()
     is_reduced: bool = False
     steps: int = 0
     rank: int = 0
+    place: int = 0
 
 
 class Finding(NamedTuple):
@@ -110,7 +112,6 @@ class Window:
             NaN is unknown.
         causes: The names of what is wrong.
         unknown: Why it cannot be judged; "" if it can.
-        is_alone: True if there is no other optimizer.
         is_part: True if other processes take part in the step, and were not seen.
         is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
     """
@@ -128,7 +129,6 @@ class Window:
     factor: float = math.nan
     causes: tuple[str, ...] = ()
     unknown: str = ""
-    is_alone: bool = True
     is_part: bool = False
     is_step: bool = True
 
