@@ -129,8 +129,12 @@ def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
-    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", prose):
-        assert (DOCS / page).parent.joinpath(target).exists(), target
+    for target, anchor in re.findall(r"\]\(((?!http)[^)#]*)#?([^)]*)\)", prose):
+        linked = (DOCS / page).parent / target if target else DOCS / page
+        assert linked.exists(), target
+        # As GitHub and MyST make them of headings.
+        titles = re.findall(r"^#+ (.*)", linked.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "../README.md"])

@@ -179,7 +179,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 
 def _wrapped(text: str, first: str = "   ") -> list[str]:
     return textwrap.wrap(
-        text, 110, initial_indent=first, subsequent_indent="   ", break_long_words=False
+        text, 88, initial_indent=first, subsequent_indent="   ", break_long_words=False
     )
 
 
