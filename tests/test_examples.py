@@ -162,4 +162,7 @@ def test_every_example_is_here():
     texts = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
     scripts = {name: text.splitlines()[0].strip('" ') for name, text in texts.items() if "__main__" in text}
     assert set(scripts) == set(PRINTS)
-    assert dict(re.findall(r"^\| \[(\w+)\]\(\./\1\.py\) \| (.*) \|$", (EXAMPLES / "README.md").read_text(), re.M)) == scripts
+    assert (
+        dict(re.findall(r"^\| \[(\w+)\]\(\./\1\.py\) \| (.*) \|$", (EXAMPLES / "README.md").read_text(), re.M))
+        == scripts
+    )
