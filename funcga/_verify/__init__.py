@@ -169,10 +169,10 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield from _wrapped("".join(sentences))
         yield from _wrapped(f"Seen: {each.evidence}")
     if verdict.rows:
-        yield from ("", f"Against the whole batch, in {verdict.dtype}:")
+        yield from ("", f"Largest relative difference from the whole batch, in {verdict.dtype}:")
     for row in verdict.rows:
         difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
-        yield f"   {row.split}: {row.error or f'largest relative difference {difference}'}"
+        yield f"   {row.split}: {row.error or difference}"
     for text in verdict.notes:
         yield from _wrapped(text, "Note: ")
 
