@@ -49,9 +49,9 @@ nitpicky = False
 
 
 def link_to_files(app, docname, source):
-    """Links to programs of the repository, which are no pages of the site, become their names."""
-    link = r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(?:examples/([^)]*)|(benchmarks/[^)]*))\)"
-    name = lambda match: f"{match[1]}: `{match[2] or match[3]}`"
+    """Links to benchmarks, which are no pages of the site, become their names. Examples are downloads."""
+    link = r"(?<!!)\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)]*)\)"
+    name = lambda match: f"{match[1]}: `{match[2]}`"
     source[0] = re.sub(link, name, source[0])
 
 

@@ -94,7 +94,7 @@ def accumulate(
             the result is a loss, without gradients.
         n: How many micro-batches. Their sizes differ by at most one row; a batch of fewer than n
             rows has one for each row. "auto" finds the smallest n that fits in memory, outside of
-            jit and torch.compile (docs/howto/out_of_memory.md).
+            jit and torch.compile; `step.n` is that of the last call (docs/howto/out_of_memory.md).
         microbatch_size: How many rows a micro-batch has, in place of `n`; the last one may be
             smaller.
         fold: A Fold, or a tree prefix of Folds over grad_fn's output.
@@ -169,8 +169,9 @@ def accumulate(
         if totals is not None:
             check_no_totals(kwargs)
         try:
-            if search is not None:
-                return search(backend, args, kwargs)
+            if search:
+                accumulated.n, result = search(backend, args, kwargs)  # type: ignore[attr-defined]
+                return result
             return backend.loop.accumulate(program, backend)(args, kwargs)
         except TypeError as error:
             program.check_call(error, len(args), kwargs)
@@ -205,8 +206,10 @@ class Search:
         self.fitted: dict[Any, int] = {}
         self.programs: dict[int, Program] = {}
 
-    def __call__(self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result. Raises what the framework raises if not even one row at a time fits."""
+    def __call__(
+        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, Any]:
+        """(n, the result). Raises what the framework raises if not even one row at a time fits."""
         if backend.loop.is_traced((args, kwargs)):
             raise FuncgaError(
                 'n="auto" tries sizes out when it is called, which cannot be done in a program '
@@ -238,7 +241,7 @@ class Search:
         self.fitted[key] = n
         if len(self.fitted) > _SHAPES:
             del self.fitted[next(iter(self.fitted))]
-        return result
+        return n, result
 
     def _planned(
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,8 +252,7 @@ class Search:
             plan = import_module("funcga._plan").planned(self.program, backend, args, kwargs)
         except Exception:
             return None  # an invalid call raises in the attempt, too
-        n: int | None = plan.n if plan.fits else None
-        return n
+        return plan.n  # type: ignore[no-any-return]
 
 
 def smallest(

@@ -168,10 +168,7 @@ def run_plan(options: Namespace) -> int:
     definition = "step = funcga.accumulate(grad_fn, 1)"
     loaded = load_object(options.step, definition, lambda value, _: callable(value))
     _check_arguments(loaded, [options.args])
-    memory = options.memory
-    if memory is not None and memory.strip().isdecimal():
-        memory = int(memory)
-    found = plan(loaded.value, *vars(loaded.module)[options.args], memory=memory)
+    found = plan(loaded.value, *vars(loaded.module)[options.args], memory=options.memory)
     print(found)
     _write_json(options, asdict(found))
     return 0 if found.fits else 1

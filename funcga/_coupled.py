@@ -62,8 +62,10 @@ def coupled(
     The first pass computes the summaries. The second runs each micro-batch again, and pulls the
     gradient of the loss with respect to its summary back to the parameters. That is 2n forward
     passes, with the activations of one micro-batch in memory; n = 1 takes one pass. The second
-    pass draws the random numbers of the first, as for dropout. With `concat()` this is the gradient
-    cache of Gao, Zhang, Han and Callan (2021), arXiv 2101.06983 (docs/howto/whole_batch.md).
+    pass draws the random numbers of the first, as for dropout. The step takes a batch, not a window
+    of a loader, whose micro-batches are joined: `step(params, *map(torch.cat, zip(*window)))`.
+    With `concat()` this is the gradient cache of Gao, Zhang, Han and Callan (2021), arXiv
+    2101.06983 (docs/howto/whole_batch.md).
 
     Args:
         summary_fn: `summary_fn(params, *microbatch)` returns a tree of arrays: embeddings [rows,
@@ -107,7 +109,7 @@ def coupled(
     """
     check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
     check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
-    if hasattr(summary_fn, "named_parameters") and any(True for _ in summary_fn.named_parameters()):
+    if hasattr(summary_fn, "named_parameters") and [*summary_fn.named_parameters()]:
         raise FuncgaError(
             f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of "
             "its own and takes none. Write a function of it: "
@@ -139,8 +141,8 @@ def coupled(
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        backend = job.program.backend(args, kwargs)
         with _in_its_words():
+            backend = job.program.backend(args, kwargs)
             if totals is not None:
                 check_no_totals(kwargs)
             if across is not None:
@@ -170,8 +172,15 @@ def _in_its_words() -> Iterator[None]:
     except FuncgaError as error:
         words = {
             "accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ",
-            " A list of micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
-            "": "",
+            # It takes no window of a loader.
+            "A list of micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
+            "": "A list of micro-batches is joined first: map(torch.cat, zip(*window)).",
+            "cut all of them alike.": "cut all of them alike; a list of micro-batches is joined "
+            "first: map(torch.cat, zip(*window)).",
+            "stream them: for window in funcga.windows(loader, 8): funcga.stream(grad_fn)(params, "
+            "window), without params for module_value_and_grad.": "join those of a window: for "
+            "window in funcga.windows(loader, 8): step(params, *map(torch.cat, zip(*window))), "
+            "without params for module_value_and_grad, and with jnp.concatenate in JAX.",
             "grad_fn": "summary_fn",
             "def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)",
             # Where all summaries of a fold are kept, what is folded is a dict.
@@ -181,9 +190,9 @@ def _in_its_words() -> Iterator[None]:
             "loss_fn).",
         }
         (text,) = error.args
-        error.args = (
-            functools.reduce(lambda text, pair: text.replace(*pair), words.items(), text),
-        )
+        for word, instead in words.items():
+            text = text.replace(word, instead)
+        error.args = (text,)
         raise
 
 

@@ -331,8 +331,12 @@ def test_the_rival_of_the_documentation_computes_what_the_loop_computes():
 
 
 def test_figures_in_prose_are_generated():
-    """In the README the one number of the introduction stands in its table, too."""
+    """In the README the numbers of the introduction stand in its table, or in the documentation's."""
     prose = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", readme.DOCS.read_text(), flags=re.DOTALL)
     assert not re.search(r"\b\d+\.\d\d\b", prose)
     (percent,) = re.findall(r"off by \*\*(\d+ %)\*\*", README)
     assert re.search(rf"a `\.backward\(\)` loop \| {percent} ", README)
+    (figures,) = re.findall(r"bfloat16, (\*\*[\d.]+\*\*) times the time and (\*\*[\d.]+\*\*) times", README)
+    assert re.search(
+        rf"a `.backward\(\)` loop \| funcga \|.* {re.escape(', '.join(figures))} \|$", readme.DOCS.read_text(), re.M
+    )

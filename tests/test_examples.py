@@ -160,5 +160,10 @@ def test_an_example_leaves_nothing_behind():
 
 
 def test_every_example_is_here():
-    scripts = {path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == set(PRINTS)
+    texts = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
+    scripts = {name: text.splitlines()[0].strip('" ') for name, text in texts.items() if "__main__" in text}
+    assert set(scripts) == set(PRINTS)
+    assert (
+        dict(re.findall(r"^\| \[(\w+)\]\(\./\1\.py\) \| (.*) \|$", (EXAMPLES / "README.md").read_text(), re.M))
+        == scripts
+    )

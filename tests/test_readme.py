@@ -39,8 +39,3 @@ def test_ci_runs_the_commands():
     assert len(commands) == 2
     ci = (ROOT / ".ci" / "run").read_text()
     assert all(command.split(" && ", 2)[2] in ci for command in commands)
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target

@@ -86,13 +86,15 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan(PlanRow):
+class Plan:
     """How many micro-batches fit, and what they take; `print(plan)` shows the table.
 
-    It is the `PlanRow` of the smallest number of micro-batches that fits, or of one row a
-    micro-batch if none does.
-
     Attributes:
+        n: The smallest number of micro-batches that fits; None if not even one row at a time does.
+        microbatch_size: The number of rows of the largest of them; 1 if none fits.
+        peak_bytes: The largest number of bytes that they hold at one time.
+        fits: Whether that is no more than the memory.
+        parts: These bytes by what they are.
         memory: The bytes that there are.
         rows: A `PlanRow` for each n that was looked at.
         whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
@@ -105,6 +107,11 @@ class Plan(PlanRow):
         (1, 64, True)
     """
 
+    n: int | None
+    microbatch_size: int
+    peak_bytes: int
+    fits: bool
+    parts: dict[str, int]
     memory: int
     rows: tuple[PlanRow, ...]
     whole_batch: int | None = None
@@ -114,7 +121,7 @@ class Plan(PlanRow):
         names = [*self.parts]
         lines = [["n", "rows", "peak", "fits", *names]]
         for row in self.rows:
-            fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n and self.fits else "")
+            fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n else "")
             sizes = [size_of(row.parts.get(name, 0)) for name in names]
             peak = size_of(row.peak_bytes)
             lines.append([str(row.n), str(row.microbatch_size), peak, fits, *sizes])
@@ -187,7 +194,7 @@ def plan(
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
-        A Plan. Pass its `n` to `accumulate`.
+        A Plan. Pass its `n` to `accumulate`, which refuses the None of a plan that does not fit.
 
     Raises:
         FuncgaError: If an argument is invalid, or the step cannot be planned.
@@ -263,14 +270,15 @@ def planned(
     if memory is None:
         own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
         memory = available_memory(backend, (args, kwargs, state), own)
-    n, _ = smallest_that_fits(measure, rows, memory)
+    n, fits = smallest_that_fits(measure, rows, memory)
     table = {
         k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
         for k, parts in sorted(measured.items())
     }
     has_line = n > 1 and len(table) > 1
     whole = _whole_batch([*table.values()], rows, memory) if has_line else None
-    return Plan(**vars(table[n]), memory=memory, rows=tuple(table.values()), whole_batch=whole)
+    best = vars(table[n]) | {"n": n if fits else None}
+    return Plan(**best, memory=memory, rows=tuple(table.values()), whole_batch=whole)
 
 
 def _backend(
@@ -343,23 +351,17 @@ _UNITS |= {f"{k}IB": 1024 ** (i + 1) for i, k in enumerate("KMGT")}
 
 
 def read_memory(memory: int | str) -> int:
-    """A number of bytes, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for
+    """A number of bytes > 0, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for
     anything else.
     """
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
-        if isinstance(memory, str)
-        else None
-    )
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(memory))
+    count = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if not count:
         raise FuncgaError(
             f"memory is {memory!r}, which is no number of bytes. Write an int, or a string: "
             'memory="14 GiB", "800 MB".'
         )
-    return int(float(match[1]) * unit)
+    return count
 
 
 def size_of(count: int) -> str:

@@ -165,10 +165,10 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     for number, each in enumerate(verdict.causes, 1):
         yield from cause_lines(number, each)
     if verdict.rows:
-        yield from ("", f"Against the whole batch, in {verdict.dtype}:")
+        yield from ("", f"Largest relative difference from the whole batch, in {verdict.dtype}:")
     for row in verdict.rows:
         difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
-        yield f"   {row.split}: {row.error or f'largest relative difference {difference}'}"
+        yield f"   {row.split}: {row.error or difference}"
     for text in verdict.notes:
         yield from wrapped(text, "Note: ")
 
@@ -184,7 +184,7 @@ def cause_lines(number: int, cause: Cause) -> Iterator[str]:
 
 def wrapped(text: str, first: str = "   ") -> list[str]:
     return textwrap.wrap(
-        text, 110, initial_indent=first, subsequent_indent="   ", break_long_words=False
+        text, 88, initial_indent=first, subsequent_indent="   ", break_long_words=False
     )
 
 

@@ -192,7 +192,7 @@ def test_verify_says_what_is_right_and_what_is_wrong(mine, capsys):
     assert "torch: Accumulation is exact for this loss." in out
     assert "JAX: Accumulation is exact for this loss." in out
     assert main(["verify", "steps.py:step"]) == 0  # of coupled, with what it brings
-    assert "n = 4: largest relative difference" in capsys.readouterr().out
+    assert "Largest relative difference from the whole batch" in capsys.readouterr().out
     assert main(["verify", "steps.py:wrong", "--n", "2"]) == 1
     assert "1. mean under sum" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from funcga import CARRY
 from tests.coupled import losses
 from tests.kits import JAX, difference
 from tests.objectives import cut
-from tests.test_errors import check_refused
+from tests.test_errors import Loader, check_refused
 
 # Sums of some hundred numbers in float64, in another order.
 LIMIT = 1e-12
@@ -243,6 +243,8 @@ REFUSALS = {
     "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
     "detached": ("the summaries that the loss uses depend on no parameter", {"summary_fn": lambda w, x: x + 0.0}),
     "mean of rows": ("summary_fn returned summary as float64[2, 3] for ", {"call": "ragged", "fold": funcga.mean()}),
+    "a window": ("a list of micro-batches is joined first: map(torch.cat, zip(*window)).", {"call": "window"}),
+    "a loader": ("join those of a window: for window in funcga.windows(loader, 8): step(params, ", {"call": "loader"}),
     "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
     "carry": ("as in coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
     "totals": ("totals= was given, and summary_fn takes (w, x): it has no parameter `totals`", {"totals": len}),
@@ -252,8 +254,10 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(kit, name):
     text, options = REFUSALS[name]
-    if options.get("call") == "ragged":
-        options = {**options, "call": (kit.arrays(np.ones(())), kit.arrays(np.ones((5, 3))))}
+    if "call" in options:
+        rows = lambda count: kit.arrays(np.ones((count, 3)))
+        batch = {"ragged": rows(5), "window": [rows(2), rows(3)], "loader": Loader()}[options["call"]]
+        options = {**options, "call": (kit.arrays(np.ones(())), batch)}
     refused(text, kit, **{"n": 2, **options})
 
 

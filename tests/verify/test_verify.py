@@ -80,7 +80,7 @@ def test_a_verdict_of_a_mistake():
     lines = str(verdict).splitlines()
     assert lines[:3] == ["Accumulation is NOT exact for this loss: 1 cause.", "", "1. sum under mean"]
     assert [line for line in lines if line.startswith("   Fix: fold=funcga.per_weight()")]
-    assert [line for line in lines if line.startswith("   n = 4: largest relative difference")]
+    assert [line for line in lines if line.startswith("   n = 4: 7.5e-01 at output")]
     with pytest.raises(AssertionError, match="sum under mean"):
         verdict.assert_exact()
     found = json.loads(json.dumps(verdict.as_dict(), allow_nan=False))
