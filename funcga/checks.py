@@ -1,7 +1,7 @@
 """What checks take and return.
 
-`funcga.compare` returns a `Report`, `funcga.verify` a `Verdict` and `funcga.plan` a `Plan`; `python
--m funcga parity` takes a `Problem`.
+`funcga.compare` returns a `Report`, `funcga.verify` a `Verdict`, `funcga.watch` a `Watched` and
+`funcga.plan` a `Plan`; `python -m funcga parity` takes a `Problem`.
 
 Example:
     >>> report: funcga.checks.Report = funcga.compare({"w": torch.ones(2)}, {"w": torch.ones(2)})
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 # Each tool loads when it is used, and can be taken away.
 if TYPE_CHECKING:
     from funcga._compare.report import Report
+    from funcga._doctor import Watched
     from funcga._parity import Problem
     from funcga._plan import Plan
     from funcga._verify import Verdict
@@ -24,6 +25,7 @@ else:
         "Problem": "funcga._parity",
         "Report": "funcga._compare.report",
         "Verdict": "funcga._verify",
+        "Watched": "funcga._doctor",
     }
 
     def __getattr__(name: str) -> object:
@@ -32,4 +34,4 @@ else:
         return vars(import_module(_LATER[name]))[name]
 
 
-__all__ = ["Plan", "Problem", "Report", "Verdict"]
+__all__ = ["Plan", "Problem", "Report", "Verdict", "Watched"]

@@ -30,13 +30,14 @@ TOOLS = {
     "what reports share": (("funcga/_tables.py", "funcga/_commands.py"), ()),
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
+    "doctor": (("funcga/_doctor/",), ("verify",)),
     "fused gradients": (("torch_backend/fused.py",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),
     "plan": (("funcga/_plan/",), ("what reports share",)),
     "pipelines": (("torch_backend/pipeline/",), ()),
-    "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan")),
+    "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan", "doctor")),
 }
 # The core's torch side.
 TORCH = tuple(
