@@ -28,8 +28,8 @@ HEAD = """\
   `torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)`.
 - Replicas: `across=process_group`, or `across="data"` inside of `jax_backend.replicated(step, mesh)`. Never divide by
   n or by world_size.
-- Is a loop of torch exact as it is? `python -m funcga doctor train.py`, or `with funcga.watch(model) as watched: train()`.
 - Is it exact for this loss? `funcga.verify(gradient, params, batch, n=4).assert_exact()`.
+  A loop of torch: `python -m funcga doctor train.py`.
 """
 
 

@@ -652,7 +652,7 @@ def table():
             "",
             f"## {hall}",
             "",
-            "| found in | it computed | off by | [the doctor](howto/doctor.md) says | write |",
+            "| found in | it computed | off by | [the doctor](howto/doctor.md#what-it-says) says | write |",
         ]
         lines += ["|---|---|---|---|---|"]
         for item in EXHIBITS:
