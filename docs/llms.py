@@ -29,6 +29,7 @@ HEAD = """\
 - Replicas: `across=process_group`, or `across="data"` inside of `jax_backend.replicated(step, mesh)`. Never divide by
   n or by world_size.
 - Is it exact for this loss? `funcga.verify(gradient, params, batch, n=4).assert_exact()`.
+  A loop of torch: `python -m funcga doctor train.py`.
 """
 
 

@@ -30,6 +30,7 @@ TOOLS = {
     "what reports share": (("funcga/_tables.py", "funcga/_commands.py"), ()),
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
+    "doctor": (("funcga/_doctor/",), ("verify",)),
     "fused gradients": (("torch_backend/fused.py",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
@@ -37,7 +38,7 @@ TOOLS = {
     "plan": (("funcga/_plan/",), ("what reports share",)),
     "packs": (("funcga/_pack.py",), ()),
     "pipelines": (("torch_backend/pipeline/",), ()),
-    "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan")),
+    "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan", "doctor")),
 }
 # The core's torch side.
 TORCH = tuple(

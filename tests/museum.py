@@ -44,6 +44,15 @@ class Exhibit:
     def trees(self) -> tuple[object, object, object]:
         return self.run()
 
+    @property
+    def said(self) -> str:
+        """What the doctor says of the loop that computed the wrong tree."""
+        watched = getattr(self.trees()[0], "watched", None)
+        if watched is None:
+            return "\N{EN DASH}"
+        names = [f'"{cause.name}"' for cause in watched.causes]
+        return ", ".join(names) or ("nothing" if watched.ok else "that it cannot tell")
+
 
 EXHIBITS: list[Exhibit] = []
 
@@ -95,6 +104,32 @@ def total(gradients, scale=1.0):
     return {name: sum(gradient[name] for gradient in gradients) * scale for name in gradients[0]}
 
 
+class Looped(dict):
+    """The gradient that a loop leaves to its last step, and what the doctor says of the loop: `.watched`."""
+
+
+def looped(loss, *windows, divisor=1, before=None, after=None):
+    """Runs a loop of `.backward()` over windows of micro-batches.
+
+    divisor: of each loss; before, after: called with the optimizer before and after each backward.
+    """
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in PARAMS.items()}
+    optimizer = torch.optim.SGD(leaves.values(), lr=0.0)
+    with funcga.watch(optimizer=optimizer) as watched:
+        for window in windows:
+            optimizer.zero_grad()
+            for part in window:
+                if before:
+                    before(optimizer)
+                (loss(leaves, part) / divisor).backward()
+                if after:
+                    after(optimizer)
+            optimizer.step()
+    gradient = Looped({name: leaf.grad for name, leaf in leaves.items()})
+    gradient.watched = watched
+    return gradient
+
+
 DENOMINATORS, REPLICAS, NUMBERS, UPDATES, ROWS = (
     "Wrong denominators",
     "Wrong averages over replicas",
@@ -112,7 +147,7 @@ DENOMINATORS, REPLICAS, NUMBERS, UPDATES, ROWS = (
     instead="`weight=count_tokens`",
 )
 def uneven_tokens():
-    wrong = total([by_autograd(token_loss, PARAMS, part) for part in microbatches(BATCH)], 1 / N)
+    wrong = looped(token_loss, microbatches(BATCH), divisor=N)
     right = funcga.accumulate(funcga.grad(token_loss), N, weight=count_tokens)(PARAMS, BATCH)
     return wrong, right, by_autograd(token_loss, PARAMS, BATCH)
 
@@ -125,7 +160,7 @@ def uneven_tokens():
 )
 def smaller_microbatch():
     batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}  # every token counts
-    wrong = total([by_autograd(token_loss, PARAMS, part) for part in microbatches(batch, 3)], 1 / 3)
+    wrong = looped(token_loss, microbatches(batch, 3), divisor=3)
     right = funcga.accumulate(funcga.grad(token_loss), microbatch_size=3)(PARAMS, batch)
     return wrong, right, by_autograd(token_loss, PARAMS, batch)
 
@@ -144,7 +179,7 @@ def shifted_labels():
     # Two tokens or more in each micro-batch, as a causal model has them.
     batch = BATCH | {"labels": torch.where(torch.arange(6) < 2, BATCH["labels"].clamp(min=0), BATCH["labels"])}
     summed = partial(loss, reduction="sum")
-    wrong = total([by_autograd(summed, PARAMS, part) for part in microbatches(batch)], 1 / float(count_tokens(batch)))
+    wrong = looped(summed, microbatches(batch), divisor=count_tokens(batch))
     count = lambda batch: (batch["labels"][:, 1:] != -100).sum()
     right = funcga.accumulate(funcga.grad(summed), N, fold=funcga.per_weight(), weight=count)(PARAMS, batch)
     return wrong, right, by_autograd(loss, PARAMS, batch)
@@ -160,7 +195,7 @@ def class_weights():
     weights = torch.tensor([1.0, 10.0, 2.0, 0.5]).double()
     batch = {"x": BATCH["x"][:, 0], "labels": torch.tensor([0, 1, 3, 3, 2, 1, 0, 3])}
     loss = lambda params, batch: F.cross_entropy(logits(params, batch), batch["labels"], weight=weights)
-    wrong = total([by_autograd(loss, PARAMS, part) for part in microbatches(batch)], 1 / N)
+    wrong = looped(loss, microbatches(batch), divisor=N)
     weight = lambda batch: weights[batch["labels"]].sum()
     right = funcga.accumulate(funcga.grad(loss), N, weight=weight)(PARAMS, batch)
     return wrong, right, by_autograd(loss, PARAMS, batch)
@@ -174,11 +209,10 @@ def class_weights():
     instead="`for window in funcga.windows(loader, 4)`, `stream`",
 )
 def last_window():
-    last = rows(BATCH, 0, 4)
-    tokens = float(count_tokens(last)) / 2  # a micro-batch, so that n alone is wrong here
-    loss = lambda params, batch: sum_of_token_losses(params, batch) / tokens
-    wrong = total([by_autograd(loss, PARAMS, part) for part in microbatches(last)], 1 / N)
-    *_, window = funcga.windows([*microbatches(BATCH), *microbatches(last)], N)  # a window of four, and one of two
+    batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}  # every token counts, so that n alone is wrong here
+    last = rows(batch, 0, 4)
+    wrong = looped(token_loss, microbatches(batch), microbatches(last), divisor=N)
+    *_, window = funcga.windows([*microbatches(batch), *microbatches(last)], N)  # a window of four, and one of two
     step = funcga.stream(funcga.grad(token_loss), weight=count_tokens)
     return wrong, step(PARAMS, window), by_autograd(token_loss, PARAMS, last)
 
@@ -191,7 +225,7 @@ def last_window():
 )
 def not_divided():
     batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}
-    wrong = total([by_autograd(token_loss, PARAMS, part) for part in microbatches(batch)])
+    wrong = looped(token_loss, microbatches(batch))
     right = funcga.accumulate(funcga.grad(token_loss), N)(PARAMS, batch)
     return wrong, right, by_autograd(token_loss, PARAMS, batch)
 
@@ -199,13 +233,14 @@ def not_divided():
 @exhibit(
     DENOMINATORS,
     "modelscope/ms-swift#10117",
-    computed="sums of losses, divided by the tokens of the window and then by n as well",
+    "unslothai/unsloth-zoo#1023",
+    computed="sums of losses, divided by the tokens of the window (`num_items_in_batch`) and then by n as well",
     instead="`fold=funcga.per_weight(), weight=count_tokens`",
 )
 def divided_twice():
     tokens = float(count_tokens(BATCH))
     scaled = lambda params, batch: sum_of_token_losses(params, batch) / tokens
-    wrong = total([by_autograd(scaled, PARAMS, part) for part in microbatches(BATCH)], 1 / N)
+    wrong = looped(scaled, microbatches(BATCH), divisor=N)
     step = funcga.accumulate(funcga.grad(sum_of_token_losses), N, fold=funcga.per_weight(), weight=count_tokens)
     return wrong, step(PARAMS, BATCH), by_autograd(token_loss, PARAMS, BATCH)
 
@@ -222,7 +257,7 @@ def auxiliary_loss():
 
     tokens = float(count_tokens(BATCH))
     one_micro_batch = lambda params, batch: sum_of_token_losses(params, batch) / tokens + router_z_loss(params, batch)
-    wrong = total([by_autograd(one_micro_batch, PARAMS, part) for part in microbatches(BATCH)])
+    wrong = looped(one_micro_batch, microbatches(BATCH))
     loss = lambda params, batch: token_loss(params, batch) + router_z_loss(params, batch)
     right = funcga.accumulate(funcga.grad(loss), N, weight=count_tokens)(PARAMS, BATCH)
     return wrong, right, by_autograd(loss, PARAMS, BATCH)
@@ -250,9 +285,46 @@ def policy_loss():
 
     count = lambda batch: {"tokens": count_tokens(batch), "completions": len(batch["x"])}
     alone = lambda params, batch: loss(params, batch, totals=count(batch))
-    wrong = total([by_autograd(alone, PARAMS, part) for part in microbatches(batch)], 1 / N)
+    wrong = looped(alone, microbatches(batch), divisor=N)
     right = funcga.accumulate(funcga.grad(loss), N, fold=funcga.sum(), totals=count)(PARAMS, batch)
     return wrong, right, by_autograd(alone, PARAMS, batch)
+
+
+def log_likelihood(params, batch):
+    """Of each row's labels: the sum over its tokens."""
+    return -F.cross_entropy(logits(params, batch).transpose(1, 2), batch["labels"], reduction="none").sum(1)
+
+
+@exhibit(
+    DENOMINATORS,
+    "modelscope/ms-swift#10144",
+    computed="DPO on packed rows: the mean over the 1 or 3 pairs of each, and the mean of these means",
+    instead="`weight=count_pairs`",
+)
+def packed_pairs():
+    def loss(params, pack):
+        labels = pack["labels"]
+        rejected = pack | {"labels": torch.where(labels == -100, labels, (labels + 1) % CLASSES)}
+        return -F.logsigmoid(log_likelihood(params, pack) - log_likelihood(params, rejected)).mean()
+
+    packs = [rows(BATCH, start, stop) for start, stop in ((0, 1), (1, 4), (4, 5), (5, 8))]
+    count_pairs = lambda pack: len(pack["x"])
+    right = funcga.stream(funcga.grad(loss), weight=count_pairs)(PARAMS, packs)
+    return looped(loss, packs, divisor=N), right, by_autograd(loss, PARAMS, BATCH)
+
+
+@exhibit(
+    DENOMINATORS,
+    "huggingface/trl#5619",
+    "huggingface/trl#6024",
+    computed="sums of losses, divided by a `num_items_in_batch` that counts a generation batch of two windows",
+    instead="`fold=funcga.per_weight(), weight=count_tokens`, whatever the loader counts",
+)
+def items_of_two_windows():
+    items = 2 * count_tokens(BATCH)  # of a generation batch, whose second window has as many
+    step = funcga.accumulate(funcga.grad(sum_of_token_losses), N, fold=funcga.per_weight(), weight=count_tokens)
+    wrong = looped(sum_of_token_losses, microbatches(BATCH), divisor=items)
+    return wrong, step(PARAMS, BATCH), by_autograd(token_loss, PARAMS, BATCH)
 
 
 @exhibit(
@@ -300,6 +372,25 @@ def uneven_rows_on_replicas():
 
 
 @exhibit(
+    REPLICAS,
+    "NVIDIA/Megatron-LM#7513",
+    computed="context parallelism over two ranks: the mean over the tokens in each one's half of the sequences, averaged as if "
+    "the halves were other sequences",
+    instead="`weight=count_tokens, across=` with a group of all of these ranks",
+)
+def halves_of_sequences():
+    halves = [{name: leaf[:, part] for name, leaf in BATCH.items()} for part in (slice(0, 3), slice(3, 6))]
+    gradients = [by_autograd(token_loss, PARAMS, half) for half in halves]
+    accumulator = funcga.Accumulator(funcga.mean())  # what `across=` merges
+    states = [
+        accumulator.update(accumulator.init(PARAMS), gradient, weight=count_tokens(half))
+        for gradient, half in zip(gradients, halves, strict=True)
+    ]
+    right = accumulator.finalize(accumulator.merge(*states))
+    return total(gradients, 1 / 2), right, by_autograd(token_loss, PARAMS, BATCH)
+
+
+@exhibit(
     NUMBERS,
     "deepspeedai/DeepSpeed#1800",
     computed="512 bfloat16 gradients, added in bfloat16: terms that are small compared with the sum are rounded away",
@@ -325,10 +416,10 @@ def bfloat16_sums():
 )
 def masked_microbatch():
     batch = BATCH | {"labels": BATCH["labels"].where(torch.arange(8)[:, None] < 6, -100)}
-    loss_and_gradient = lambda part: by_autograd(token_loss, PARAMS, part) | {"loss": token_loss(PARAMS, part)}
-    wrong = total([loss_and_gradient(part) for part in microbatches(batch)], 1 / N)
+    wrong = looped(token_loss, microbatches(batch), divisor=N)
+    wrong["loss"] = sum(token_loss(PARAMS, part) for part in microbatches(batch)) / N
     loss, grads = funcga.accumulate(funcga.value_and_grad(token_loss), N, weight=count_tokens)(PARAMS, batch)
-    return wrong, grads | {"loss": loss}, loss_and_gradient(batch)
+    return wrong, grads | {"loss": loss}, by_autograd(token_loss, PARAMS, batch) | {"loss": token_loss(PARAMS, batch)}
 
 
 @exhibit(
@@ -374,9 +465,8 @@ def clipped_every_time():
         nn.utils.clip_grad_norm_(copies.values(), norm)
         return {name: copy.grad for name, copy in copies.items()}
 
-    wrong = total([PARAMS], 0.0)
-    for part in microbatches(BATCH):
-        wrong = clipped(total([wrong, by_autograd(loss, PARAMS, part)]))
+    clip = lambda optimizer: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], norm)
+    wrong = looped(loss, microbatches(BATCH), after=clip)
 
     sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
     tx = funcga.multi_steps(torch_backend.chain(torch_backend.clip_grad_norm(norm), sgd), N)
@@ -386,6 +476,70 @@ def clipped_every_time():
         updates, state = tx.update(grads, state, PARAMS, weight=count_tokens(part))
     right = {name: -update for name, update in updates.items()}
     return wrong, right, clipped(by_autograd(token_loss, PARAMS, BATCH))
+
+
+@exhibit(
+    UPDATES,
+    "NovaSky-AI/SkyRL#2008",
+    computed="gradients zeroed when a request begins, so that each request erases the ones before it",
+    instead="`Accumulator`: a request adds to its state, and `finalize` gives what the step gets",
+)
+def erased_by_requests():
+    loss = lambda params, batch: sum_of_token_losses(params, batch) / count_tokens(BATCH)
+    accumulator = funcga.Accumulator(funcga.mean())
+    state = accumulator.init(PARAMS)
+    for request in microbatches(BATCH):
+        state = accumulator.update(state, funcga.grad(token_loss)(PARAMS, request), weight=count_tokens(request))
+    wrong = looped(loss, microbatches(BATCH), before=torch.optim.Optimizer.zero_grad)
+    return wrong, accumulator.finalize(state), by_autograd(token_loss, PARAMS, BATCH)
+
+
+@exhibit(
+    UPDATES,
+    "NVIDIA/Megatron-LM#7186",
+    "allenai/open-instruct#1498",
+    computed="every micro-batch is taken for the end of a window, and the next one clears the sum: the step gets the last one, "
+    "divided by n",
+    instead="nothing: a window is an argument, and its end need not be marked",
+)
+def every_one_a_boundary():
+    batch = BATCH | {"labels": BATCH["labels"].clamp(min=0)}
+
+    def clear(optimizer, is_boundary=True):  # for all but the last it should be False
+        if is_boundary:
+            optimizer.zero_grad()
+
+    wrong = looped(token_loss, microbatches(batch), divisor=N, before=clear)
+    right = funcga.accumulate(funcga.grad(token_loss), N)(PARAMS, batch)
+    return wrong, right, by_autograd(token_loss, PARAMS, batch)
+
+
+@exhibit(
+    UPDATES,
+    "huggingface/trl#7265",
+    computed="a running mean of rewards, updated and read in each micro-batch: each has a baseline of its own",
+    instead="`accumulate` the mean reward of the window first, and pass the baseline to the loss",
+)
+def running_baseline():
+    mean_reward = lambda params, batch: log_likelihood(params, batch).mean()
+    loss = lambda params, batch, baseline: -F.logsigmoid(log_likelihood(params, batch) - baseline).mean()
+    # The running mean of 4 rows of earlier windows, and of more rows.
+    updated = lambda rows, mean, more, reward: (rows * mean + more * float(reward)) / (rows + more)
+    earlier = 4, -3.0
+    seen = [*earlier]
+
+    def with_running_baseline(params, part):
+        more = len(part["x"])
+        seen[:] = seen[0] + more, updated(*seen, more, mean_reward(params, part).detach())
+        return loss(params, part, baseline=seen[1])
+
+    def with_one_baseline(reward):
+        return partial(loss, baseline=updated(*earlier, 8, reward))
+
+    wrong = looped(with_running_baseline, microbatches(BATCH), divisor=N)
+    reward = funcga.accumulate(mean_reward, N)(PARAMS, BATCH)
+    right = funcga.accumulate(funcga.grad(with_one_baseline(reward)), N)(PARAMS, BATCH)
+    return wrong, right, by_autograd(with_one_baseline(mean_reward(PARAMS, BATCH)), PARAMS, BATCH)
 
 
 def moved(params):
@@ -477,8 +631,8 @@ def in_batch_negatives():
     encode = lambda params, image, text: (image @ params["w"], text @ params["w"] + params["b"])
     contrast = lambda a, b: F.cross_entropy(a @ b.T, torch.arange(len(a)))
     loss = lambda params, image, text: contrast(*encode(params, image, text))
-    parts = [slice(start, start + 2) for start in range(0, 8, 2)]
-    wrong = total([by_autograd(loss, PARAMS, image[part], text[part]) for part in parts], 1 / N)
+    parts = [(image[start : start + 2], text[start : start + 2]) for start in range(0, 8, 2)]
+    wrong = looped(lambda params, part: loss(params, *part), parts, divisor=N)
     _, right = funcga.coupled(encode, lambda params, s: contrast(*s), N)(PARAMS, image, text)
     return wrong, right, by_autograd(loss, PARAMS, image, text)
 
@@ -494,7 +648,13 @@ def table():
     """The tables of the page, a hall each, with the figures of this run."""
     lines = []
     for hall in dict.fromkeys(exhibit.hall for exhibit in EXHIBITS):
-        lines += ["", f"## {hall}", "", "| found in | it computed | off by | write |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {hall}",
+            "",
+            "| found in | it computed | off by | [the doctor](howto/doctor.md#what-it-says) says | write |",
+        ]
+        lines += ["|---|---|---|---|---|"]
         for item in EXHIBITS:
             if item.hall == hall:
                 wrong, _, true = item.trees()
@@ -504,7 +664,7 @@ def table():
                     for thread in item.threads
                 )
                 figure = "NaN" if math.isnan(off) else f"{100 * off:.0f}\N{NO-BREAK SPACE}%"
-                lines.append(f"| {links} | {item.computed} | {figure} | {item.instead} |")
+                lines.append(f"| {links} | {item.computed} | {figure} | {item.said} | {item.instead} |")
     return "\n".join([*lines[1:], ""])
 
 

@@ -1,8 +1,13 @@
 """The documentation: every block of every page runs, in the order of the page, in every framework that it is for."""
 
+import contextlib
 import importlib
+import io
+import os
 import re
 import runpy
+import subprocess
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -110,7 +115,18 @@ def run_from_top_to_bottom(page):
     names = {"__name__": "__main__"}
     with jax.numpy_dtype_promotion("standard"):
         for block in blocks(page):
-            exec(compile(block, page, "exec"), names)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(block, page, "exec"), names)
+            check_shown(page, f"{block}```\n\n", printed.getvalue())
+
+
+def check_shown(page, above, printed):
+    """What a page shows below a block is what it printed, however lines are broken; "..." leaves some of it out."""
+    words = lambda text: " ".join(text.split())
+    shown = re.search(re.escape(above) + r"```text\n([^$].*?)```", PAGES[page], re.DOTALL)
+    for part in shown[1].split("\n...\n") if shown else []:
+        assert words(part) in words(printed)
+        printed = words(printed).split(words(part), 1)[1]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -120,12 +136,29 @@ def test_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
         if re.search(imports, "".join(blocks(page)), re.MULTILINE):
             pytest.importorskip(framework)
     monkeypatch.chdir(tmp_path)
-    if "torchrun" in PAGES[page]:  # it is a program of several processes
+    if "torchrun" in re.sub(r"```sh.*?```", "", PAGES[page], flags=re.DOTALL):  # it is a program of several processes
         printed = launched(run_from_top_to_bottom, page, count=2)
     else:
         run_from_top_to_bottom(page)
         printed = capsys.readouterr().out
     assert printed or page.startswith("reference")  # who tries it sees that it worked
+
+
+SESSIONS = [
+    (page, *session)
+    for page in PAGES
+    for session in re.findall(r"```py\n# (\w+\.py)\n(.*?)```\n\n```sh\n(.*?)```", PAGES[page], re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "file", "source", "command"), SESSIONS, ids=[session[0] for session in SESSIONS])
+def test_a_command_prints_what_the_page_shows(page, file, source, command, tmp_path):
+    (tmp_path / file).write_text(source)
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
+    )
+    check_shown(page, f"{command}```\n\n", done.stdout)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "../README.md", "../CONTRIBUTING.md", "../examples/README.md"])

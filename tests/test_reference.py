@@ -86,9 +86,19 @@ def test_it_has_an_example_that_runs(package, name, tmp_path, monkeypatch):
     assert not failures, failures
 
 
+def watched():
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w])
+    with funcga.watch(optimizer=optimizer) as watched:
+        w.mean().backward()
+        optimizer.step()
+    return watched
+
+
 RETURNED = {
     "Verdict": lambda: funcga.verify(funcga.grad(lambda w, x: (w * x).sum()), torch.ones(2), torch.ones(4, 2), n=2),
     "Report": lambda: funcga.compare({"w": torch.ones(2)}, {"w": torch.ones(2)}),
+    "watch": watched,
 }
 
 
@@ -101,8 +111,8 @@ def test_what_checks_return_is_as_the_page_says(name):
     attributes = re.findall(r"^\| `(\w+)", table, re.MULTILINE)
     assert {attribute for attribute in dir(value) if not attribute.startswith("_")} >= set(attributes)
     assert len(attributes) > 5
-    of_rows = re.search(r"^\| `rows` (.*)$", table, re.MULTILINE)[1]
-    assert all(hasattr(value.rows[0], attribute) for attribute in re.findall(r"`\.(\w+)`", of_rows))
+    rows, of_rows = re.search(r"^\| `(rows|windows)` (.*)$", table, re.MULTILINE).groups()
+    assert all(hasattr(getattr(value, rows)[0], attribute) for attribute in re.findall(r"`\.(\w+)`", of_rows))
 
 
 def test_an_example_that_is_wrong_is_found():

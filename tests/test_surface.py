@@ -16,7 +16,7 @@ from funcga import checks, observers, statistics, transforms, trees
 MODULES = [checks, observers, statistics, transforms, trees]
 NAMES = """accumulate coupled stream windows grad value_and_grad Accumulator to_torch to_jax to_numpy FuncgaError CARRY
            Fold Reducer Monoid mean per_weight sum max min logsumexp moments pooled ratio concat carry reproducible reducers normalizers
-           monoids compare verify multi_steps check_replicas pack plan gradient_noise gradient_norms dropped"""  # fmt: skip
+           monoids compare verify multi_steps check_replicas pack plan watch gradient_noise gradient_norms dropped"""  # fmt: skip
 
 
 def test_the_contract_is_there():

@@ -94,8 +94,8 @@ def mine(tmp_path, monkeypatch):
 
 PARITY = "parity {} --dtype float64 --n 2 --updates 1"
 REFUSED = {
-    "": "the following arguments are required: parity | verify | plan | info (see funcga --help)",
-    "train": "parity | verify | plan | info: invalid choice: 'train' (choose from ",
+    "": "the following arguments are required: parity | verify | doctor | plan | info (see funcga --help)",
+    "train": "parity | verify | doctor | plan | info: invalid choice: 'train' (choose from ",
     "parity --n 0": "--n: '0' is not a list of numbers of 1 or more, such as 1,2,7 (see funcga parity --help)",
     "parity --n 1,,2": "--n: '1,,2' is not a list of numbers of 1 or more",
     "parity --dtype float8": "--dtype: 'float8' is not a list of these dtypes: float64, float32, bfloat16, float16",
