@@ -266,7 +266,7 @@ class Coupled:
             self.program,
             grad_fn=grad_fn,
             fold=fold,
-            weight=_one,
+            weight=lambda *_: 1,
             in_axes=in_axes,
             totals=None,
             memory=self.memory,
@@ -323,10 +323,6 @@ class Coupled:
                     f"{arg_index}: parameters are passed whole. Name the arguments to "
                     "differentiate by in argnums, and write None for them in in_axes."
                 )
-
-
-def _one(*args: Tree) -> int:
-    return 1
 
 
 def _is_fold(node: object) -> bool:

@@ -574,7 +574,9 @@ class MultiStepsUpdate(UpdateFunction):
 
     def accumulation_of(self, window: Window, backend: Backend) -> Accumulation:
         """The Accumulation of a window in a state."""
-        leaves, structure = backend.trees.flatten(window.accumulated, _is_parts)
+        leaves, structure = backend.trees.flatten(
+            window.accumulated, lambda node: type(node) is Parts
+        )
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
         likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
         outputs = self.folding.bound(likes, structure, backend)
@@ -622,10 +624,6 @@ def _of_different_experts() -> FuncgaError:
         "experts: they have no sum. Save the state of each replica, and go on with as many; or "
         "save between windows."
     )
-
-
-def _is_parts(node: object) -> bool:
-    return type(node) is Parts
 
 
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
