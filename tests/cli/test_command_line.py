@@ -241,3 +241,33 @@ def test_plan(tmp_path, capsys):
     assert main(["plan", f"{file}:step", "--memory", "much"]) == 2
     assert "no number of bytes" in capsys.readouterr().err
     assert main(["plan", f"{file}:args"]) == 2
+
+
+TRAIN = """
+import sys, torch, torch.nn.functional as F
+model = torch.nn.Linear(6, 5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+lengths = [int(each) for each in sys.argv[1:]]
+for _ in range(2):
+    for n in lengths:
+        (F.cross_entropy(model(torch.randn(n, 6)), torch.randint(5, (n,))) / len(lengths)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit(7)
+"""
+
+
+def test_the_doctor(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    assert main(["doctor", "--json", "found.json", "train.py", "3", "3"]) == 0
+    assert json.loads(Path("found.json").read_text())["ok"] is True
+    assert main(["doctor", "train.py", "3", "9"]) == 1
+    assert "1. uneven tokens" in capsys.readouterr().out
+    assert main(["doctor", "train.py", "three"]) == 2
+    captured = capsys.readouterr()
+    assert "ValueError: invalid literal" in captured.err
+    assert "Steps: 0." in captured.out
+    assert main(["doctor", "none.py"]) == 2

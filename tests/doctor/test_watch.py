@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
-from funcga.__main__ import main
 from tests.processes import processes
 
 pytest_plugins = ["pytester"]
@@ -207,22 +206,6 @@ for _ in range(2):
     optimizer.zero_grad()
 sys.exit(7)
 """
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.path", ["."])
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    monkeypatch.setattr("sys.argv", [])
-    assert main(["doctor", "--json", str(tmp_path / "found.json"), str(script), "3", "3"]) == 0
-    assert json.loads((tmp_path / "found.json").read_text())["ok"] is True
-    assert main(["doctor", str(script), "3", "9"]) == 1
-    assert "1. uneven tokens" in capsys.readouterr().out
-    assert main(["doctor", str(script), "three"]) == 2
-    captured = capsys.readouterr()
-    assert "ValueError: invalid literal" in captured.err
-    assert "came after a backward of torch" in captured.out
-    assert main(["doctor", str(tmp_path / "none.py")]) == 2
 
 
 def test_the_fixture(pytester):
