@@ -8,7 +8,6 @@
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -85,7 +84,7 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loop.close()
+        self._loop.close(is_whole=error[0] is None)
         self._findings = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
 
     @property
@@ -135,9 +134,9 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         worst = max(self.windows, key=off, default=Window())
         figure = new_figure("watched.plot", (8, 4))
         axes = figure.subplots()
-        axes.step(range(len(worst.shares)), worst.of_targets, where="mid", label="of the targets")
-        axes.step(range(len(worst.shares)), worst.shares, where="mid", label="of the gradient")
-        axes.set(xlabel="micro-batch", ylabel="share", title=", ".join(_row(worst)[::5]))
+        axes.bar(range(len(worst.shares)), worst.shares, label="share of the gradient")
+        axes.plot(worst.of_targets, "k_", label="share of the targets")
+        axes.set(xlabel="micro-batch", title=", ".join(_row(worst)[::5]))
         axes.legend()
         save(figure, "watched.plot", file)
 
@@ -160,7 +159,7 @@ def _lines(watched: watch) -> Iterator[str]:
         yield from cause_lines(number, each)
     if windows:
         # The first, and those that differ from the one before.
-        alike = groupby(windows, lambda each: (each.causes, each.unknown, len(each.coefficients)))
+        alike = groupby(windows, lambda each: (each.causes, each.unknown, len(each.parts)))
         shown = [next(group) for _, group in alike][:ROWS]
         yield ""
         yield from text_table([_HEADINGS, *map(_row, shown)]).split("\n")
@@ -178,9 +177,9 @@ def _row(window: Window) -> list[str]:
     return [
         str(window.number),
         window.optimizer,
-        str(len(window.coefficients)),
+        str(len(window.parts)),
         bars(window.of_targets, BARS),
         bars(window.shares, BARS),
-        "" if math.isnan(window.factor) else f"{window.factor:.4g}",
+        f"{window.factor:.4g}",
         verdict,
     ]

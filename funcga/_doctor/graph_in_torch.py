@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _SAME = re.compile(
     "ToCopy|Clone|(Unsafe)?View|(Reshape)?Alias|(Un)?[Ss]queeze|T|Transpose|Neg|_DDPSink"
 )
 _LOSSES = re.compile("(Nll|Mse|SmoothL1|Huber|SoftMargin)Loss(2D)?|BinaryCrossEntropy(WithLogits)?")
+TERMS, ELEMENTS = 1000, 2**22  # of a loss, and of a mask
 _NONE, _MEAN = 0, 1  # values of `reduction`
 
 
@@ -30,9 +32,10 @@ def read(loss: torch.Tensor) -> list[Term]:
     if loss.numel() != 1:
         return [Term("several values")]
     try:
-        return [*_terms((loss.grad_fn, loss.output_nr), Term())]
-    except (RecursionError, RuntimeError) as error:  # of a graph that is too deep, or freed
+        terms = [*islice(_terms((loss.grad_fn, loss.output_nr), Term()), TERMS)]
+    except Exception as error:  # of a graph that is too deep, or freed
         return [Term(type(error).__name__)]
+    return terms if len(terms) < TERMS else [Term("many terms")]
 
 
 def _terms(edge: Edge, above: Term) -> Iterator[Term]:
@@ -45,12 +48,7 @@ def _terms(edge: Edge, above: Term) -> Iterator[Term]:
         yield from _terms(below[0], scaled)
     elif name in ("Sum", "Mean") and math.prod(_shape(edge)) == 1:
         size = float(math.prod(_shape(below[0])))
-        if _name(below[0][0]) == "Stack" and len(_shape(below[0])) == 1:
-            # A list of losses.
-            for each in _inputs(below[0][0]):
-                yield from _terms(each, above.over(size) if name == "Mean" else above)
-        else:
-            yield _elements(below[0], above, size if name == "Mean" else None)
+        yield _elements(below[0], above, size if name == "Mean" else None)
     elif _LOSSES.fullmatch(name) and _saved(node, "reduction") != _NONE:
         yield _elements(edge, above)
     else:
@@ -73,53 +71,64 @@ def _elements(edge: Edge, above: Term, size: float | None = None) -> Term:
         name, below = _name(node), _inputs(node)
         if (scaled := _scaled(node, above)) is not None:
             above = scaled
-        elif (mask := _mask(node)) is not None:
+        elif name == "Mul" and (mask := _constant(node)) is not None:
             masks.append(mask)
         elif name == "Sum" and not (size or masks):
             shape = _shape(below[0])
         else:
             break
         edge = below[0]
-    if reduction := _saved(node, "reduction"):
-        shape = _shape(below[0])
-    if is_nll := name.startswith("NllLoss"):
-        target, weight = _saved(node, "target"), _saved(node, "weight")
-        index = _saved(node, "ignore_index")
-        # A node saves it as a number without a sign.
-        masks.append(target != (index - 2**64 if index >= 2**63 else index))
+    reduction, is_nll = _saved(node, "reduction"), name.startswith("NllLoss")
+    if is_nll:
+        target = _saved(node, "target")
+        masks.append(target != _ignored(node))
         shape = [*target.shape] if reduction else shape
-        masks += [] if weight is None else [weight[target.clamp(0, len(weight) - 1)]]
+    elif reduction:
+        shape = _shape(below[0])
+    if not _is_read(node, shape, masks):
+        return replace(above, name=name)
     counts = _counts(shape, masks)
     if size:
+        above = above.over(size)
         # It may be meant to count what is masked, too.
-        return replace(above.over(size), name=name, counts=(*counts, *[size] * (not is_nll)))
-    above = above.over(counts[-1]) if reduction == _MEAN else above
+        counts = counts if is_nll else (*counts, (size, size))
+    elif reduction == _MEAN:
+        above = above.over(counts[0][0])
     return replace(above, name=name, counts=counts)
 
 
-def _mask(node: Any) -> Any:
-    """What an operation multiplies elements by, one by one; None if it does anything else."""
-    name = _name(node)
-    if name == "MaskedFill":
-        return ~_saved(node, "mask")
-    if name == "Where" and len(_inputs(node)) == 1:
-        condition = _saved(node, "condition")
-        return condition if node.next_functions[0][0] is not None else ~condition
-    return _constant(node) if name == "Mul" else None
+def _is_read(node: Any, shape: list[int], masks: list[torch.Tensor]) -> bool:
+    """False for a list of losses, which are no targets, for weights of classes, and for masks as
+    large as a vocabulary.
+    """
+    is_small = not masks or math.prod(shape) < ELEMENTS
+    return is_small and _name(node) != "Stack" and _saved(node, "weight") is None
 
 
-def _counts(shape: list[int], masks: list[torch.Tensor]) -> tuple[Number, ...]:
-    """What may be meant by the number of targets: those that no mask hides; the sum of weights."""
+def _ignored(node: Any) -> int:
+    """The target that cross entropy leaves out; a node saves it as a number without a sign."""
+    index: int = _saved(node, "ignore_index")
+    return index - 2**64 if index >= 2**63 else index
+
+
+def _counts(shape: list[int], masks: list[torch.Tensor]) -> tuple[tuple[Number, Number], ...]:
+    """The sum of the weights of elements, and what may be meant by the number of targets."""
     size = math.prod(shape)
     if not masks:
-        return (float(size),)
-    mask = weighted = torch.ones(shape, dtype=torch.float64, device=masks[0].device)
+        return ((float(size), float(size)),)
+    ones = mask = weights = torch.ones(shape, dtype=torch.float64, device=masks[0].device)
+    number: Number = 1.0
     for each in masks:
         each = each.reshape(shape if each.numel() == size else each.shape).double()
-        weighted = weighted * each
-        # Factors that are not all 0 or 1, such as advantages, hide no element.
-        mask = torch.where(((each == 0) | (each == 1)).all(), mask * each, mask)
-    return mask.sum(), weighted.sum()
+        # A mask has one number beside 0. Others, such as advantages, hide no element.
+        is_mask = ((each == 0) | (each == each.max())).all()
+        number = torch.where(is_mask, number * each.max(), number)
+        hidden = torch.where(is_mask, (each != 0).double(), ones)
+        mask, weights = mask * hidden, weights * torch.where(is_mask, hidden, each)
+    counts = ((number * mask.sum(), mask.sum()),)
+    if not any(each.is_floating_point() for each in masks):
+        return counts
+    return *counts, (number * weights.sum(), weights.sum())
 
 
 # --- a node of autograd

@@ -2,78 +2,77 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funcga._doctor.windows import Finding, MicroBatch, Window
 
 
-class Event(NamedTuple):
+class Look(NamedTuple):
     """A look at the gradients: after a "backward", after a "clip", or "before" either or a step.
 
     is_new: whether a gradient was written to since the look before.
-    before, both, now: products of some elements in the look before and in this one.
-    differs: 1 if any bit of them does.
+    change: three numbers, perhaps on a device: the products of some elements with themselves in the
+        look before, with those in this one, and of these with themselves.
     """
 
     kind: str
     micro_batch: MicroBatch | None
     is_new: bool
-    before: float
-    both: float
-    now: float
-    differs: float
-
-    @property
-    def factor(self) -> float:
-        """What gradients were multiplied by; NaN if that is no factor, or if they were 0."""
-        if not self.differs:
-            return 1.0
-        if self.now == 0:
-            return 0.0
-        if self.before == 0 or not math.isfinite(self.now):
-            return math.nan
-        # The part of them that is no multiple of what they were; 16 bits round it.
-        rest = 1 - self.both * self.both / (self.before * self.now)
-        return self.both / self.before if rest < 1e-4 else math.nan
+    change: Any
 
 
-def settle(window: Window, events: Sequence[Event], scale: float) -> None:
+def _factor(before: float, both: float, now: float) -> float:
+    """What gradients were multiplied by; NaN if that is no factor, or if they were 0."""
+    if before == both == now:
+        return 1.0
+    if now == 0:
+        return 0.0
+    if before == 0 or not math.isfinite(now):
+        return math.nan
+    # The part of them that is no multiple of what they were; 16 bits round it.
+    rest = 1 - both * both / (before * now)
+    return both / before if rest < 1e-4 else math.nan
+
+
+def settle(
+    window: Window, looks: Sequence[Look], changes: Sequence[Sequence[float]], scale: float
+) -> None:
     """Follows the gradient of each micro-batch to the step, and writes that into the window.
 
     scale: the factor of the GradScaler; 0 if there is none.
     """
-    is_old = events[0].before > 0
+    is_old = changes[0][0] > 0
     clips: list[float] = []
-    for event in events:
-        if not math.isfinite(event.now):
+    for look, change in zip(looks, changes, strict=True):
+        factor, now = _factor(*change), change[2]
+        if not math.isfinite(now):
             window.unknown = "gradients are not finite"
-        if event.kind == "clip":
+        if look.kind == "clip":
             if window.by_hand * scale > 1.5 and not window.unknown:
                 window.findings.append(Finding("clipped before unscaling"))
-            clips += [event.factor] * (event.factor != 1)
-        elif event.micro_batch is None:
-            _change(window, event)
-            is_old = is_old and event.now > 0
-        elif event.is_new:
+            clips += [factor] * (factor != 1)
+        elif look.micro_batch is None:
+            _apply(window, factor, is_empty=now == 0)
+            is_old = is_old and now > 0
+        elif look.is_new:
             if clips:
                 window.findings.append(Finding("clipped inside the window", {"factor": clips[0]}))
                 window.scale(math.prod(clips))
             clips, window.by_hand = [], 1.0
-            window.micro_batches.append(event.micro_batch)
-            window.coefficients.append(1.0)
+            window.parts.append((look.micro_batch, 1.0))
     if window.is_step and is_old:
         window.findings.append(Finding("left over"))
     if window.is_step and window.by_hand * scale > 1.5:
         window.findings.append(Finding("never unscaled", {"factor": scale}))
 
 
-def _change(window: Window, event: Event) -> None:
-    """What somebody has done to the gradients."""
-    if event.now == 0 and window.unknown:
+def _apply(window: Window, factor: float, is_empty: bool) -> None:
+    """What somebody has done to the gradients between two events."""
+    if is_empty and window.unknown:
         # They were seen to be wrong, and erased: somebody tries again.
-        window.micro_batches, window.coefficients, window.unknown = [], [], ""
-    elif math.isnan(event.factor):
+        window.parts, window.unknown = [], ""
+    elif math.isnan(factor):
         window.unknown = window.unknown or "gradients change between backward and step"
     else:
-        window.scale(event.factor)
-        window.by_hand *= event.factor
+        window.scale(factor)
+        window.by_hand *= factor

@@ -23,13 +23,13 @@ from torch.optim.optimizer import (
 )
 
 from funcga._doctor.graph_in_torch import read
-from funcga._doctor.ledger import Event, settle
-from funcga._doctor.windows import Finding, MicroBatch, Term, Window, merged
+from funcga._doctor.ledger import Look, settle
+from funcga._doctor.windows import Finding, MicroBatch, Term, Window
 from funcga.errors import FuncgaError, listed
 from torch_backend import _private
 from torch_backend.dtensor import local
 
-ELEMENTS, PARAMETERS = 4096, 64  # of a sketch at most, and how many parameters they are of
+ELEMENTS, PARAMETERS = 4096, 16  # of a sketch at most, and how many parameters they are of
 
 
 Watcher = Callable[..., Any] | None
@@ -44,8 +44,10 @@ class Ledger:
     def __init__(self, optimizer: Optimizer, number: int) -> None:
         self.optimizer, self.number = optimizer, number
         self.unknown = ""
-        self.looks: list[tuple[str, MicroBatch | None, bool, torch.Tensor]] = []
+        self.looks: list[Look] = []
         self.begin()
+        # What gradients hold by now is of nothing that was seen.
+        self.last = torch.zeros_like(self.sketch())
 
     def begin(self) -> None:
         """Looks at what gradients hold before the first backward of a window."""
@@ -62,26 +64,21 @@ class Ledger:
         return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
 
     def sketch(self) -> torch.Tensor:
-        """Elements of the gradients, in float64 if the device has it; 0 if there is no gradient."""
+        """Elements of the gradients; 0 where there is no gradient."""
         parts = [_elements(param, ELEMENTS // len(self.params)) for param in self.params]
         parts = [part.to(parts[0].device, non_blocking=True) for part in parts]
-        joined = torch.cat(parts or [torch.zeros(1)])
-        return joined.to(torch.float32 if joined.device.type == "mps" else torch.float64)
+        return torch.cat(parts or [torch.zeros(1)]).float()
 
     def look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
         now, versions = self.sketch(), self.version()
         is_new = versions != self.versions or self.is_sharded
-        self.looks.append((kind, micro_batch, is_new, _change(self.last, now)))
+        self.looks.append(Look(kind, micro_batch, is_new, _change(self.last, now)))
         self.last, self.versions = now, versions
 
     def settle(self, window: Window, scale: float) -> None:
         """Writes into the window what became of its micro-batches, and begins the next."""
-        changes = torch.stack([change for *_, change in self.looks]).tolist()
-        events = [
-            Event(kind, micro_batch, is_new, *change)
-            for (kind, micro_batch, is_new, _), change in zip(self.looks, changes, strict=True)
-        ]
-        settle(window, events, scale)
+        changes = torch.stack([look.change for look in self.looks]).tolist()
+        settle(window, self.looks, changes, scale)
         # A factor is known as exactly as gradients are rounded.
         if window.by_hand != 1:
             window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
@@ -100,8 +97,8 @@ def _elements(param: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _change(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """The numbers of an Event."""
-    return torch.stack([before @ before, before @ now, now @ now, (before != now).any().to(now)])
+    """The three numbers of a Look."""
+    return torch.stack([before @ before, before @ now, now @ now])
 
 
 class Loop:
@@ -147,17 +144,19 @@ class Loop:
             (torch.nn.utils, "clip_grad_value_", before, clipped),
         ):
             self._replace(owner, name, first, then)
-        self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+        self._undo += [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+        ]
         # By type, as a proxy may claim to be an instance of anything.
         alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
         self.quietly(self._find_optimizers, alive)
 
-    def close(self) -> None:
+    def close(self, is_whole: bool = True) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
-        for ledger in self._ledgers.values():
+        for ledger in self._ledgers.values() if is_whole else ():
             self.quietly(self._end_window, ledger, False)
         owned = {key for keys in self._ledgers for key in keys}
         named = self.model.named_parameters()
@@ -172,6 +171,8 @@ class Loop:
         original = vars(owner)[name]
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
+            if not self._undo:
+                return original(*args, **kwargs)
             self.quietly(first, *args, **kwargs)
             result = original(*args, **kwargs)
             self.quietly(then, *args, **kwargs)
@@ -283,6 +284,8 @@ class Loop:
         if (ledger := self._ledger(optimizer)) is None:
             return None  # one of another model
         ledger.optimizer = optimizer  # another one may be around it
+        if _private.graph_task() >= 0:
+            raise FuncgaError("an optimizer steps inside of backward")
         return self._end_window(ledger, is_step=True)
 
     def _end_window(self, ledger: Ledger, is_step: bool) -> Window:
@@ -297,18 +300,17 @@ class Loop:
         ledger.settle(window, scale if own is None else 0.0)
         window.scale(1.0 if own is None else 1 / float(own))
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
-        for each, coefficient in zip(window.micro_batches, window.coefficients, strict=True):
-            each.terms = merged([term.plain() for term in each.terms])
+        for each, coefficient in window.parts:
+            each.terms = [term.plain() for term in each.terms]
             each.steps += is_step and coefficient != 0
-        if window.micro_batches:
+        if window.parts:
             self.windows.append(window)
         return window
 
 
 def _place() -> int:
-    """Which lines of the user's program call: those of a trainer may differ in the last call."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-    return hash(tuple(line for line in lines if "site-packages" not in line[0]))
+    """Where in the program this is called, the same in all processes."""
+    return hash(tuple(frame.f_lasti for frame, _ in traceback.walk_stack(None)))
 
 
 def _key(optimizer: Any) -> tuple[int, ...]:
@@ -323,8 +325,7 @@ def _merge(window: Window, everyone: Sequence[Window | None]) -> None:
         window.unknown = "another process sees nothing more of its run"
         return
     for rank, other in enumerate(windows):
-        for each in other.micro_batches:
+        for each, _ in other.parts:
             each.rank = rank
-    window.micro_batches = [each for other in windows for each in other.micro_batches]
-    window.coefficients = [each for other in windows for each in other.coefficients]
+    window.parts = [part for other in windows for part in other.parts]
     window.ranks, window.is_part = len(windows), False

@@ -17,14 +17,14 @@ class Term:
             reading ended there.
         factors: What it is multiplied by on its way to the loss.
         divisors: What it is divided by.
-        counts: What may be meant by the number of its targets, the likeliest first: elements that
-            no mask hides, the sum of their weights, all elements.
+        counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
+            of targets: elements that no mask hides, the weights themselves, or all elements.
     """
 
     name: str = ""
     factors: tuple[Number, ...] = ()
     divisors: tuple[Number, ...] = ()
-    counts: tuple[Number, ...] = ()
+    counts: tuple[tuple[Number, Number], ...] = ()
 
     def times(self, *factors: Number) -> "Term":
         return replace(self, factors=(*self.factors, *factors))
@@ -34,16 +34,13 @@ class Term:
 
     def plain(self) -> "Term":
         """It with floats, for which this waits."""
-        factors, divisors, counts = (
-            tuple(map(float, numbers)) for numbers in (self.factors, self.divisors, self.counts)
-        )
-        return replace(self, factors=factors, divisors=divisors, counts=counts)
+        return Term(self.name, *map(_plain, (self.factors, self.divisors, self.counts)))
 
     @property
     def each(self) -> float:
-        """The factor with which each target enters the loss, without its sign."""
+        """The factor with which each target enters the loss."""
         divisor = math.prod(self.divisors)
-        return abs(math.prod(self.factors) / divisor) if divisor else math.nan
+        return math.prod(self.factors) / divisor if divisor else math.nan
 
     @property
     def is_mean(self) -> bool:
@@ -52,18 +49,13 @@ class Term:
     @property
     def outer(self) -> float:
         """What it is divided by, but for its own count: the number of micro-batches, if that."""
-        own = [d for d in self.divisors if any(math.isclose(d, count) for count in self.counts)]
+        counts = {count for pair in self.counts for count in pair}
+        own = [d for d in self.divisors if any(math.isclose(d, count) for count in counts)]
         return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
 
 
-def merged(terms: Sequence[Term]) -> Sequence[Term]:
-    """One term in place of several that weigh their targets alike: rows one by one, or several
-    losses of the same targets.
-    """
-    if len({(term.name, term.each, len(term.counts)) for term in terms}) != 1:
-        return terms
-    sums = tuple(map(sum, zip(*(term.counts for term in terms), strict=True)))
-    return [replace(terms[0], counts=(*sums, *terms[0].counts))]
+def _plain(numbers: Any) -> Any:
+    return tuple(map(_plain, numbers)) if isinstance(numbers, tuple) else float(numbers)
 
 
 @dataclass
@@ -99,9 +91,9 @@ class Window:
     Attributes:
         number: Counted from 1, over all optimizers.
         optimizer: Its class, with a number if there are several.
-        micro_batches: The calls of `backward` since its last step, also those that were lost.
-        coefficients: The factor with which each of them reached the step; 0 if it did not. One
-            that clips all of them after the last is left out.
+        parts: The calls of `backward` since its last step, also those that were lost, and the
+            factor with which each of them reached the step; 0 if it did not. One that clips all of
+            them after the last is left out.
         findings: What happened to the gradients.
         by_hand: What they were multiplied by after the last backward, other than clipping.
         precision: How exactly that is known, relative.
@@ -118,8 +110,7 @@ class Window:
 
     number: int = 0
     optimizer: str = ""
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    coefficients: list[float] = field(default_factory=list)
+    parts: list[tuple[MicroBatch, float]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     by_hand: float = 1.0
     precision: float = 0.0
@@ -134,7 +125,7 @@ class Window:
 
     def scale(self, factor: float) -> None:
         """Multiplies what the gradients hold."""
-        self.coefficients = [each * factor for each in self.coefficients]
+        self.parts = [(each, coefficient * factor) for each, coefficient in self.parts]
 
     @property
     def ok(self) -> bool | None:
