@@ -118,6 +118,7 @@ def run_from_top_to_bottom(page):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile(block, page, "exec"), names)
             check_shown(page, f"{block}```\n\n", printed.getvalue())
+            print(printed.getvalue(), end="")
 
 
 def check_shown(page, above, printed):

@@ -31,16 +31,16 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     GradScaler and of `optimizer.step()` are seen. The graph of each loss says how it weighs its
     targets; some thousand elements of `.grad`, before and after each event, say with which factor
     a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
-    the bit. It costs about a millisecond for each call of backward, and waits for a device at the
-    step only. An error of its own ends the watch, never the run.
+    the bit. It waits for a device at the step only. An error of its own ends the watch, never the
+    run.
 
     The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
     "short window", "divided by another n", "stepped too often", "another count", "erased", "left
     over", "clipped inside the window", "scaled inside the window", "clipped before unscaling",
     "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
 
-    It cannot tell what a compiled or fused loss, a function of your own in the graph, or a sum of
-    losses with different counts weighs: a note says so, and `ok` is None.
+    `ok` is None where it cannot tell, and a note says why: compiled or fused losses, functions of
+    your own in the graph, sums of losses with different counts, weights of your own.
 
     Args:
         model: The module that is trained, such as a ModuleList of several; default: what
