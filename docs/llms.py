@@ -14,13 +14,12 @@ HEAD = """\
 # funcga
 
 > Gradient accumulation as a pure fold over micro-batches, for PyTorch and JAX: the gradient of the whole batch, for any
-> weights, on any number of replicas, at the cost of the loop by hand.
+> weights, on any replicas.
 
 - `step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)` has the signature and the output of what it wraps:
   `loss, grads = step(params, batch)`. In torch and in JAX.
-- A torch module: `gradient = torch_backend.module_value_and_grad(model, loss_fn)`, with `loss_fn(model, *batch)`; then
-  `loss, grads = funcga.accumulate(gradient, n=8)(*batch)`, `torch_backend.assign_grads(model, grads)` and
-  `optimizer.step()`.
+- A torch module: `gradient = torch_backend.module_value_and_grad(model, loss_fn)`, then
+  `loss, grads = funcga.accumulate(gradient, n=8)(*batch)` and `torch_backend.assign_grads(model, grads)`.
 - A mean over tokens: `weight=lambda batch: (batch["labels"] != -100).sum()`. A sum: the same, and
   `fold=funcga.per_weight()`.
 - A loader: `for window in funcga.windows(loader, 8): loss, grads = funcga.stream(gradient)(params, window)`.
