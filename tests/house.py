@@ -30,7 +30,7 @@ TOOLS = {
     "what reports share": (("funcga/_tables.py", "funcga/_commands.py"), ()),
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
-    "doctor": (("funcga/_doctor/",), ("verify",)),
+    "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
     "fused gradients": (("torch_backend/fused.py",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
 LAYERS = ["errors", "_pack", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "observers", "_call", "_grad", "_plan", "_accumulate", "_coupled",
-          "_transform", "transforms", "_stream", "statistics", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
+          "_transform", "transforms", "_stream", "statistics", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend.
 TYPES = {
     "", "errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_observe",

@@ -221,7 +221,7 @@ def test_the_fixture(pytester):
                 exec({SCRIPT!r})
         """
     )
-    pytester.runpytest_inprocess("-p", "funcga._doctor.fixture").assert_outcomes(passed=2, errors=1)
+    pytester.runpytest_inprocess().assert_outcomes(passed=2, errors=1)
 
 
 # --- processes: DDP and FSDP average gradients, whatever the numbers of targets

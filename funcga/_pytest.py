@@ -1,15 +1,15 @@
-"""A fixture of pytest, which finds it by the entry point of the package."""
+"""A fixture of pytest for `watch`, which pytest loads in every run: it imports nothing yet."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from funcga._doctor import watch
-
 
 @pytest.fixture
-def watch_exact() -> Iterator[watch]:
+def watch_exact() -> Iterator[object]:
     """The test is watched, and fails at its end unless every training loop in it is exact."""
+    from funcga._doctor import watch
+
     with watch() as watched:
         yield watched
     watched.assert_exact()
