@@ -40,7 +40,8 @@ def run_parity(options: Namespace) -> int:
     Raises:
         FuncgaError: If parts of a problem do not fit, or a file cannot be written.
     """
-    check_installed(*(["matplotlib"] if options.plot or options.html else []))
+    if options.plot or options.html:
+        check_installed("matplotlib")
     how = options.dtype, sorted(options.n), options.updates, options.device
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"funcga parity: {installed}")
