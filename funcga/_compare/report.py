@@ -167,22 +167,9 @@ class Report:
 
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
     """The table as lines of text."""
-    return text_table([_headings(names), *map(_cells, rows)])
-
-
-def _headings(names: tuple[str, str]) -> list[str]:
-    return [
-        "leaf",
-        "shape",
-        "dtype",
-        "abs",
-        "rel",
-        "limit",
-        "ulps",
-        "cosine",
-        f"where: {names[0]}, {names[1]}",
-        "",
-    ]
+    figures = ["abs", "rel", "limit", "ulps", "cosine"]
+    headings = ["leaf", "shape", "dtype", *figures, f"where: {names[0]}, {names[1]}", ""]
+    return text_table([headings, *map(_cells, rows)])
 
 
 def _cells(row: Row) -> list[str]:
