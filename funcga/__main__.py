@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from funcga import __version__
 from funcga._commands import blamed, check_installed, show
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FuncgaError as error:
         return _refused(error, debug="--debug" in arguments)
     try:
-        return int(options.run(options))
+        return _run(options)
     except KeyboardInterrupt:
         return 130
     # The code of a user may exit as well, and an exit code of its own would be taken for a verdict.
@@ -73,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_doctor(commands)
     _add_plan(commands)
-    info = commands.add_parser("info", help="versions, devices, and what is installed")
-    info.set_defaults(run=_info)
+    commands.add_parser("info", help="versions, devices, and what is installed")
     # On each command, so that it may stand at the end of the line.
     for name, command in commands.choices.items():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -85,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_parity(commands: Any) -> None:
+def _add_parity(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parity = commands.add_parser(
         "parity",
         help="the same loss in torch and in JAX: are the gradients the same, and if not, why?",
@@ -141,10 +140,9 @@ def _add_parity(commands: Any) -> None:
     parity.add_argument(
         "--plot", type=picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
     )
-    parity.set_defaults(run=partial(_run, "run_parity"))
 
 
-def _add_verify(commands: Any) -> None:
+def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify = commands.add_parser(
         "verify",
         help=(
@@ -166,22 +164,15 @@ def _add_verify(commands: Any) -> None:
         help="a gradient function, a step of coupled, or a Problem",
     )
     verify.add_argument(
-        "--args", default=None, metavar="NAME", help="of its arguments in the file (default: args)"
+        "--args", metavar="NAME", help="of its arguments in the file (default: args)"
     )
-    verify.add_argument(
-        "--n", type=_counts, default=None, help="numbers of micro-batches (default: several)"
-    )
-    verify.add_argument(
-        "--fold", choices=FOLDS, default=None, help="default: `fold` in the file, or mean"
-    )
-    verify.add_argument(
-        "--weight", default=None, metavar="NAME", help="default: `weight` in the file, or rows"
-    )
+    verify.add_argument("--n", type=_counts, help="numbers of micro-batches (default: several)")
+    verify.add_argument("--fold", choices=FOLDS, help="default: `fold` in the file, or mean")
+    verify.add_argument("--weight", metavar="NAME", help="default: `weight` in the file, or rows")
     verify.add_argument("--seed", type=_whole, default="0", help="of the permutations (default: 0)")
-    verify.set_defaults(run=partial(_run, "run_verify"))
 
 
-def _add_doctor(commands: Any) -> None:
+def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor = commands.add_parser(
         "doctor",
         help="how does this training script weigh what it accumulates?",
@@ -199,10 +190,9 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("script", metavar="FILE.py")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    doctor.set_defaults(run=partial(_run, "run_doctor"))
 
 
-def _add_plan(commands: Any) -> None:
+def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     plan = commands.add_parser(
         "plan",
         help="how many micro-batches does a batch need to fit in memory?",
@@ -225,10 +215,7 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help="of its arguments in the file (default: args)",
     )
-    plan.add_argument(
-        "--memory", default=None, metavar="BYTES", help='such as "14 GiB" (default: what is free)'
-    )
-    plan.set_defaults(run=partial(_run, "run_plan"))
+    plan.add_argument("--memory", metavar="BYTES", help='such as "14 GiB" (default: what is free)')
 
 
 def _counts(text: str) -> list[int]:
@@ -270,17 +257,15 @@ def _file(text: str, suffixes: Sequence[str] = ()) -> Path:
     return path
 
 
-def _run(name: str, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "info":
+        show()
+        return 0
     # Imported only now, so that --help is quick, and a missing package is named before it is
     # needed.
     check_installed("numpy")
-    code: int = vars(import_module("funcga._cli"))[name](options)
+    code: int = vars(import_module("funcga._cli"))[f"run_{options.command}"](options)
     return code
-
-
-def _info(options: argparse.Namespace) -> int:
-    show()
-    return 0
 
 
 if __name__ == "__main__":

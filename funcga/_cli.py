@@ -5,7 +5,6 @@ It stands on the tools of these names; nothing stands on it.
 """
 
 import inspect
-import json
 import os
 import runpy
 import sys
@@ -26,6 +25,7 @@ from funcga._parity.problems import PROBLEMS, chosen
 from funcga._parity.run import Compared, Findings, Run, Trajectory
 from funcga._parity.sides import Side
 from funcga._plan import plan
+from funcga._tables import json_text
 from funcga._types import Tree
 from funcga._verify import Verdict, job_of, verify
 from funcga.errors import FuncgaError
@@ -40,7 +40,8 @@ def run_parity(options: Namespace) -> int:
     Raises:
         FuncgaError: If parts of a problem do not fit, or a file cannot be written.
     """
-    check_installed(*(["matplotlib"] if options.plot or options.html else []))
+    if options.plot or options.html:
+        check_installed("matplotlib")
     how = options.dtype, sorted(options.n), options.updates, options.device
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"funcga parity: {installed}")
@@ -51,8 +52,7 @@ def run_parity(options: Namespace) -> int:
     if options.html or options.plot:
         from funcga._parity.page import page, picture
 
-        html = page(every) if options.html else ""
-        _write(options, "html", lambda file: file.write_text(html, encoding="utf-8"))
+        _write_text(options, "html", lambda: page(every))
         _write(options, "plot", lambda file: picture(every).savefig(file))
     return 0 if all(findings.ok for findings in every) else 1
 
@@ -196,13 +196,16 @@ def run_doctor(options: Namespace) -> int:
     # With --across all processes have the same to say.
     if os.environ.get("RANK", "0") == "0":
         print(watched)
-        _write(options, "json", lambda file: file.write_text(watched.to_json(), encoding="utf-8"))
+        _write_text(options, "json", watched.to_json)
     return 2 if watched.ok is None else int(not watched.ok)
 
 
 def _write_json(options: Namespace, figures: object) -> None:
-    text = json.dumps(figures, indent=1, allow_nan=False) + "\n"
-    _write(options, "json", lambda file: file.write_text(text, encoding="utf-8"))
+    _write_text(options, "json", lambda: json_text(figures) + "\n")
+
+
+def _write_text(options: Namespace, name: str, text: Callable[[], str]) -> None:
+    _write(options, name, lambda file: file.write_text(text(), encoding="utf-8"))
 
 
 def _write(options: Namespace, name: str, write: Callable[[Path], object]) -> None:

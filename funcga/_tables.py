@@ -28,8 +28,9 @@ def bars(shares: Sequence[float], most: int) -> str:
 
 
 def json_text(value: object) -> str:
-    """JSON with null in place of a number that is not finite, which it has not."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1)
+    """JSON of what it has not: a number that is not finite is null, and a complex one is a pair."""
+    text = json.dumps(value, default=lambda number: (number.real, number.imag))
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
 def new_figure(name: str, size: tuple[float, float]) -> "Figure":

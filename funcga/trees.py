@@ -314,13 +314,12 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
             "made that was saved: the same params, transform and options."
         ) from None
     # Python's numbers are not converted: NumPy's files make them arrays of 64 bits.
-    are_arrays = {
-        path for path, leaf in zip(paths, likes, strict=True) if backend.arrays.is_array(leaf)
+    arrays = {
+        path: state_dict[path]
+        for path, leaf in zip(paths, likes, strict=True)
+        if backend.arrays.is_array(leaf)
     }
-    saved = {
-        **state_dict,
-        **converted({path: state_dict[path] for path in are_arrays}, backend, copy=True),
-    }
+    saved = {**state_dict, **converted(arrays, backend, copy=True)}
     leaves = [
         leaf if leaf is None else _restored(path, saved[path], leaf, backend)
         for path, leaf in zip(paths, likes, strict=True)

@@ -1,5 +1,6 @@
 """The report of a comparison: a row for each leaf and the verdict, as text, JSON or a picture."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from funcga._compare import tolerances
 from funcga._compare.row import Row, Shape
-from funcga._tables import new_figure, save, text_table
+from funcga._tables import json_text, new_figure, save, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,19 +144,10 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """The report for JSON: numbers that are not finite are None, complex ones are pairs."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "tolerance": self.tolerance,
-            "names": list(self.names),
-            "reduction": self.reduction,
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "rows": [
-                {**{name: _json(value) for name, value in vars(row).items()}, "ok": row.ok}
-                for row in self.rows
-            ],
-        }
+        rows = [vars(row) | {"ok": row.ok} for row in self.rows]
+        verdict = {"ok": self.ok, "verdict": self.verdict, "tolerance": self.tolerance}
+        read: dict[str, object] = json.loads(json_text(verdict | vars(self) | {"rows": rows}))
+        return read
 
     def plot(self, file: str | PathLike[str]) -> None:
         """Writes a plot of the relative differences and their limits to a .png, .svg or .pdf file.
@@ -173,33 +165,11 @@ class Report:
         save(figure, "report.plot", file)
 
 
-def _json(value: object) -> object:
-    if isinstance(value, tuple | list):
-        return [_json(part) for part in value]
-    # JSON has neither complex numbers nor NaN.
-    if isinstance(value, complex):
-        return [_json(value.real), _json(value.imag)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
     """The table as lines of text."""
-    return text_table([_headings(names), *map(_cells, rows)])
-
-
-def _headings(names: tuple[str, str]) -> list[str]:
-    return [
-        "leaf",
-        "shape",
-        "dtype",
-        "abs",
-        "rel",
-        "limit",
-        "ulps",
-        "cosine",
-        f"where: {names[0]}, {names[1]}",
-        "",
-    ]
+    figures = ["abs", "rel", "limit", "ulps", "cosine"]
+    headings = ["leaf", "shape", "dtype", *figures, f"where: {names[0]}, {names[1]}", ""]
+    return text_table([headings, *map(_cells, rows)])
 
 
 def _cells(row: Row) -> list[str]:

@@ -1,7 +1,7 @@
 """The report of a run as a page and as pictures: where a difference is, and how it grows."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -64,8 +64,9 @@ def picture(every: Sequence[Findings]) -> Figure:
         result = "the same" if findings.ok else "DIFFERENT"
         text = f"{findings.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
         part.suptitle(text, fontweight="bold")
-        for axes, panel in zip(part.subplots(2, 2).flatten(), _panels(findings), strict=True):
-            _draw(axes, panel)
+        panels = (_by_n, _by_leaf, _by_micro_batch, _by_update)
+        for axes, panel in zip(part.subplots(2, 2).flatten(), panels, strict=True):
+            _draw(axes, panel(findings))
     return whole
 
 
@@ -85,7 +86,7 @@ class _Panel(NamedTuple):
     ticks: list[str]
     series: dict[tuple[str, str], list[float]]
     reports: list[Report]
-    joined: bool
+    joined: bool = False
     empty: str = "not run"
 
     @property
@@ -94,10 +95,6 @@ class _Panel(NamedTuple):
         rows = [row for report in self.reports for row in report.rows]
         dtypes = dict.fromkeys(row.dtype for row in rows if row.dtype)
         return {dtype: max(row.limit for row in rows if row.dtype == dtype) for dtype in dtypes}
-
-
-def _panels(findings: Findings) -> list[_Panel]:
-    return [_by_n(findings), _by_leaf(findings), _by_micro_batch(findings), _by_update(findings)]
 
 
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
@@ -109,7 +106,7 @@ def _by_n(findings: Findings) -> _Panel:
         "accumulated vs full batch",
         "n, micro-batches",
         [str(n) for n in dict.fromkeys(c.n for c in accumulated)],
-        _series(accumulated, lambda c: str(c.framework)),
+        _series(accumulated),
         [c.report for c in accumulated],
         joined=True,
         empty=_WHOLE,
@@ -127,7 +124,6 @@ def _by_leaf(findings: Findings) -> _Panel:
         [row.path for row in leaves[full[0].dtype]],
         {("", dtype): [row.relative for row in rows] for dtype, rows in leaves.items()},
         [c.report for c in full],
-        joined=False,
     )
 
 
@@ -138,9 +134,8 @@ def _by_micro_batch(findings: Findings) -> _Panel:
         "torch vs JAX, each micro-batch",
         "micro-batch",
         [str(number) for number in range(1, n + 1)],
-        _series(micro, lambda c: ""),
+        _series(micro),
         [c.report for c in micro],
-        joined=False,
         empty=_WHOLE if model else "not run",
     )
 
@@ -158,12 +153,10 @@ def _by_update(findings: Findings) -> _Panel:
     )
 
 
-def _series(
-    compared: list[Compared], name: Callable[[Compared], str]
-) -> dict[tuple[str, str], list[float]]:
+def _series(compared: list[Compared]) -> dict[tuple[str, str], list[float]]:
     values: dict[tuple[str, str], list[float]] = {}
     for each in compared:
-        values.setdefault((name(each), each.dtype), []).append(each.report.most)
+        values.setdefault((each.framework or "", each.dtype), []).append(each.report.most)
     return values
 
 

@@ -110,7 +110,7 @@ def conclusion(every: Sequence[Findings]) -> str:
 
 
 def as_json(every: Sequence[Findings]) -> dict[str, object]:
-    """All results as JSON has them: a figure that is not finite is None."""
+    """All results, for JSON."""
     return {
         "ok": all(findings.ok for findings in every),
         "versions": versions(),
@@ -120,7 +120,6 @@ def as_json(every: Sequence[Findings]) -> dict[str, object]:
 
 
 def _findings_as_json(findings: Findings) -> dict[str, object]:
-    losses = findings.losses.items()
     return {
         "problem": findings.problem.name,
         "about": findings.problem.about,
@@ -130,7 +129,7 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
         "reduction": findings.reduction,
         "microbatch_rows": findings.rows,
         "microbatch_weights": findings.weights,
-        "losses": {d: {f: _finite(loss) for f, loss in each.items()} for d, each in losses},
+        "losses": findings.losses,
         "compared": [
             {**_fields(findings, compared, "report"), **compared.report.as_dict()}
             for compared in findings.compared
@@ -138,9 +137,8 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
         "training": [
             {
                 **_fields(findings, t, "reports", "aside"),
-                "losses": [_finite(loss) for loss in t.losses],
                 "diverges": t.diverges,
-                "worst": [_finite(report.most) for report in t.reports],
+                "worst": [report.most for report in t.reports],
                 "last": t.reports[-1].as_dict(),
             }
             for t in findings.trajectories
@@ -151,10 +149,6 @@ def _findings_as_json(findings: Findings) -> dict[str, object]:
 def _fields(findings: Findings, result: Compared | Trajectory, *but: str) -> dict[str, object]:
     fields = {name: value for name, value in result._asdict().items() if name not in but}
     return {**fields, "ok": result.ok, "explained": not result.ok and findings.is_explained(result)}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def verdict(findings: Findings) -> list[str]:

@@ -307,7 +307,7 @@ class Run:
             self.problem,
             self.dtypes,
             first.reduction,
-            first.rows(self.n),
+            first.rows,
             first.weights,
             losses,
             compared,
@@ -355,7 +355,7 @@ def _updates(
     with side.running():
         params = side.args[0]
         # What follows the parameters in a call, and the weight, of every micro-batch.
-        parts = cycle([([*args[1:]], side.weight(args, rows)) for args, rows in side.parts(side.n)])
+        parts = cycle([([*args[1:]], side.weight(args, rows)) for args, rows in side.parts])
         tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)
         # In JAX a state that is not placed as the steps place it would make the second step compile
         # anew.

@@ -104,17 +104,11 @@ class Side:
 
     @cached_property
     def whole(self) -> Result:
-        """The loss and gradients of the whole batch."""
-        return self.full(self.arguments.rows())
-
-    def full(self, rows: int) -> Result:
-        """The loss and gradients of the first rows of the batch, divided by hand: no fold takes
-        part.
-        """
+        """The loss and gradients of the whole batch, divided by hand: no fold takes part."""
         with self.running():
             # This is what accumulation is measured by, so it uses none of it: one call and one
             # division.
-            return self._full(self.arguments.cut(0, rows, []), rows)
+            return self._full(self.arguments.cut(0, self.arguments.rows(), []))
 
     def nearby(self, dtype: str) -> Result:
         """The loss and gradients of the whole batch at arguments whose floats are moved by up to
@@ -132,10 +126,12 @@ class Side:
         with self.running():
             leaves, structure = self.backend.trees.flatten(to_numpy(self.args))
             args = self.backend.trees.unflatten(structure, [*map(moved, leaves)])
-            return self._full(self.placed(args), self.arguments.rows())
+            return self._full(self.placed(args))
 
-    def _full(self, args: tuple[Tree, ...], rows: int) -> Result:
-        divisor = divisor_of(self.problem, float(self.weight(args, rows)))
+    def _full(self, args: tuple[Tree, ...]) -> Result:
+        # A sum that is normalised is divided by its weight; a sum over nothing is 0 and stays so.
+        weight = float(self.weight(args, self.arguments.rows())) or 1
+        divisor = weight if named(self.problem.fold) == "per_weight()" else 1
         # `nearby` runs the same program, which is compiled once.
         return self.result(self.compiled(*args), divisor)
 
@@ -157,23 +153,24 @@ class Side:
         nor divided.
         """
         with self.running():
-            return [self.result(self.compiled(*args)) for args, _ in self.parts(self.n)]
+            return [self.result(self.compiled(*args)) for args, _ in self.parts]
 
     @property
     def weights(self) -> list[float]:
         """The weight of each of n micro-batches."""
         with self.running():
-            return [float(self.weight(args, rows)) for args, rows in self.parts(self.n)]
+            return [float(self.weight(args, rows)) for args, rows in self.parts]
 
     def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
         weight = self.problem.weight
         return rows if weight is None else weight(*self.arguments.split_args(args))
 
-    def rows(self, n: int) -> list[int]:
+    @property
+    def rows(self) -> list[int]:
         """The rows of each of n micro-batches."""
         with self.running():
-            return [rows for _, rows in self.parts(n)]
+            return [rows for _, rows in self.parts]
 
     @property
     def reduction(self) -> int:
@@ -194,9 +191,10 @@ class Side:
         """The params and the batch, and how they are split."""
         return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
 
-    def parts(self, n: int) -> list[tuple[tuple[Tree, ...], int]]:
+    @property
+    def parts(self) -> list[tuple[tuple[Tree, ...], int]]:
         """(args, rows) of each of n micro-batches."""
-        rows = groups(self.arguments.rows(), n, None)
+        rows = groups(self.arguments.rows(), self.n, None)
         return [(self.arguments.cut(start, size, []), size) for start, size in starts(rows)]
 
     @property
@@ -422,15 +420,6 @@ def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
                         f"{list(first)}. What is computed of them would be NaN in both frameworks: "
                         "leave these rows out, or mask them with finite numbers."
                     )
-
-
-def divisor_of(problem: Problem, weight: float) -> float:
-    """What the gradient of the whole batch is divided by: its weight for a sum that is normalised,
-    else 1.
-
-    A sum over nothing is 0 and stays so. Raises FuncgaError for a fold that has no such number.
-    """
-    return (weight or 1) if named(problem.fold) == "per_weight()" else 1
 
 
 def named(fold: object) -> str:

@@ -75,29 +75,26 @@ def _stored(name: str, value: object) -> object:
     )
 
 
-def from_slot(slot: Slot, owned: bool, like: torch.Tensor | None = None) -> Tree:
-    """The inverse of `to_slot`, in new memory, or in that of the slot if it is `owned`.
+def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]) -> list[Tree]:
+    """The inverse of `to_slot` for each slot and its parameter, in new memory, or in that of the
+    slots if they are `owned`.
 
-    Tensors with the shape of the parameter, `like`, are returned with its strides.
+    Tensors with the shape of the parameter are returned with its strides.
     """
-    return _mapped(partial(_restored, owned, like), slot)
-
-
-def from_slots(slots: Sequence[Slot], owned: bool, likes: Sequence[torch.Tensor]) -> list[Slot]:
-    """`from_slot` of each slot and its parameter."""
     # Most hold contiguous tensors and nothing else. These have the strides of their parameter,
     # unless it is not contiguous, or has sizes of 1.
     values: list[Any] = [value for slot in slots for value in slot.values()]
     if are_plain(values) and are_plain(likes) and not any(1 in like.shape for like in likes):
         kept = iter(values if owned else arrays.copies(values))
         return [{name: next(kept) for name in slot} for slot in slots]
-    return [from_slot(slot, owned, like) for slot, like in zip(slots, likes, strict=True)]
+    pairs = zip(slots, likes, strict=True)
+    return [_mapped(partial(_restored, owned, like), slot) for slot, like in pairs]
 
 
-def _restored(owned: bool, like: torch.Tensor | None, value: object) -> object:
+def _restored(owned: bool, like: torch.Tensor, value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value.value.item() if isinstance(value, Number) else value
-    laid = value if like is None or value.shape != like.shape else with_strides_of(value, like)
+    laid = value if value.shape != like.shape else with_strides_of(value, like)
     return laid if owned or laid is not value else value.clone()
 
 

@@ -293,51 +293,38 @@ class LastStage:
         return wide.mul(weight)
 
     def values_of_all(self, weights: Sequence[Scalar]) -> Values:
-        """The loss and aux of every micro-batch, from the last stage. Raises FuncgaError if it
-        failed.
+        """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
+        and the weights that they saw are compared.
+
+        Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
+        given different batches.
         """
-        device = next((p.device for p in self.grads.params.values()), torch.device("cpu"))
-        pipeline = self.gradient.pipeline
+        pipeline, error = self.gradient.pipeline, self.error
         values = [self.values[number] for number in sorted(self.values)]
-        return _of_last_stage(
-            weights, values if pipeline.has_last else None, self.error, pipeline.group, device
-        )
-
-
-def _of_last_stage(
-    weights: Sequence[Scalar],
-    values: Values | None,
-    error: Exception | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> Values:
-    """Sends the values of the last stage to all processes, and compares the weights that they saw.
-
-    Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
-    given different batches.
-    """
-    if group.size() == 1:
+        if pipeline.group.size() == 1:
+            if error is not None:
+                raise error
+            return values
+        # A weight on a device is not looked at. An error itself may not be picklable, and values
+        # are of no use beside one.
+        shown = tuple([None if isinstance(w, torch.Tensor) else float(w) for w in weights])
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        sent = None if error is not None else _moved(values, torch.device("cpu"))
+        said = channel_of(pipeline.group).all_gather((shown, pipeline.has_last, sent, text))
         if error is not None:
             raise error
-        assert values is not None
-        return values
-    # A weight on a device is not looked at. An error itself may not be picklable, and values are of
-    # no use beside one.
-    shown = tuple([None if isinstance(w, torch.Tensor) else float(w) for w in weights])
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    sent = None if values is None or text is not None else _moved(values, torch.device("cpu"))
-    said = channel_of(group).all_gather((shown, values is not None, sent, text))
-    if error is not None:
-        raise error
-    last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
-    _, _, received, text = said[last]
-    if text is not None:
-        raise FuncgaError(
-            f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of its "
-            f"group: {text} Every stage has stopped; see what that process says."
-        )
-    _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
-    return values if values is not None else _moved(received, device)
+        last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
+        _, _, received, text = said[last]
+        if text is not None:
+            raise FuncgaError(
+                f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
+                f"its group: {text} Every stage has stopped; see what that process says."
+            )
+        _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
+        if pipeline.has_last:
+            return values
+        device = next((p.device for p in self.grads.params.values()), torch.device("cpu"))
+        return _moved(received, device)
 
 
 def _check_alike(weights_of_ranks: list[tuple[float | None, ...]], last: int) -> None:

@@ -188,13 +188,9 @@ def _values_at(
 _Near = Callable[[Array, Array], bool]
 
 
-def _near(tolerance: float) -> _Near:
-    return lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
-
-
 def classify(f: _Points, tolerance: float) -> Kind:
     """The Kind of a function, from its scaled values at points (i, j)."""
-    near = _near(tolerance)
+    near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
     # Not linear in the number of repetitions: neither a sum nor a mean.
     if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
         return _as_power(f, near) or _as_growth(f)
