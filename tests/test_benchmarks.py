@@ -224,29 +224,6 @@ def test_tables_mark_where_funcga_is_behind(sample):
     assert "LEFT OUT: rival: no [bench] (torch/wide)" in text
 
 
-def test_tables_say_who_is_right(sample):
-    ours, loop = tables.exactness(sample).rows
-    assert ours == ["torch, eager: funcga", "exact", "exact", "exact", "does not apply"]
-    assert loop == ["torch, eager: a `loop`", "31 %", "refused", "0.5 %", "does not apply"]
-    hangs = {"errors": {}, "refused": {"uneven ranks": "RuntimeError: its ranks would wait for each other for ever"}}
-    assert tables.verdict(hangs, "uneven ranks") == "hangs"
-
-
-def test_markdown(sample):
-    text = readme.markdown(sample)
-    assert "A|B, 2 cores, 16 GiB of memory, Linux; 20" in text
-    assert "funcga 0.1.0; [all figures](../benchmarks/results/cpu.json).\n" in text
-    assert "| against | MLP, 12 layers of 64: time, bytes | MLP, 8 layers of 512: time, bytes |" in text
-    assert "| a `loop` | **1.20**, 1.00 | 0.90, **1.01** |" in text
-    assert "| torch, eager: a `loop` | 31 % | refused | 0.5 % | does not apply |" in text
-    assert "| micro-batches, torch | 4, 16 | 1.10, 1.00 | 0.25, 0.25 |" in text
-    assert "| torch, 2 processes (gloo): funcga | 1; 1 |" in text
-    assert "**Where funcga is behind**: in 2 of 3 comparisons." in text
-    for block in text.split("\n\n"):
-        widths = {line.replace("\\|", "").count("|") for line in block.splitlines() if line.startswith("|")}
-        assert len(widths) <= 1, block
-
-
 def test_the_readme_says_what_the_committed_file_says():
     assert (
         readme.replaced("a <!-- benchmarks --> old <!-- /benchmarks --> b", "new")

@@ -75,23 +75,6 @@ def test_the_last_micro_batch_and_the_last_window_of_an_epoch_are_smaller_and_th
     assert all((a == b).all() and x == y for (a, x), (b, y) in zip(steps, again, strict=False))
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    {
-        "--resume": "--resume and --stop-after need a --checkpoint PATH",
-        "--stop-after 3": "--resume and --stop-after need a --checkpoint PATH",
-        "--updates 0": "argument --updates: a whole number from 1 on, not 0",
-        "--updates -3": "argument --updates: a whole number from 1 on, not -3",
-        "--stop-after many": "argument --stop-after: a whole number from 1 on, not many",
-        "--plot none/loss.png": "argument --plot: a file in a folder that exists, not none/loss.png",
-        "--checkpoint none/a.pt": "argument --checkpoint: a file in a folder that exists, not none/a.pt",
-        "--checkpoint .": "argument --checkpoint: a file in a folder that exists, not .",
-    }.items(),
-)
-def test_options_that_cannot_be_say_so_before_the_training(options, text, capsys):
-    refused(lambda: example("training").options("train.py", options.split(), updates=5), text, capsys)
-
-
 def refused(call, text, capsys):
     with pytest.raises(SystemExit) as stopped:
         call()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -200,22 +199,6 @@ def test_summaries_of_any_number_of_rows():
 
 
 # --- what a call costs, and leaves behind
-
-
-@dataclass
-class Views:
-    a: torch.Tensor
-    b: torch.Tensor
-
-
-torch.utils._pytree.register_dataclass(Views)
-
-
-def test_a_dataclass_of_torch_is_a_summary(way):
-    module, (x, y) = mlp(), batch()
-    as_views = lambda module, x, y: Views(**summary_of(module, x, y))
-    step = way(module, lambda module, s: infonce(module.scale, vars(s)), summary_fn=as_views)
-    check(step(x, y), one_graph(module, loss_of, x, y, 0, ROWS))
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -75,14 +75,3 @@ def test_its_derivative_by_minus_infinity_is_0(kit, x64):
         for transform in (funcga.grad, torch.func.grad if kit.name == "torch" else jax.grad):
             found = transform(lambda x: step(x))(kit.arrays(x))
             np.testing.assert_allclose(kit.numpy(found), expected, rtol=1e-15)
-
-
-def test_a_coupled_loss_of_it(kit, x64):
-    """As the summary of a batch: its gradient goes through each micro-batch, and is 0 where all of one is -inf."""
-    w, x = kit.arrays(values(5.0)[0]), kit.arrays(values(30.0))
-    x = kit.xp.where(x > 20, -INF, x)
-    summary_fn = lambda w, x: logsumexp(kit, w + x)
-    loss_fn = lambda w, s: (s * s).sum() + w.sum()
-    step = funcga.coupled(summary_fn, loss_fn, 3, fold=funcga.logsumexp())
-    whole = funcga.value_and_grad(lambda w: loss_fn(w, summary_fn(w, x)))(w)
-    assert difference(kit, step(w, x), whole) <= 1e-14

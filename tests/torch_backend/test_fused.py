@@ -5,7 +5,6 @@ The oracle is autograd's gradient of the whole batch, in float64 where the case 
 """
 
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -460,26 +459,6 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd():
     with torch_backend.fused_gradients(False):
         plain = step(*args)
     check(step(*args), plain, limit=1e-6)
-
-
-def test_two_threads():
-    args, errors = batch(), []
-
-    def work():
-        try:
-            model = Model(tied=True).double()
-            step = of_params(model, loss_of)
-            for _ in range(5):
-                check(step(*args), gradients(loss_of, model, *args))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
 
 
 def test_nothing_of_torch_stays_replaced():

@@ -59,13 +59,6 @@ def test_a_window_that_goes_on_in_the_other_framework_has_the_same_bits(first, s
         np.testing.assert_array_equal(updates[name], expected)
 
 
-def test_out_of_range_is_an_error_that_names_the_leaf():
-    tx = funcga.multi_steps(sgd(), 1, fold=funcga.reproducible(funcga.mean(), limit=8))
-    grads = {"w": torch.full((2,), 9.0)}
-    with pytest.raises(funcga.FuncgaError, match=r"the result of grads\['w'\] is not known"):
-        tx.update(grads, tx.init(grads))
-
-
 # -- over processes: saved on two in the middle of a window, and resumed on three
 
 

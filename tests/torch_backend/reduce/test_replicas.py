@@ -358,17 +358,6 @@ def test_folds_of_ones_own_and_parameters_that_are_not_contiguous():
             assert calls == ["allgather_", "allreduce_"]
 
 
-def over_a_mesh(group):
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    params, *batch = problem(torch.float64)
-    own = [x[12 * dist.get_rank(group) :][:12] for x in batch]
-    return [difference(made(across)(params, *own), made(None)(params, *batch)) for across in (mesh, mesh["dp"], group)]
-
-
-def test_a_device_mesh():
-    assert max(map(max, processes(2).run(over_a_mesh))) <= 1e-13
-
-
 # -- refusals, on every replica, before anything is reduced
 
 
