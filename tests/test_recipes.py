@@ -2,7 +2,6 @@
 
 import contextlib
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -29,11 +28,7 @@ def double():
     torch.set_default_dtype(before)
 
 
-@pytest.fixture(autouse=True)
-def users_promotion():
-    """Examples are written for JAX as it comes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def apart(left, right):

@@ -15,12 +15,7 @@ from tests.kits import JAX, TORCH, difference
 NAN = float("nan")
 PARTS = [(0, 3), (3, 6), (6, 8), (8, 10)]  # of 10 rows in 4 micro-batches
 KINDS = ["w nan", "w inf", "b nan", "b inf", "loss nan", "loss inf"]
-
-
-@pytest.fixture(autouse=True)
-def in_64_bits():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def constant(x):

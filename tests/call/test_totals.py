@@ -13,13 +13,7 @@ from tests.test_errors import check_refused
 
 # Sums of some hundred numbers in float64, in another order.
 LIMIT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    """A count is divided by as it is, which strict promotion does not allow for integers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 def problem(kit, rows=11):

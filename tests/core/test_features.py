@@ -258,24 +258,6 @@ def test_observers_of_sums_see_means(kit, window, fold):
     np.testing.assert_allclose(float(seen.mean), np.linalg.norm(whole), rtol=1e-12)
 
 
-def test_observers_see_the_gradient_of_each_micro_batch(kit, window):
-    params, batch, loss = problem(kit)
-    weights = np.array([b - a for a, b in bounds(CUT)], "float64")
-    step = window(
-        funcga.value_and_grad(loss), observe={"norms": funcga.gradient_norms(), "noise": funcga.gradient_noise()}
-    )
-    result, seen = step(params, batch)
-    assert difference(kit, result, funcga.value_and_grad(loss)(params, batch)) <= LIMIT
-    each = [np.concatenate([g.ravel() for g in kit.leaves(funcga.grad(loss)(params, p))]) for p in parts(batch, CUT)]
-    norms = [np.linalg.norm(gradient) for gradient in each]
-    np.testing.assert_allclose(kit.numpy(seen["norms"].microbatches), norms, rtol=1e-12)
-    mean = np.average(each, axis=0, weights=weights)
-    np.testing.assert_allclose(float(seen["norms"].mean), np.linalg.norm(mean), rtol=1e-12)
-    # The spread of means of b rows each is trace / b: weighed by rows, its expectation is (n - 1) trace.
-    trace = sum(w * ((g - mean) ** 2).sum() for w, g in zip(weights, each, strict=True)) / (len(each) - 1)
-    np.testing.assert_allclose(float(seen["noise"].trace), trace, rtol=1e-10)
-
-
 # -- inside of transforms, and after errors
 
 

@@ -17,12 +17,7 @@ from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
 
 LIMIT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 def problem(name, rows=12):

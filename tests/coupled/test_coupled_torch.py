@@ -15,7 +15,7 @@ import funcga
 from benchmarks.torch_measure import Watch
 from funcga import CARRY
 from tests.coupled.losses import bounds
-from tests.kits import counted
+from tests.kits import TORCH, counted, difference
 from torch_backend import module_value_and_grad, pure_loss, trainable
 
 LIMIT = 1e-12
@@ -76,16 +76,10 @@ def one_graph(module, loss_fn, x, y, *edges, summary_fn=summary_of):
     return loss.detach(), grads, module
 
 
-def difference(left, right):
-    assert left.keys() == right.keys()
-    scale = max(leaf.abs().max() for leaf in right.values())
-    assert all(leaf.isfinite().all() for leaf in left.values())
-    return float(max((left[name] - right[name]).abs().max() for name in right) / scale)
-
-
 def check(result, expected, limit=LIMIT):
     assert abs(result[0] - expected[0]) <= limit * abs(expected[0])
-    assert difference(result[1], expected[1]) <= limit
+    assert result[1].keys() == expected[1].keys()
+    assert difference(TORCH, result[1], expected[1]) <= limit
 
 
 class Named:

@@ -12,12 +12,7 @@ from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
 
 PARTS = [(0, 3), (3, 6), (6, 9), (9, 12)]  # the micro-batches of 12 rows on 2 devices
-
-
-@pytest.fixture(autouse=True)
-def in_64_bits():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.mark.parametrize("drop", ["microbatch", "window"])

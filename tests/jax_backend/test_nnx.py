@@ -11,12 +11,7 @@ from tests.kits import JAX, LIMITS, difference
 nnx = pytest.importorskip("flax.nnx")
 linen = pytest.importorskip("flax.linen")
 eqx = pytest.importorskip("equinox")
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_flax_needs_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 class Plain(nnx.Module):

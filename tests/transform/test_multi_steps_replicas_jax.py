@@ -20,12 +20,7 @@ from tests.problems import rng
 from tests.test_errors import check_refused
 
 CALLS, N = 6, 3
-
-
-@pytest.fixture(autouse=True)
-def as_optax_is_written():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def tree(*leading, seed=0, dtype="float32"):

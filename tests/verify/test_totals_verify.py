@@ -4,18 +4,13 @@ import re
 import runpy
 import sys
 
-import jax
 import pytest
 
 import funcga
 from tests import mistakes, objectives
 from tests.kits import TORCH, difference
 
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 # --- the line that is printed

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 import torch_backend
 from tests import oracle
+from tests.kits import Unseen
 from tests.processes import processes
 from torch_backend import Replicas
 
@@ -104,10 +105,6 @@ def loss_of(feature, reentrant=None):
         return value + torch.where(flags.max() == 1, torch.inf, 0.0) + broken
 
     return loss
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 WEIGHTS = {

@@ -1,5 +1,6 @@
 """Replicas in torch: real processes, joined by gloo. A window over all of them equals the whole batch on one device."""
 
+import functools
 from contextlib import contextmanager
 
 import pytest
@@ -8,24 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcga
+from tests import kits
 from tests.processes import Failed, processes
 from torch_backend import Replicas
 
 TREE = torch.utils._pytree
 
 
-def leaves(tree):
-    found = [leaf for leaf in TREE.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in found]
-
-
-def difference(left, right):
-    """The largest difference, relative to the largest element of the right one."""
-    pairs = list(zip(leaves(left), leaves(right), strict=True))
-    assert pairs
-    assert all(a.shape == b.shape and a.isfinite().all() for a, b in pairs)
-    scale = max(b.abs().max().item() for _, b in pairs if b.numel())
-    return max((a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel()) / scale
+difference = functools.partial(kits.difference, kits.TORCH)
 
 
 def problem(dtype=torch.float32):
@@ -136,7 +127,7 @@ def test_every_fold_merges():
                     assert torch.equal(result[name], expected[name])
                 else:
                     assert difference(result[name], expected[name]) <= 1e-13, name
-                assert [leaf.dtype for leaf in leaves(result[name])] == [leaf.dtype for leaf in leaves(expected[name])]
+                assert kits.dtypes(kits.TORCH, result[name]) == kits.dtypes(kits.TORCH, expected[name])
         # the header, floats, integers, values that are not sums, and the numbers of rows that are collected, and these
         assert calls == ["allgather_", *["allreduce_"] * 2, *["allgather_"] * 3]
 
@@ -315,7 +306,7 @@ def test_bfloat16_on_the_wire_rounds_once_a_replica():
     (first, exact, sent), (second, _, _) = processes().run(rounds, size=2)
     assert difference(sent[0], exact[0]) <= 1e-7  # a scalar is not rounded
     assert difference(sent[1], exact[1]) > 1e-5
-    for a, b, merged, found in zip(*map(leaves, (first[1], second[1], exact[1], sent[1])), strict=True):
+    for a, b, merged, found in zip(*map(TREE.tree_leaves, (first[1], second[1], exact[1], sent[1])), strict=True):
         bound = 2.0**-8 * ((a.abs() + b.abs()) / 2 + merged.abs()) * 1.01 + 1e-9
         assert ((found - merged).abs() <= bound).all()
     for calls, _ in processes().run(sends, 4, 2, {"wire_dtype": torch.bfloat16}, size=2):

@@ -9,6 +9,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 import funcga
+from tests.kits import Unseen
 from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import FOLDS, WRAPPERS, full, hybrid, mesh_of
 from torch_backend import module_value_and_grad
@@ -124,10 +125,6 @@ def loss_of(feature):
         return (value, aux) if feature.aux else value
 
     return loss
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 WEIGHTS = {

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcga
+from tests import kits
 from tests.processes import processes
 from torch_backend import module_value_and_grad
 
@@ -110,9 +111,7 @@ def full(module, grads):
 
 
 def difference(left, right):
-    scale = max(r.abs().max().item() for r in right)
-    assert all(a.isfinite().all() for a in left)
-    return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True)) / scale
+    return kits.difference(kits.TORCH, [*left], [*right])
 
 
 def errors(module, result, value, expected):
