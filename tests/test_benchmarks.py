@@ -1,12 +1,7 @@
 """Benchmarks from the command line to the reader: what is chosen, resumed, refused, shown and written. Nothing is timed."""
 
 import io
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -256,38 +251,19 @@ def test_pictures(tmp_path, sample):
     assert draw(only, file) == []  # nothing of what it draws
 
 
-def sleeping(pid):
-    """A command that writes its process's id, and sleeps."""
-    program = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    return [sys.executable, "-c", program]
+def test_after_ctrl_c_the_file_is_whole(tmp_path, monkeypatch, capsys):
+    """The second case is interrupted; the first one is in the file."""
 
+    def measured(case):
+        if case.name == "imports":
+            raise KeyboardInterrupt
+        return figures(1.0)
 
-def test_after_ctrl_c_the_file_is_whole_and_nothing_runs(tmp_path):
-    """The second case sleeps; the first one is in the file."""
-    pid, file = tmp_path / "pid", tmp_path / "found.json"
-    program = f"""
-import signal, sys
-from benchmarks import running
-from benchmarks.__main__ import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
-measured, figures = running.measured, {figures(1.0)!r}
-running._command = lambda case, file: {sleeping(pid)!r}
-running.measured = lambda case: figures if case.name == "torch/tiny" else measured(case)
-sys.exit(main(["--quick", "--only", "torch/tiny", "imports", "--out", {str(file)!r}]))
-"""
-    command_line = [sys.executable, "-c", program]
-    process = subprocess.Popen(
-        command_line, cwd=readme.ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, written = process.communicate(timeout=60)
-    assert (process.returncode, written) == (130, "benchmarks: interrupted. The same command goes on from here.\n")
+    monkeypatch.setattr(running, "measured", measured)
+    file = tmp_path / "found.json"
+    assert main(["--quick", "--only", "torch/tiny", "imports", "--out", str(file)]) == 130
+    assert capsys.readouterr().err == "benchmarks: interrupted. The same command goes on from here.\n"
     assert [*results.loaded(file).cases] == ["torch/tiny"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
 
 
 def test_the_rival_of_the_documentation_computes_what_the_loop_computes():

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import registry, torch_workloads, truth
+from benchmarks import registry, truth
 from benchmarks.cases import Case
-from benchmarks.contenders.torch import loop
 from benchmarks.in_torch import asked, group_of
-from benchmarks.torch_problem import Problem
 from tests.processes import processes
 
 RIVALS = ("functional_loop", "naive_functional_loop", "weighed_loop", "wide_sums_loop", "funcga_functional")
@@ -53,25 +51,6 @@ def test_a_window_makes_what_the_optimizers_loop_makes():
     size = about["parameter_bytes"]
     assert made["loop"]["peak_bytes"] > 3 * size  # two moments, which are kept, and gradients
     assert 4 * size <= made["update"]["peak_bytes"] <= 4.02 * size  # moments, sums and a gradient
-
-
-@pytest.mark.parametrize("key", ["funcga", "functional_loop"])
-def test_compiled_once(key):
-    workload = torch_workloads.leaves(3, 2, "cpu")
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    problem = Problem(workload.module, workload.loss, 3, workload.size)
-    make = registry.contenders("torch_compiled", "update", (key,))[0]
-    step = next(c.make for c in make if c.key == key)(problem, backend)
-    for _ in range(3):
-        result = step(workload.batch)
-    assert len(graphs) == (2 if key == "functional_loop" else 1)
-    torch.testing.assert_close(result, loop.make(problem)(workload.batch))
 
 
 def of_ranks(group):

@@ -108,22 +108,3 @@ def test_a_checkpoint_is_one_of_the_training_that_goes_on(write, read, tmp_path,
     for other in (b"", b"of another kind", b"PK\x03\x04 cut short"):
         path.write_bytes(other)
         refused(lambda: training.load(args(), read), f"{path} is no checkpoint of a training script", capsys)
-
-
-def test_who_is_stopped_while_saving_keeps_the_last_checkpoint(tmp_path):
-    training, path = example("training"), tmp_path / "checkpoint"
-    args = training.options("train.py", ["--checkpoint", str(path)], updates=5)
-
-    def save(what, stop=None):
-        with training.saving(args) as file:
-            torch.save(what, file)
-            if stop:
-                raise stop
-
-    save("the last one")
-    with pytest.raises(KeyboardInterrupt):
-        save("half of the next", KeyboardInterrupt)
-    assert training.load(args, torch.load) == "the last one"
-    save("the next one")
-    assert training.load(args, torch.load) == "the next one"
-    assert list(tmp_path.iterdir()) == [path]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 import torch_backend
 from tests.processes import processes
+from tests.torch_backend.wrapped.test_wrapped import ddp, ddp_views, fsdp1
 
 LARGE = 2**19  # elements
 VOCABULARY, WIDTH = 4200, 128  # a table that is large enough
@@ -562,21 +563,11 @@ def sharded(group, model):
     return fully_shard(model, mesh=mesh)
 
 
-def fully_sharded(group, model):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-def in_ddp(group, model, **options):
-    return nn.parallel.DistributedDataParallel(model, process_group=group, **options)
-
-
 WRAPPERS = {
-    "DDP": in_ddp,
-    "DDP, views": lambda group, model: in_ddp(group, model, gradient_as_bucket_view=True),
+    "DDP": ddp,
+    "DDP, views": ddp_views,
     "FSDP2": sharded,
-    "FSDP1": fully_sharded,
+    "FSDP1": lambda group, model: fsdp1(group, model, auto_wrap_policy=None),
     "across": None,
 }
 
