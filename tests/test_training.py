@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.programs import EXAMPLES, as_a_program, example
+from tests.programs import as_a_program, example
 
 SCRIPTS = [f"train_{what}_{how}" for what in ("lm", "digits") for how in ("torch", "optimizer_torch", "jax")]
-
-
-def test_every_script_is_here():
-    assert sorted(path.stem for path in EXAMPLES.glob("train_*.py")) == sorted(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -61,18 +57,6 @@ def loaded(path):
         return dict(np.load(path))
     leaves, _ = jax.tree.flatten_with_path(torch.load(path, weights_only=True))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def test_the_last_micro_batch_and_the_last_window_of_an_epoch_are_smaller_and_the_order_is_always_the_same():
-    order = example("training").order
-    steps = order(84, rows=8, n=4, updates=5)
-    epoch, rest = steps[:11], steps[11:]
-    assert [len(indices) for indices, _ in epoch] == [8] * 10 + [4]
-    assert [place for place, (_, is_last) in enumerate(epoch, 1) if is_last] == [4, 8, 11]
-    assert [is_last for _, is_last in rest] == [False, False, False, True] * 2
-    assert sorted(np.concatenate([indices for indices, _ in epoch])) == list(range(84))
-    again = order(84, rows=8, n=4, updates=6)
-    assert all((a == b).all() and x == y for (a, x), (b, y) in zip(steps, again, strict=False))
 
 
 def refused(call, text, capsys):

@@ -89,26 +89,6 @@ def test_devices_give_the_whole_batch(name, devices):
     assert [(c.kind, c.depth) for c in collectives(step, params, batch)] == [("all-reduce", 0)] * REDUCTIONS[name]
 
 
-def test_folds_that_are_kept_over_devices():
-    params, batch = problem("InfoNCE")
-    summary_fn = lambda params, batch: {
-        "max": jnp.tanh(batch["x"] @ params["v"]).max(0),
-        "lse": jax.nn.logsumexp(batch["y"] @ params["w"], 0),
-        "moments": (batch["x"] @ params["v"]).mean(0),
-    }
-    fold = {"max": funcga.max(), "lse": funcga.logsumexp(), "moments": funcga.moments()}
-    loss_fn = lambda params, s: (s["max"] * s["lse"] * s["moments"].variance).sum() * params["scale"]
-    step = funcga.coupled(summary_fn, loss_fn, 3, fold=fold, across="data")
-
-    def whole(params):
-        means = (batch["x"] @ params["v"]).reshape(6, 2, -1).mean(1)
-        s = summary_fn(params, batch)
-        return (s["max"] * s["lse"] * means.var(0)).sum() * params["scale"]
-
-    result = jax.jit(jax_backend.replicated(step, mesh(2)))(params, batch)
-    assert difference(JAX, result, losses.differentiated(JAX, whole, params)) < LIMIT
-
-
 @pytest.mark.parametrize(("name", "kind"), [("InfoNCE", AxisType.Explicit), ("MoE balance", AxisType.Auto)])
 def test_a_batch_that_is_sharded(name, kind):
     """Outside of shard_map the compiler merges what lies on several devices."""

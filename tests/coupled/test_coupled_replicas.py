@@ -190,22 +190,6 @@ def test_ddp_reduces_once():
             assert names == [*REDUCED, *GATHERED, "allgather_", "allreduce_"]
 
 
-def temperature_of_the_loss(group, wrapper):
-    """A parameter of the module that loss_fn alone uses."""
-    plain, (x, y) = Deep(), batch()
-    expected = one_graph(plain, lambda module, s: infonce(module.scale.sum(), s), x, y, 0, 11)
-    rows = slice(0, 8) if group.rank() == 0 else slice(8, 11)
-    module = WRAPPERS[wrapper](group, Deep())
-    loss_fn = lambda module, s: infonce(module.module.scale.sum(), s)
-    value, grads = funcga.coupled(module_value_and_grad(module, summary_of), loss_fn, 3)(x[rows], y[rows])
-    return difference(TORCH, [value, *full(module, grads)], [expected[0], *expected[1].values()])
-
-
-def test_a_parameter_that_only_the_loss_uses():
-    for found in processes().run(temperature_of_the_loss, "ddp_unused", size=2):
-        assert found < LIMIT
-
-
 def uses_shards(group, wrapper, forward):
     """The text of the refusal of a loss that uses sharded parameters, outside of a forward pass or in one more."""
     module, (x, y) = WRAPPERS[wrapper](group, Deep()), batch()

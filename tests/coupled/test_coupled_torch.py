@@ -147,16 +147,6 @@ def test_checkpoints(way, use_reentrant):
     check(way(module)(x, y), expected)
 
 
-def test_tied_and_frozen_parameters(way):
-    module, (x, y) = Towers(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES)), batch()
-    module.tower[2].weight = module.tower[0].weight
-    module.tower[2].bias.requires_grad_(False)
-    expected = one_graph(module, loss_of, x, y, *bounds(ROWS, 3))
-    assert {*expected[1]} == {"tower.0.weight", "tower.0.bias", "scale"}
-    check(way(module)(x, y), expected)
-    assert module.tower[2].bias.grad is None
-
-
 # --- numbers of few bits
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import funcga
 from tests import kits
 from tests.processes import Failed, processes
+from tests.torch_backend.wrapped.test_wrapped import Collectives
 from torch_backend import Replicas
 
 TREE = torch.utils._pytree
@@ -222,24 +223,10 @@ def check_weights(result, weights):
 # -- what travels, and when
 
 
-class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-    """The collectives that are called in this context, by name and with the bytes that a process sends."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "c10d":
-            sent = args[1] if "allgather" in str(op) else args[0]
-            self.calls.append((op.overloadpacket.__name__, sum(tensor.nbytes for tensor in sent)))
-        return op(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted():
     """What each window calls: a header, which says what is to be merged, and then what is merged."""
-    with Counted() as mode:
+    with Collectives() as mode:
         yield mode.calls
 
 

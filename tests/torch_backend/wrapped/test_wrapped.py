@@ -166,16 +166,25 @@ def hsdp(group, module):
 
 
 class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
-    """The names of the collectives that were called, in order, and how many kernels multiply or divide several tensors."""
+    """The collectives that are called, by name and with the bytes that a process sends, and how many kernels multiply or
+    divide several tensors.
+    """
 
     def __init__(self):
         super().__init__()
-        self.names, self.passes = [], 0
+        self.calls, self.passes = [], 0
+
+    @property
+    def names(self):
+        return [name for name, _ in self.calls]
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op.overloadpacket.__name__
         if op.namespace == "c10d":
-            self.names.append(name)
+            sent = args[1] if "allgather" in name else args[0]
+            self.calls.append(
+                (name, sum(t.nbytes for t in torch.utils._pytree.tree_leaves(sent) if torch.is_tensor(t)))
+            )
         self.passes += name in ("_foreach_mul_", "_foreach_div_") and len(args[0]) > 1
         return op(*args, **(kwargs or {}))
 
