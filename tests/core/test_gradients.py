@@ -12,8 +12,10 @@ from tests.kits import JAX, LIMITS, TORCH, difference, dtypes
 
 
 def cases():
-    for source, problem, cut, dtype in product(SOURCES, PROBLEMS, CUTS, LIMITS):
-        yield TORCH, source, problem, cut, dtype
+    for source, problem, cut in product(SOURCES, PROBLEMS, CUTS):
+        yield TORCH, source, problem, cut, "float64"
+    for source, problem in product(SOURCES, PROBLEMS):  # rounding is no other where rows are cut otherwise
+        yield TORCH, source, problem, "size=4", "float32"
     # each is a program to compile
     for (first, source), (second, problem) in product(enumerate(SOURCES_OF_BOTH), enumerate(PROBLEMS)):
         yield JAX, source, problem, *(("n=5", "float64") if (first + second) % 2 else ("size=4", "float32"))

@@ -11,7 +11,7 @@ import pytest
 import funcga
 from funcga import CARRY
 from tests.coupled import losses
-from tests.kits import JAX, difference
+from tests.kits import JAX, TORCH, difference
 from tests.objectives import cut
 from tests.test_errors import check_refused
 
@@ -67,7 +67,11 @@ OF_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("weigh", [None, lambda batch: (batch["x"][:, 0] > -0.3).sum()], ids=["rows", "counted"])
+def positive(batch):
+    return (batch["x"][:, 0] > -0.3).sum()
+
+
+@pytest.mark.parametrize(("kit", "weigh"), [(TORCH, None), (TORCH, positive), (JAX, positive)])
 def test_every_fold_of_a_summary(kit, weigh):
     """Beside integers, which have no gradient, and with weights of which one may be 0."""
     params, batch = losses.problem(kit, "InfoNCE")
