@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import funcga
-from tests.kits import difference
+from tests.kits import JAX, TORCH, difference
 
 INF, NAN = float("inf"), float("nan")
 
@@ -25,7 +25,7 @@ def values(scale=1.0, rows=20, shape=(4,), seed=0):
     return scale * np.random.default_rng(seed).standard_normal((rows, *shape))
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize(("kit", "scale"), [(TORCH, 1.0), (TORCH, 1e4), (JAX, 1.0)])
 def test_its_derivative_is_the_softmax(kit, x64, scale):
     """exp(v - result), whether the step is taken in funcga's own gradient or in the framework's."""
     x, w = kit.arrays(values(scale)), kit.arrays(values(seed=1)[0])

@@ -76,7 +76,7 @@ OPTIMIZERS |= {name: partial(getattr(contrib, name), 1e-2) for name in WITH_RATE
 OPTIMIZERS |= {name: getattr(contrib, name) for name in WITHOUT.split()}
 
 
-SOME = ("momentum", "noisy_sgd", "lbfgs", "clipped", "sam", "schedule_free_adamw")
+SOME = ("noisy_sgd", "lbfgs", "clipped", "sam")
 EXTRA = {"polyak_sgd": ["value"], "momo": ["value"], "momo_adam": ["value"], "lbfgs": ["value", "grad", "value_fn"]}
 
 

@@ -13,7 +13,7 @@ import funcga
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNT = int(os.environ.get("FUNCGA_FUZZ", "60"))
+COUNT = int(os.environ.get("FUNCGA_FUZZ", "100"))
 
 
 def terms(p, b, shape):
@@ -122,6 +122,6 @@ def check(seed):
 
 def test_losses_by_chance():
     seen = {check(seed) for seed in range(COUNT)}
-    if COUNT >= 60:
+    if COUNT >= 100:
         assert {kind for kind, _ in seen} == {*KINDS}
         assert {("penalised", True), ("penalised", False), ("sum", True), ("sum", False)} <= seen

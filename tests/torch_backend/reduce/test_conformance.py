@@ -225,6 +225,7 @@ def errors_of(group, source, names):
 
 SOURCES = {
     "engine": [*FEATURES],
+    "engine, alone": ["mean", "sum", "max", "stream", "totals", "drop a window"],
     "func": OF_OTHERS,
     "module": OF_MODULES,
     "reentrant": ["mean", "per_weight"],
@@ -232,7 +233,7 @@ SOURCES = {
 }
 
 
-SIZES = [("engine", 1), ("engine", 2), ("engine", 4), ("func", 2), ("module", 4), ("reentrant", 2), ("mixed", 2)]
+SIZES = [("engine, alone", 1), ("engine", 2), ("engine", 4), ("func", 2), ("module", 2), ("reentrant", 2), ("mixed", 2)]
 
 
 @pytest.mark.parametrize(("source", "size"), SIZES)

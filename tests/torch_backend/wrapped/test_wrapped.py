@@ -451,7 +451,7 @@ def after_exceptions(group, wrapper):
     return found
 
 
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp1_mixed"])
+@pytest.mark.parametrize("wrapper", [*(w for w in WRAPPERS if w not in ("ddp_views", "fsdp1_flat")), "fsdp1_mixed"])
 def test_an_exception_leaves_nothing_behind(wrapper):
     assert worst(after_exceptions, wrapper) <= (0.02 if wrapper == "fsdp1_mixed" else 1e-6)  # bfloat16 has 8 bits
 
