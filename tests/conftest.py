@@ -24,7 +24,7 @@ LONGEST = (
     "fuzz_verify", "logsumexp", "dtensor", "optax_adapter", "replicated", "processes_jax", "totals_verify",
     "totals_jax", "export_jax", "architecture", "pure_loss", "experts", "windows", "randomness", "recipes", "apply",
     "benchmarks_jax", "auto_n", "house", "verify_coupled", "mappings", "experts_jax", "typing", "engine",
-    "multi_steps_reproducible", "teeth", "fuzz_calls", "fuzz_modules", "replica_failures", "benchmarks", "multi_steps",
+    "multi_steps_reproducible", "teeth", "replica_failures", "benchmarks", "multi_steps",
     "stream",
 )  # fmt: skip
 

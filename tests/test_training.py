@@ -57,38 +57,3 @@ def loaded(path):
         return dict(np.load(path))
     leaves, _ = jax.tree.flatten_with_path(torch.load(path, weights_only=True))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def refused(call, text, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        call()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.endswith(f"train.py: error: {text}\n")
-
-
-@pytest.mark.parametrize(
-    ("write", "read"), [(torch.save, torch.load), (lambda tree, file: np.savez(file, **tree), np.load)]
-)
-def test_a_checkpoint_is_one_of_the_training_that_goes_on(write, read, tmp_path, capsys):
-    training, path = example("training"), tmp_path / "checkpoint"
-
-    def args(script="train.py", updates=5):
-        return training.options(script, ["--checkpoint", str(path), "--resume", "--updates", str(updates)], updates=9)
-
-    refused(lambda: training.load(args(), read), f"there is no checkpoint at {path}: leave --resume out", capsys)
-    with training.saving(args()) as file:
-        write({"a": np.float64(3) if read is np.load else 3.0}, file)
-    assert training.load(args("elsewhere/train.py"), read)["a"] == 3
-
-    saved = f"{path} is a checkpoint of `train.py --updates 5`, and this is "
-    refused(lambda: training.load(args(updates=6), read), f"{saved}`train.py --updates 6`, another training", capsys)
-    with training.saving(args("another.py")) as file:
-        write({}, file)
-    refused(
-        lambda: training.load(args(), read),
-        f"{path} is a checkpoint of `another.py --updates 5`, and this is `train.py --updates 5`, another training",
-        capsys,
-    )
-    for other in (b"", b"of another kind", b"PK\x03\x04 cut short"):
-        path.write_bytes(other)
-        refused(lambda: training.load(args(), read), f"{path} is no checkpoint of a training script", capsys)
