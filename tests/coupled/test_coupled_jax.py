@@ -31,7 +31,7 @@ def test_a_step_is_jitted_donated_and_mapped():
     (params, batch), name = problem("InfoNCE", 11), "InfoNCE"
     step, expected = losses.step(JAX, name, 3), losses.expected(JAX, name, params, batch)
     several = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
-    values, grads = jax.vmap(step, in_axes=(0, None))(several, batch)
+    values, grads = jax.jit(jax.vmap(step, in_axes=(0, None)))(several, batch)
     first = jax.tree.map(lambda leaf: leaf[0], (values, grads))
     assert difference(JAX, first, expected) < LIMIT
     donated = jax.tree.map(jnp.copy, params)

@@ -206,7 +206,7 @@ def computed(copy, check_vma=True, tx=None):
 
     over = partial(jax.shard_map, mesh=devices, check_vma=check_vma)
     step = jax.jit(over(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
-    params, state = PARAMS, over(tx.init, in_specs=P(), out_specs=specs)(PARAMS)
+    params, state = PARAMS, jax.jit(over(tx.init, in_specs=P(), out_specs=specs))(PARAMS)
     for x in ROWS:
         params, state = step(params, state, x)
     return params
