@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 
 from funcga.__main__ import main
-from funcga._parity import problems
 
 NEEDED = {"torch": "torch", "jax": "jax", "optax": "optax", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 pytestmark = pytest.mark.skipif(
@@ -34,9 +33,11 @@ def largest(compared):
 @pytest.fixture
 def few_rows(monkeypatch):
     """Fewer than the command itself has."""
-    whole = problems._digits
-    monkeypatch.setattr(problems, "_digits", lambda rows=None: whole(180))
-    monkeypatch.setattr(problems, "_ROWS", 12)
+    from sklearn.datasets import load_digits
+
+    few = [array[:180] for array in load_digits(return_X_y=True)]
+    monkeypatch.setattr("sklearn.datasets.load_digits", lambda **_: few)
+    monkeypatch.setattr("funcga._parity.problems._ROWS", 12)
 
 
 def test_built_in_problems_are_the_same_to_the_last_digits(tmp_path, few_rows):
