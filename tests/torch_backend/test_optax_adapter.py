@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import funcga
 import torch_backend
-from funcga._transform import Transform
+from funcga.transforms import Transform
 from tests.test_errors import check_refused
 
 CASES = {
