@@ -225,7 +225,7 @@ def errors_of(group, source, names):
 
 SOURCES = {
     "engine": [*FEATURES],
-    "engine, alone": ["mean", "sum", "max", "stream", "totals", "drop a window"],
+    "engine, some": ["mean", "per_weight", "sum", "max", "stream", "rows", "small buckets", "totals", "drop a window"],
     "func": OF_OTHERS,
     "module": OF_MODULES,
     "reentrant": ["mean", "per_weight"],
@@ -233,7 +233,15 @@ SOURCES = {
 }
 
 
-SIZES = [("engine, alone", 1), ("engine", 2), ("engine", 4), ("func", 2), ("module", 2), ("reentrant", 2), ("mixed", 2)]
+SIZES = [
+    ("engine, some", 1),
+    ("engine", 2),
+    ("engine, some", 4),
+    ("func", 2),
+    ("module", 2),
+    ("reentrant", 2),
+    ("mixed", 2),
+]
 
 
 @pytest.mark.parametrize(("source", "size"), SIZES)
