@@ -16,16 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "removable", "conformance", "frameworks", "features", "folds", "fused", "modules", "examples", "parity",
-    "compiled", "replicas_jax", "multi_steps_jax", "wrapped", "docs", "torch_backend", "drop", "verify", "exact",
-    "totals", "sharded_jax", "coupled", "coupled_jax", "multi_steps_replicas_jax", "laws", "plan", "recipes_coupled",
-    "scan_layers", "accumulate", "benchmarks_torch", "compiled_loss", "jax_backend", "observe", "nested",
-    "plan_replicated", "reproducible_jax", "coupled_replicas", "replicas", "nnx", "private", "training", "pipeline",
-    "fuzz_verify", "logsumexp", "dtensor", "optax_adapter", "replicated", "processes_jax", "totals_verify",
-    "totals_jax", "export_jax", "architecture", "pure_loss", "experts", "windows", "randomness", "recipes", "apply",
-    "benchmarks_jax", "auto_n", "house", "verify_coupled", "mappings", "experts_jax", "typing", "engine",
-    "multi_steps_reproducible", "teeth", "fuzz_calls", "fuzz_modules", "replica_failures", "benchmarks", "multi_steps",
-    "stream",
+    "features", "compiled", "parity", "conformance", "exact", "folds", "examples", "wrapped", "plans", "frameworks",
+    "typing", "gradients", "drop", "plan", "scan_layers", "fused", "removable", "replicas_jax", "docs", "nnx",
+    "private", "from_optimizer", "reproducible_jax", "verify", "compiled_loss", "multi_steps_replicas_jax",
+    "processes_jax", "coupled_replicas", "coupled_jax", "benchmarks_torch", "multi_steps_reproducible", "pipeline",
+    "sharded_jax", "recipes_coupled", "multi_steps_jax", "observe", "torch_backend", "training", "untouched",
+    "plan_replicated", "jax_backend", "mappings", "nested", "replicated", "laws", "totals", "coupled", "recomputing",
+    "command_line", "experts_jax", "fuzz_verify", "observe_replicas", "experts", "optax_adapter", "dtensor",
+    "observe_updates", "windows", "logsumexp", "randomness", "benchmarks_jax", "house", "faults", "totals_jax",
+    "architecture", "bitwise", "replica_failures", "errors", "engine", "replicas",
 )  # fmt: skip
 
 

@@ -46,6 +46,13 @@ def x64():
         yield
 
 
+@pytest.fixture
+def as_users_write_it():
+    """JAX as it comes: strict promotion allows no count among floats, and the code of optax and flax relies on the usual one."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Arrays this small are only slowed down by more."""

@@ -41,6 +41,10 @@ class Kit:
         return self.backend.arrays.cast(x, self.backend.arrays.as_dtype(dtype))
 
 
+class Unseen(torch.Tensor):
+    """A weight that the host does not see, as one on a device."""
+
+
 def arrays_of_torch(tree):
     """On the device of this run."""
     return funcga.to_torch(tree, device="cuda" if simulated.is_installed() else None)

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import registry, torch_workloads, truth
+from benchmarks import registry, truth
 from benchmarks.cases import Case
-from benchmarks.contenders.torch import loop
 from benchmarks.in_torch import asked, group_of
-from benchmarks.torch_problem import Problem
 from tests.processes import processes
 
 RIVALS = ("functional_loop", "naive_functional_loop", "weighed_loop", "wide_sums_loop", "funcga_functional")
@@ -33,45 +31,6 @@ def test_ours_makes_what_the_loop_makes():
     assert made["funcga_functional"]["peak_bytes"] <= 1.01 * made["functional_loop"]["peak_bytes"]
     assert made["funcga_functional"]["ops"] <= 1.01 * made["functional_loop"]["ops"] + 3
     assert made["funcga"]["peak_bytes"] <= 0.7 * made["functional_loop"]["peak_bytes"]
-
-
-def test_two_passes_make_what_the_loop_makes_and_the_summaries_twice():
-    about, made = structure(Case("", "update", "torch_coupled", "pairs", n=3, only=("two_passes",)))
-    summaries = 3 * 8 * 2 * 64 * 4  # bytes: micro-batches, rows, sides, features, float32
-    most = 1.001 * made["loop"]["peak_bytes"] + 2 * summaries
-    assert max(made["two_passes"]["peak_bytes"], made["funcga"]["peak_bytes"]) <= most
-    assert most < made["full_batch"]["peak_bytes"] / 2
-    # By hand all forward passes but the last are run twice, 2n - 1 in all, and here 2n.
-    assert made["funcga"]["ops"] <= 6 / 5 * made["two_passes"]["ops"] + 3 * 2 * about["leaves"]
-
-
-def test_a_window_makes_what_the_optimizers_loop_makes():
-    only = ("funcga", "transform", "update")
-    about, made = structure(Case("", "update", "torch_optimizer", "tiny", n=2, only=only))
-    for key in ("funcga", "transform"):
-        assert made[key]["peak_bytes"] <= 1.01 * made["loop"]["peak_bytes"]
-    size = about["parameter_bytes"]
-    assert made["loop"]["peak_bytes"] > 3 * size  # two moments, which are kept, and gradients
-    assert 4 * size <= made["update"]["peak_bytes"] <= 4.02 * size  # moments, sums and a gradient
-
-
-@pytest.mark.parametrize("key", ["funcga", "functional_loop"])
-def test_compiled_once(key):
-    workload = torch_workloads.leaves(3, 2, "cpu")
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    problem = Problem(workload.module, workload.loss, 3, workload.size)
-    make = registry.contenders("torch_compiled", "update", (key,))[0]
-    step = next(c.make for c in make if c.key == key)(problem, backend)
-    for _ in range(3):
-        result = step(workload.batch)
-    assert len(graphs) == (2 if key == "functional_loop" else 1)
-    torch.testing.assert_close(result, loop.make(problem)(workload.batch))
 
 
 def of_ranks(group):

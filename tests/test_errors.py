@@ -149,7 +149,6 @@ STREAM = (
 )
 WHOLE = "Pass it whole: in_axes with None in its place"
 NO_SPLIT = "no argument is split, so there are no rows to make micro-batches of."
-WEIGHT = "it must be finite and at least 0, such as the number of rows or tokens in it."
 KEYWORDS = "Keyword arguments are passed whole: pass what is to be split by position"
 MEAN, BOTH = funcga.mean(), (funcga.mean(), funcga.carry())
 TWO = lambda x: (x.sum(), {"loss": x.sum(), "n": x.sum()})
@@ -247,30 +246,6 @@ GIVEN = {
 def test_given(kit, case):
     call, text = GIVEN[case]
     check_refused(text.replace("{kit}", kit.name), call(kit, kit.arrays(X)))
-
-
-BAD_WEIGHTS = {
-    -0.5: WEIGHT,
-    float("nan"): WEIGHT,
-    float("inf"): WEIGHT,
-    "a": "is of type str",
-    None: "is None",
-    1j: "is 1j",
-}
-
-
-@pytest.mark.parametrize("bad", BAD_WEIGHTS)
-@pytest.mark.host
-def test_weights(kit, bad):
-    x = kit.arrays(X)
-    text = check_refused("the weight of a micro-batch is", accumulate(summed, 2, in_axes=0, weight=lambda x: bad), x)
-    assert BAD_WEIGHTS[bad] in text
-    if isinstance(bad, float):
-        accumulator, weight = funcga.Accumulator(), kit.arrays(np.float32(bad))
-        check_refused("the weight of a micro-batch is", accumulator.update, accumulator.init(x), x, weight)
-    if kit.name == "torch" and bad == -0.5:  # seen on the host
-        step = accumulate(summed, 2, in_axes=0, weight=lambda x: -x.sum())
-        check_refused("the weight of a micro-batch is -15.0;", step, x)
 
 
 def test_an_error_of_the_weight_is_its_own(kit):

@@ -1,6 +1,7 @@
 """The page of errors: each text on it is one that the library raises, and every room that refuses anything is on it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -36,14 +37,18 @@ def refuses(path):
 
 
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-TEMPLATES = [text for path in FILES for text in texts(path) if len(text) > 8]
 FRAGMENTS = re.findall(r"^\| `([^`]+)` \|.*\|.*\|$", PAGE, re.MULTILINE)
+
+
+@functools.cache
+def templates():
+    return [text for path in FILES for text in texts(path) if len(text) > 8]
 
 
 def is_raised(fragment):
     """Whether the parts of the fragment stand in this order in a text of the library."""
     pattern = re.compile(".*".join(re.escape(part.strip()) for part in fragment.split(ANYTHING)), re.DOTALL)
-    return any(pattern.search(text) for text in TEMPLATES)
+    return any(pattern.search(text) for text in templates())
 
 
 def test_the_library_says_so():

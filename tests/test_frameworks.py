@@ -253,16 +253,6 @@ def test_the_models_of_the_page_on_lightning_are_exact(capfd):
             assert off_by(grads, whole) < LIMITS["float64"]
 
 
-def test_lightning_refuses_its_own_accumulation_with_manual_optimisation():
-    lightning = pytest.importorskip("lightning")
-    module, x, y = rows()
-    model, _ = lightning_model(names_of("howto/lightning.md")["Model"], module)
-    loader = DataLoader(TensorDataset(x, y), batch_size=4)
-    for option in ({"accumulate_grad_batches": 4}, {"gradient_clip_val": 1.0}):
-        with pytest.raises(lightning.pytorch.utilities.exceptions.MisconfigurationException, match="manual"):
-            lightning_trainer(**option).fit(model, loader)
-
-
 # --- two processes
 
 

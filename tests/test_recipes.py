@@ -2,10 +2,7 @@
 
 import contextlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
@@ -31,11 +28,7 @@ def double():
     torch.set_default_dtype(before)
 
 
-@pytest.fixture(autouse=True)
-def users_promotion():
-    """Examples are written for JAX as it comes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def apart(left, right):
@@ -188,26 +181,3 @@ def test_the_decay_of_running_statistics(double):
 
 
 # --- a dynamic scale
-
-
-@pytest.mark.parametrize("growth_interval", [1, 3])
-def test_the_scale_of_windows_that_are_good_or_not(growth_interval):
-    """optax has no GradScaler: that of torch is asked."""
-    pattern = [True, True, False, False] + [True] * 7 + [False] + [True] * 8
-    parameter = torch.zeros(1, requires_grad=True)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=growth_interval)
-    sgd = torch.optim.SGD([parameter], lr=0.1)
-    tx = funcga.transforms.loss_scaled(optax.sgd(0.1), growth_interval=growth_interval)
-    params, update = jnp.zeros(1), jax.jit(tx.update)
-    state = tx.init(params)
-    for good in pattern:
-        grad = 1.0 if good else float("inf")
-        scaler.scale(torch.ones(())).item()
-        parameter.grad = torch.tensor([grad * scaler.get_scale()])
-        scaler.step(sgd)
-        scaler.update()
-        updates, state = update(grad * state.scale * jnp.ones(1), state, params)
-        params = optax.apply_updates(params, updates)
-        assert float(state.scale) == scaler.get_scale()
-        assert float(params[0]) == pytest.approx(parameter.item(), abs=1e-6)
-    assert int(state.skipped) == 3

@@ -10,12 +10,7 @@ from benchmarks.torch_measure import Watch
 from tests.kits import JAX, TORCH, difference
 from tests.programs import example
 
-
-@pytest.fixture(autouse=True)
-def users_promotion():
-    """Examples are written for JAX as it comes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def test_tiles(kit, x64):

@@ -31,6 +31,8 @@ def check(folder):
         for n in (3, "auto"):
             loss, grads = funcga.accumulate(gradient, n)(params, x)
             assert abs(float(loss) - whole) < 1e-5 and abs(float(grads["w"]) + 3) < 1e-5, n
+        if ones is not torch.ones and folder != sys.argv[-1]:
+            continue  # each is a program to compile: the rest without all tools alone
         loss, _ = funcga.stream(gradient, weight=len)(params, [x[:2], x[2:4], x[4:]])
         assert abs(float(loss) - whole) < 1e-5
         sgd = (lambda params: (), lambda grads, state, params=None: ({"w": -0.5 * grads["w"]}, state))

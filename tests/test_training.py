@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.programs import EXAMPLES, as_a_program, example
+from tests.programs import as_a_program, example
 
 SCRIPTS = [f"train_{what}_{how}" for what in ("lm", "digits") for how in ("torch", "optimizer_torch", "jax")]
-
-
-def test_every_script_is_here():
-    assert sorted(path.stem for path in EXAMPLES.glob("train_*.py")) == sorted(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -61,86 +57,3 @@ def loaded(path):
         return dict(np.load(path))
     leaves, _ = jax.tree.flatten_with_path(torch.load(path, weights_only=True))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def test_the_last_micro_batch_and_the_last_window_of_an_epoch_are_smaller_and_the_order_is_always_the_same():
-    order = example("training").order
-    steps = order(84, rows=8, n=4, updates=5)
-    epoch, rest = steps[:11], steps[11:]
-    assert [len(indices) for indices, _ in epoch] == [8] * 10 + [4]
-    assert [place for place, (_, is_last) in enumerate(epoch, 1) if is_last] == [4, 8, 11]
-    assert [is_last for _, is_last in rest] == [False, False, False, True] * 2
-    assert sorted(np.concatenate([indices for indices, _ in epoch])) == list(range(84))
-    again = order(84, rows=8, n=4, updates=6)
-    assert all((a == b).all() and x == y for (a, x), (b, y) in zip(steps, again, strict=False))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    {
-        "--resume": "--resume and --stop-after need a --checkpoint PATH",
-        "--stop-after 3": "--resume and --stop-after need a --checkpoint PATH",
-        "--updates 0": "argument --updates: a whole number from 1 on, not 0",
-        "--updates -3": "argument --updates: a whole number from 1 on, not -3",
-        "--stop-after many": "argument --stop-after: a whole number from 1 on, not many",
-        "--plot none/loss.png": "argument --plot: a file in a folder that exists, not none/loss.png",
-        "--checkpoint none/a.pt": "argument --checkpoint: a file in a folder that exists, not none/a.pt",
-        "--checkpoint .": "argument --checkpoint: a file in a folder that exists, not .",
-    }.items(),
-)
-def test_options_that_cannot_be_say_so_before_the_training(options, text, capsys):
-    refused(lambda: example("training").options("train.py", options.split(), updates=5), text, capsys)
-
-
-def refused(call, text, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        call()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.endswith(f"train.py: error: {text}\n")
-
-
-@pytest.mark.parametrize(
-    ("write", "read"), [(torch.save, torch.load), (lambda tree, file: np.savez(file, **tree), np.load)]
-)
-def test_a_checkpoint_is_one_of_the_training_that_goes_on(write, read, tmp_path, capsys):
-    training, path = example("training"), tmp_path / "checkpoint"
-
-    def args(script="train.py", updates=5):
-        return training.options(script, ["--checkpoint", str(path), "--resume", "--updates", str(updates)], updates=9)
-
-    refused(lambda: training.load(args(), read), f"there is no checkpoint at {path}: leave --resume out", capsys)
-    with training.saving(args()) as file:
-        write({"a": np.float64(3) if read is np.load else 3.0}, file)
-    assert training.load(args("elsewhere/train.py"), read)["a"] == 3
-
-    saved = f"{path} is a checkpoint of `train.py --updates 5`, and this is "
-    refused(lambda: training.load(args(updates=6), read), f"{saved}`train.py --updates 6`, another training", capsys)
-    with training.saving(args("another.py")) as file:
-        write({}, file)
-    refused(
-        lambda: training.load(args(), read),
-        f"{path} is a checkpoint of `another.py --updates 5`, and this is `train.py --updates 5`, another training",
-        capsys,
-    )
-    for other in (b"", b"of another kind", b"PK\x03\x04 cut short"):
-        path.write_bytes(other)
-        refused(lambda: training.load(args(), read), f"{path} is no checkpoint of a training script", capsys)
-
-
-def test_who_is_stopped_while_saving_keeps_the_last_checkpoint(tmp_path):
-    training, path = example("training"), tmp_path / "checkpoint"
-    args = training.options("train.py", ["--checkpoint", str(path)], updates=5)
-
-    def save(what, stop=None):
-        with training.saving(args) as file:
-            torch.save(what, file)
-            if stop:
-                raise stop
-
-    save("the last one")
-    with pytest.raises(KeyboardInterrupt):
-        save("half of the next", KeyboardInterrupt)
-    assert training.load(args, torch.load) == "the last one"
-    save("the next one")
-    assert training.load(args, torch.load) == "the next one"
-    assert list(tmp_path.iterdir()) == [path]

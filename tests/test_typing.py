@@ -123,19 +123,21 @@ loss, grads = funcga.stream(gradient)(funcga.windows([(x, y)], 2))
 """
 
 
-def mypy(path, source):
-    """The error codes that mypy --strict finds in a script, by line."""
-    script = path / "script.py"
-    script.write_text(source)
+SCRIPTS = {"functions.py": SCRIPT, "modules.py": MODULES}
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What one mypy --strict prints of all scripts."""
+    path = tmp_path_factory.mktemp("typing")
+    for name, source in SCRIPTS.items():
+        (path / name).write_text(source)
     environment = {**os.environ}
     if not _is_visible():
         environment["MYPYPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(path / "cache"), script.name]
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(path / "cache"), *SCRIPTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=path, env=environment, check=False)
-    found = {}
-    for line, code in re.findall(r"(?m)^script\.py:(\d+): error: .*\[(\S+)\]$", done.stdout):
-        found.setdefault(int(line), []).append(code)
-    return found, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def _is_visible():
@@ -145,9 +147,10 @@ def _is_visible():
     return (packages / "funcga").is_dir() or any(Path(line).is_dir() for line in paths)
 
 
-@pytest.mark.parametrize("script", [SCRIPT, MODULES], ids=["functions", "modules"])
-def test_mistakes_are_found_and_nothing_else(script, tmp_path):
-    lines = enumerate(script.splitlines(), 1)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_mistakes_are_found_and_nothing_else(name, printed):
+    lines, found = enumerate(SCRIPTS[name].splitlines(), 1), {}
     expected = {number: sorted(line.split("  # ")[1].split(", ")) for number, line in lines if "  # " in line}
-    found, output = mypy(tmp_path, script)
-    assert {number: sorted(codes) for number, codes in found.items()} == expected, output
+    for line, code in re.findall(rf"(?m)^{name}:(\d+): error: .*\[(\S+)\]$", printed):
+        found.setdefault(int(line), []).append(code)
+    assert {number: sorted(codes) for number, codes in found.items()} == expected, printed

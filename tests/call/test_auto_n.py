@@ -133,22 +133,6 @@ def test_a_failure_in_any_layer_of_any_backward_pass(at, fold):
         assert difference(TORCH, result, before) <= LIMITS["float32"]
 
 
-@pytest.mark.parametrize("at", [1, 4])
-def test_a_failure_in_any_forward_pass(kit, at):
-    params, batch, loss = problems.regression(rows=8)
-    params, batch = kit.arrays(params), kit.arrays(batch)
-    calls = []
-
-    def fails_once(params, x, y):
-        calls.append(1)
-        if len(x) > 2 or len(calls) == at:
-            raise exhausted(kit)
-        return loss(params, x, y)
-
-    step = funcga.accumulate(funcga.value_and_grad(fails_once), "auto")
-    assert difference(kit, step(params, *batch), funcga.value_and_grad(loss)(params, *batch)) <= LIMITS["float32"]
-
-
 def test_state_starts_anew_when_a_window_is_replayed(kit):
     def gradient(state, x):
         if len(x) > 2:

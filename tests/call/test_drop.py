@@ -12,20 +12,10 @@ from benchmarks.torch_measure import Watch
 from funcga import CARRY, FuncgaError
 from tests.kits import JAX, TORCH, difference
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 PARTS = [(0, 3), (3, 6), (6, 8), (8, 10)]  # of 10 rows in 4 micro-batches
 KINDS = ["w nan", "w inf", "b nan", "b inf", "loss nan", "loss inf"]
-
-
-@pytest.fixture(autouse=True)
-def in_64_bits():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(params=[TORCH, JAX], ids=lambda kit: kit.name)
-def kit(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def constant(x):
@@ -268,27 +258,6 @@ def test_jax_holds_the_gradients_of_one_micro_batch():
 
 
 # -- what observers say of it
-
-
-def test_dropped_counts_and_norms_tell_which(kit):
-    params, x, flags = problem(kit)
-    gradient = torch.func.grad_and_value(loss_of(torch)) if kit is TORCH else jax.value_and_grad(loss_of(jnp))
-    observers = {"dropped": funcga.dropped(), "norms": funcga.gradient_norms(), "noise": funcga.gradient_noise()}
-    for drop in ("microbatch", "window"):
-        step = funcga.accumulate(gradient, 4, drop=drop, observe=observers)
-        plain = funcga.accumulate(gradient, 4, drop=drop)
-        for spoilt_parts in ([], [2], [0, 3], [0, 1, 2, 3]):
-            flags[:] = 0
-            for part in spoilt_parts:
-                flags[PARTS[part][0], 1] = 1
-            given = kit.arrays(flags.copy())
-            result, observed = step(params, x, given)
-            assert difference(kit, result, plain(params, x, given)) <= 1e-14
-            gone = [0, 1, 2, 3] if drop == "window" and spoilt_parts else spoilt_parts
-            assert int(observed["dropped"]) == len(gone)
-            norms = kit.numpy(observed["norms"].microbatches)
-            assert np.flatnonzero(np.isnan(norms)).tolist() == gone
-            assert bool(kit.xp.isnan(observed["noise"].trace)) == (len(gone) > 2)
 
 
 def test_exact_sums_have_the_bits_of_what_was_kept(kit):

@@ -1,12 +1,9 @@
 """Tree prefixes, matched by key, in both frameworks' trees."""
 
 from collections import namedtuple
-from dataclasses import dataclass
 
-import jax
 import numpy as np
 import pytest
-import torch
 
 import funcga
 
@@ -29,13 +26,3 @@ def test_a_fold_stands_for_all_below_and_keys_decide(kit, prefix, summed):
     found = funcga.accumulate(output, 2, fold=prefix)(one, x)
     values = found["a"].left, found["a"].right, found["b"]["c"], found["b"]["d"]
     assert [float(value) == 2 for value in values] == summed
-
-
-@dataclass
-class Output:
-    loss: object
-    extra: object = None
-
-
-torch.utils._pytree.register_dataclass(Output)
-jax.tree_util.register_dataclass(Output, data_fields=["loss", "extra"], meta_fields=[])

@@ -13,25 +13,12 @@ from tests.test_errors import check_refused
 
 # Sums of some hundred numbers in float64, in another order.
 LIMIT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    """A count is divided by as it is, which strict promotion does not allow for integers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 def problem(kit, rows=11):
     params, batch = objectives.rollouts(rows)
     return kit.arrays(params), kit.arrays(batch)
-
-
-@pytest.mark.parametrize(("name", "n"), [*((name, 3) for name in objectives.OBJECTIVES), ("GRPO", 7)])
-def test_any_number_of_microbatches_gives_the_whole_batch(kit, name, n):
-    params, batch = problem(kit)
-    result = objectives.step(kit, name, n)(params, batch)
-    assert difference(kit, result, objectives.expected(kit, name, params, batch)) < LIMIT
 
 
 # --- what is counted, and how

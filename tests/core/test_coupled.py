@@ -1,6 +1,5 @@
 """`coupled`: losses of the whole batch, from summaries of micro-batches, against the loss as a paper writes it."""
 
-import jax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,7 @@ from tests.coupled import losses
 from tests.kits import JAX, TORCH, difference
 
 LIMIT = 1e-12  # sums of some hundred numbers in float64, in another order
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 CASES = [

@@ -420,28 +420,3 @@ def test_float16_gradients_do_not_overflow_by_their_weight():
     step = funcga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1000 if x[0] > 150 else 3000)
     found = step(torch.ones((), dtype=torch.float16), torch.tensor([100.0, 200.0], dtype=torch.float16))
     assert float(found) == pytest.approx(125, rel=1e-3)
-
-
-# -- randomness
-
-
-def test_noise_belongs_to_an_example():
-    keys = torch_backend.example_keys(3, torch.arange(12))
-    whole = torch_backend.sampled(torch.rand, keys, (2,))
-    assert len({*whole.flatten().tolist()}) == 24
-    cut = funcga.accumulate(lambda k: torch_backend.sampled(torch.rand, k, (2,)), 5, in_axes=0, fold=funcga.concat())
-    assert torch.equal(cut(keys), whole)
-    assert not (torch_backend.sampled(torch.rand, torch_backend.example_keys(4, torch.arange(12)), (2,)) == whole).any()
-
-
-def test_a_seeded_loss_is_a_function_of_its_keys():
-    module, (x, y) = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), batch()
-    loss = torch_backend.pure_loss(module, torch_backend.seeded(mse))
-    step = funcga.accumulate(funcga.value_and_grad(loss), N)
-    params, keys = torch_backend.trainable(module), torch_backend.example_keys(1, torch.arange(ROWS))
-    before = torch.random.get_rng_state()
-    first = step(params, keys, x, y)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.rand(3)
-    assert difference(TORCH, step(params, keys, x, y), first) == 0
-    assert difference(TORCH, step(params, keys.flip(0), x, y), first) > 0.01

@@ -11,19 +11,13 @@ import pytest
 import funcga
 from funcga import CARRY
 from tests.coupled import losses
-from tests.kits import JAX, difference
+from tests.kits import JAX, TORCH, difference
 from tests.objectives import cut
 from tests.test_errors import Loader, check_refused
 
 # Sums of some hundred numbers in float64, in another order.
 LIMIT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    """Strict promotion does not allow a count among floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 # --- every fold of a summary
@@ -73,7 +67,11 @@ OF_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("weigh", [None, lambda batch: (batch["x"][:, 0] > -0.3).sum()], ids=["rows", "counted"])
+def positive(batch):
+    return (batch["x"][:, 0] > -0.3).sum()
+
+
+@pytest.mark.parametrize(("kit", "weigh"), [(TORCH, None), (TORCH, positive), (JAX, positive)])
 def test_every_fold_of_a_summary(kit, weigh):
     """Beside integers, which have no gradient, and with weights of which one may be 0."""
     params, batch = losses.problem(kit, "InfoNCE")

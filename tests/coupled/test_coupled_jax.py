@@ -17,12 +17,7 @@ from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
 
 LIMIT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 def problem(name, rows=12):
@@ -36,7 +31,7 @@ def test_a_step_is_jitted_donated_and_mapped():
     (params, batch), name = problem("InfoNCE", 11), "InfoNCE"
     step, expected = losses.step(JAX, name, 3), losses.expected(JAX, name, params, batch)
     several = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
-    values, grads = jax.vmap(step, in_axes=(0, None))(several, batch)
+    values, grads = jax.jit(jax.vmap(step, in_axes=(0, None)))(several, batch)
     first = jax.tree.map(lambda leaf: leaf[0], (values, grads))
     assert difference(JAX, first, expected) < LIMIT
     donated = jax.tree.map(jnp.copy, params)
@@ -92,26 +87,6 @@ def test_devices_give_the_whole_batch(name, devices):
     step = jax.jit(jax_backend.replicated(losses.step(JAX, name, 3, across="data"), mesh(devices)))
     assert difference(JAX, step(params, batch), losses.expected(JAX, name, params, batch)) < LIMIT
     assert [(c.kind, c.depth) for c in collectives(step, params, batch)] == [("all-reduce", 0)] * REDUCTIONS[name]
-
-
-def test_folds_that_are_kept_over_devices():
-    params, batch = problem("InfoNCE")
-    summary_fn = lambda params, batch: {
-        "max": jnp.tanh(batch["x"] @ params["v"]).max(0),
-        "lse": jax.nn.logsumexp(batch["y"] @ params["w"], 0),
-        "moments": (batch["x"] @ params["v"]).mean(0),
-    }
-    fold = {"max": funcga.max(), "lse": funcga.logsumexp(), "moments": funcga.moments()}
-    loss_fn = lambda params, s: (s["max"] * s["lse"] * s["moments"].variance).sum() * params["scale"]
-    step = funcga.coupled(summary_fn, loss_fn, 3, fold=fold, across="data")
-
-    def whole(params):
-        means = (batch["x"] @ params["v"]).reshape(6, 2, -1).mean(1)
-        s = summary_fn(params, batch)
-        return (s["max"] * s["lse"] * means.var(0)).sum() * params["scale"]
-
-    result = jax.jit(jax_backend.replicated(step, mesh(2)))(params, batch)
-    assert difference(JAX, result, losses.differentiated(JAX, whole, params)) < LIMIT
 
 
 @pytest.mark.parametrize(("name", "kind"), [("InfoNCE", AxisType.Explicit), ("MoE balance", AxisType.Auto)])

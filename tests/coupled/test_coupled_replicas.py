@@ -1,7 +1,6 @@
 """coupled over replicas in torch: uneven rows and none at all, wrapped modules, and errors on one rank."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 import funcga
 from tests.coupled import losses
-from tests.coupled.test_coupled_torch import Stopped, Towers, batch, infonce, loss_of, mlp, one_graph, summary_of
+from tests.coupled.test_coupled_torch import Stopped, Towers, batch, infonce, loss_of, one_graph, summary_of
 from tests.kits import TORCH, difference
 from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import Collectives, ddp, ddp_unused, fsdp1, fsdp2, full
@@ -190,22 +189,6 @@ def test_ddp_reduces_once():
             assert names == [*REDUCED, *GATHERED, "allgather_", "allreduce_"]
 
 
-def temperature_of_the_loss(group, wrapper):
-    """A parameter of the module that loss_fn alone uses."""
-    plain, (x, y) = Deep(), batch()
-    expected = one_graph(plain, lambda module, s: infonce(module.scale.sum(), s), x, y, 0, 11)
-    rows = slice(0, 8) if group.rank() == 0 else slice(8, 11)
-    module = WRAPPERS[wrapper](group, Deep())
-    loss_fn = lambda module, s: infonce(module.module.scale.sum(), s)
-    value, grads = funcga.coupled(module_value_and_grad(module, summary_of), loss_fn, 3)(x[rows], y[rows])
-    return difference(TORCH, [value, *full(module, grads)], [expected[0], *expected[1].values()])
-
-
-def test_a_parameter_that_only_the_loss_uses():
-    for found in processes().run(temperature_of_the_loss, "ddp_unused", size=2):
-        assert found < LIMIT
-
-
 def uses_shards(group, wrapper, forward):
     """The text of the refusal of a loss that uses sharded parameters, outside of a forward pass or in one more."""
     module, (x, y) = WRAPPERS[wrapper](group, Deep()), batch()
@@ -220,24 +203,6 @@ def test_a_loss_that_uses_shards_is_refused(wrapper, forward):
     for text in processes().run(uses_shards, wrapper, forward, size=2):
         assert "loss_fn uses parameters of the module itself, which " in text
         assert 'Let the module return what the loss needs of them, and summary_fn too, under mean(): fold={"x"' in text
-
-
-def running_statistics(group):
-    module, (x, y) = mlp(nn.BatchNorm1d(8)), batch(12)
-    rows = slice(6 * group.rank(), 6 * group.rank() + 6)
-    edges = [6 * group.rank(), 6 * group.rank() + 3, 6 * group.rank() + 6]
-    expected = one_graph(module, lambda module, s: s["a"].sum() * module.scale, x, y, *edges)[2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the option has another name in the newest torch
-        wrapped = ddp(group, module, broadcast_buffers=False)
-    loss_fn = lambda module, s: (s["a"] @ s["b"].T).sum() * module.module.scale
-    funcga.coupled(module_value_and_grad(wrapped, summary_of), loss_fn, 2)(x[rows], y[rows])
-    pairs = zip(wrapped.module.buffers(), expected.buffers(), strict=True)
-    return all(torch.equal(left, right) for left, right in pairs)
-
-
-def test_running_statistics_are_those_of_one_loop():
-    assert processes().run(running_statistics, size=2) == [True, True]
 
 
 # --- errors on one rank

@@ -115,8 +115,14 @@ def test_bits_do_not_depend_on_where_rows_lie_in_memory():
     verdict.assert_exact()
 
 
-@KITS
-@pytest.mark.parametrize(("shape", "weight"), [((140_000,), 3), ((300, 511), 0.3), ((1,), 0), ((0,), 3), ((), 4)])
+@pytest.mark.parametrize(
+    ("kit", "shape", "weight"),
+    [
+        *((TORCH, *each) for each in [((140_000,), 3), ((300, 511), 0.3), ((1,), 0), ((0,), 3), ((), 4)]),
+        (JAX, (300, 511), 0.3),
+        (JAX, (), 4),
+    ],
+)
 def test_large_leaves_and_small_ones_are_held_alike(kit, shape, weight):
     """In torch a large leaf is folded in place, in pieces: as funcga._exact says."""
     r = np.random.default_rng(8)

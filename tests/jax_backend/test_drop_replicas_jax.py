@@ -2,25 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import funcga
 import jax_backend
-from funcga import CARRY
 from jax_backend import collectives
 from tests.call.test_drop import KINDS, expected, loss_of, problem
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX, difference
 
 PARTS = [(0, 3), (3, 6), (6, 9), (9, 12)]  # the micro-batches of 12 rows on 2 devices
-
-
-@pytest.fixture(autouse=True)
-def in_64_bits():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.mark.parametrize("drop", ["microbatch", "window"])
@@ -41,19 +33,3 @@ def test_nan_and_inf_at_every_leaf_and_micro_batch_of_every_device(drop):
             assert difference(JAX, {"loss": loss, "grads": grads}, JAX.arrays(wanted)) <= 1e-12
     flags[:] = 1
     assert not any(leaf.any() for leaf in JAX.leaves(step(params, x, JAX.arrays(flags))))
-
-
-@pytest.mark.parametrize("drop", ["microbatch", "window"])
-def test_threaded_state(drop):
-    def gradient(w, state, x):
-        return w * x.sum(), state + 1
-
-    step = funcga.accumulate(
-        gradient, 2, fold=(funcga.sum(), funcga.carry()), in_axes=(None, CARRY, 0), drop=drop, across="data"
-    )
-    step = jax.jit(jax_backend.replicated(step, mesh(2), in_specs=(P(), P(), P("data"))))
-    w, state, x = jnp.ones(()), jnp.zeros(()), jnp.asarray([1.0, 2, 3, np.nan])
-    # The state is that of the last replica, which drops one of its two micro-batches.
-    value, after = step(w, state, x)
-    assert (float(value), float(after)) == ((6, 1) if drop == "microbatch" else (0, 0))
-    assert tuple(map(float, step(w, state, x.at[3].set(4)))) == (10, 2)

@@ -21,12 +21,7 @@ HOWS = {
     "function": lambda path: "data" if path.startswith("1.experts.") else BOTH,
     "replicas": Replicas(BOTH, leaves=[("expert", "data"), {"dense": BOTH, "experts": "data"}]),
 }
-
-
-@pytest.fixture(autouse=True)
-def in_64_bits():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def grid():

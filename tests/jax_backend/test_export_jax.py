@@ -14,12 +14,7 @@ import jax_backend
 from tests.problems import rng
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-
-
-@pytest.fixture(autouse=True)
-def as_optax_is_written():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def arrays(dtype="float32"):

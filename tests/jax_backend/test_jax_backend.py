@@ -5,9 +5,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import funcga
 from benchmarks.contenders.jax import scan
@@ -57,29 +54,6 @@ def test_static_and_traced_arguments():
     assert float(step(p, x, scale=3, train=False)) == 0
     assert float(step(p, x, scale=4)) == 20
     assert len(calls) == 3
-
-
-def mesh():
-    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-
-def test_inside_shard_map_without_across():
-    params, batch, loss = regression()
-    full = jax.value_and_grad(loss)(params, *batch)
-    step = funcga.accumulate(jax.value_and_grad(loss), 3)
-
-    def local(params, x, y):
-        params = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
-        return jax.tree.map(lambda leaf: lax.pmean(leaf, "data"), step(params, x, y))
-
-    specs = {"mesh": mesh(), "in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-    assert difference(JAX, jax.jit(jax.shard_map(local, **specs))(params, *batch), full) <= LIMITS["float32"]
-
-    def unmarked(params, x, y):  # gradients of replicated parameters are psummed by JAX itself
-        value, grads = step(params, x, y)
-        return lax.pmean(value, "data"), jax.tree.map(lambda g: g / 4, grads)
-
-    assert difference(JAX, jax.jit(jax.shard_map(unmarked, **specs))(params, *batch), full) <= LIMITS["float32"]
 
 
 def test_keys_are_split_and_carried():

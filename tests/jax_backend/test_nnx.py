@@ -11,12 +11,7 @@ from tests.kits import JAX, LIMITS, difference
 nnx = pytest.importorskip("flax.nnx")
 linen = pytest.importorskip("flax.linen")
 eqx = pytest.importorskip("equinox")
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_flax_needs_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 class Plain(nnx.Module):
@@ -49,6 +44,9 @@ def loss(model, x, y):
     return ((model(x) - y) ** 2).mean()
 
 
+by_flax = nnx.jit(nnx.value_and_grad(loss))  # compiled once for all tests
+
+
 def batch(rows=8):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, 3)))
     return x, x.sum(1)
@@ -69,14 +67,14 @@ STEPS = {
 @pytest.mark.parametrize("kind", STEPS)
 def test_gradients_of_nnx_are_those_of_the_whole_batch(kind, x64):
     model, (x, y) = Plain(nnx.Rngs(0)), batch()
-    expected = nnx.value_and_grad(loss)(model, x, y)
+    expected = by_flax(model, x, y)
     step = STEPS[kind](nnx.value_and_grad(loss))
     for _ in range(2):
         found = step(model, x, y)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         assert difference(JAX, found, expected) <= LIMITS["float64"]
         model.first.bias[...] = model.first.bias[...] + 1  # and the next call sees it
-        expected = nnx.value_and_grad(loss)(model, x, y)
+        expected = by_flax(model, x, y)
 
 
 @pytest.mark.parametrize("kind", ["nnx.jit", "stream"])
@@ -122,7 +120,7 @@ def test_state_that_is_threaded_is_that_of_a_loop_by_hand(kind, whose):
         parts = cut(x, y)
         (value, after), grads = funcga.stream(gradient, **options)(params, state, parts)
     by_hand = Net(nnx.Rngs(0))  # which writes to itself
-    made = [(len(part[0]), nnx.value_and_grad(loss)(by_hand, *part)) for part in parts]
+    made = [(len(part[0]), by_flax(by_hand, *part)) for part in parts]
     mean = jax.tree.map(
         lambda *leaves: sum(w * a for (w, _), a in zip(made, leaves, strict=True)) / 8, *[m for _, m in made]
     )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
@@ -121,26 +121,6 @@ def test_state_and_parameters_that_are_cut():
     assert plan.parts["parameters"] == plan.parts["state"] == F32 * 32 * 8 // 4
     assert plan.parts["batch"] == F32 * 40 * 32 // 4
     assert plan.peak_bytes == bytes_of(step(1), params, x) + plan.parts["state"]
-
-
-def test_experts_and_rows_that_lie_over_two_axes():
-    both = ("data", "expert")
-    on = jax.make_mesh((2, 2), both, axis_types=(AxisType.Auto,) * 2)
-    specs = {"dense": P(), "experts": P("expert")}
-
-    def loss(params, x):
-        return jnp.tanh(x @ params["dense"]).mean() + jnp.square(params["experts"]).sum()
-
-    def step(n):
-        across = [both, {"dense": both, "experts": "data"}]
-        step = funcga.accumulate(jax.value_and_grad(loss), n, fold=funcga.sum(), across=across)
-        return replicated(step, on, axis=both, in_specs=(specs, P(both)), out_specs=(P(), specs))
-
-    params, x = {"dense": jnp.ones((8, 8)), "experts": jnp.ones((4, 8))}, jnp.ones((40, 8))
-    plan = funcga.plan(step(3), params, x, memory="1 GiB")
-    assert plan.peak_bytes == bytes_of(step(1), params, x)
-    assert plan.microbatch_size == 10
-    assert plan.parts["parameters"] == F32 * (8 * 8 + 2 * 8)
 
 
 def counted_loss(w, x, *, totals, scale):

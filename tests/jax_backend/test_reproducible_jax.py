@@ -43,12 +43,12 @@ def test_any_number_of_devices_has_the_same_bits(name):
     batch = rows()
     expected = step_of(FOLDS[name])(jnp.asarray(batch))
     r = np.random.default_rng(1)
-    for devices in (3, 4) if name == "mean" else (2,):
+    for devices in (3,) if name == "mean" else (2,):
         step, _ = over(devices, FOLDS[name], batch)
         for ours, theirs in zip(step(jnp.asarray(r.permutation(batch))), expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     # Eight replicas, along an axis of vmap.
-    step = jax.vmap(step_of(FOLDS[name], "data"), axis_name="data", axis_size=8)
+    step = jax.jit(jax.vmap(step_of(FOLDS[name], "data"), axis_name="data", axis_size=8))
     for ours, theirs in zip(step(jnp.asarray(batch).reshape(8, 3, WIDTH)), expected, strict=True):
         np.testing.assert_array_equal(ours, np.broadcast_to(theirs, ours.shape))
     in_torch = funcga.accumulate(

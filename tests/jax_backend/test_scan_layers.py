@@ -182,17 +182,3 @@ def test_layers_that_communicate_are_folded_in_place():
     assert jax_backend.hlo.folded_in_place(over(as_it_is), params, x) == ["output['a']", "output['b']"]
     found, expected = jax.jit(over(as_it_is))(params, x), jax.grad(whole_layers)(params, x)
     assert all(jnp.allclose(found[name], expected[name], rtol=1e-5, atol=1e-6) for name in params)
-
-
-def test_which_leaves_are_folded_in_place():
-    """Of a step by itself, in jit, differentiated and batched; none where nothing is stacked, or something reads it."""
-    params, x = layers(), rows(6)
-    step = funcga.accumulate(jax.value_and_grad(loss), 3)
-    both = ["output[1]['a']", "output[1]['b']"]
-    asked = jax_backend.hlo.folded_in_place
-    assert asked(step, params, x) == asked(jax.jit(step), params, x) == both
-    assert asked(jax.vmap(step, (None, 0)), params, jnp.stack([x, x])) == both
-    assert asked(funcga.accumulate(jax.value_and_grad(penalised), 3), params, x) == both[1:]
-    assert asked(funcga.accumulate(jax.grad(tied), 3), params, x) == []
-    assert asked(funcga.accumulate(jax.grad(loss), 3, fold=funcga.moments()), params, x) == []
-    assert asked(lambda params, x: funcga.stream(jax.value_and_grad(loss))(params, [x, x]), params, x) == both

@@ -12,11 +12,7 @@ from tests import objectives
 from tests.jax_backend.test_replicas_jax import mesh
 from tests.kits import JAX
 
-
-@pytest.fixture(autouse=True)
-def as_users_write_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def problem(dtype="float64"):

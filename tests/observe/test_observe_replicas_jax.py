@@ -32,7 +32,7 @@ def problem(dtype="float64"):
 
 def expected(params, x):
     parts = oracle.apart(ROWS, [ROWS // (N * DEVICES)] * (N * DEVICES))
-    each = [jax.grad(loss_fn)(params, x[part]) for part in parts]
+    each = [jax.jit(jax.grad(loss_fn))(params, x[part]) for part in parts]
     weights = [1] * len(parts)
     flats = {name: [oracle.flat([gradient[name]]) for gradient in each] for name in params}
     whole = [oracle.flat(jax.tree.leaves(gradient)) for gradient in each]

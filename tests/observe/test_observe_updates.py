@@ -21,11 +21,7 @@ from tests.test_errors import check_refused
 LIMIT = 1e-12
 OBSERVE = {"noise": funcga.gradient_noise(groups=lambda path: None if path == "b" else path)}
 WEIGHTS = [3, 1, 2, 2, 4]
-
-
-@pytest.fixture(autouse=True)
-def _precise(x64):
-    pass
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def numbers():

@@ -112,7 +112,7 @@ CASES = {
     "noise, drop": accumulated(averaged, observe=funcga.gradient_noise(), drop="microbatch"),
     "max, a module": lambda devices: of_module(devices, fold=(funcga.max(), funcga.mean()), weight=rows),
     "reproducible": accumulated(summed, fold=EXACT(funcga.per_weight()), weight=rows),
-    "compiled": accumulated(torch.compile(averaged, backend="aot_eager"), weight=rows),
+    "compiled": lambda devices: accumulated(torch.compile(averaged, backend="aot_eager"), weight=rows)(devices),
     "coupled, a mean": coupled_mean,
     "Accumulator": accumulator,
     "multi_steps, reproducible": multi_steps(lambda tx: funcga.multi_steps(tx, 4, fold=EXACT(funcga.mean()))),

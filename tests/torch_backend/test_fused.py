@@ -5,7 +5,6 @@ The oracle is autograd's gradient of the whole batch, in float64 where the case 
 """
 
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 import torch_backend
 from tests.processes import processes
+from tests.torch_backend.wrapped.test_wrapped import ddp, ddp_views, fsdp1
 
 LARGE = 2**19  # elements
 VOCABULARY, WIDTH = 4200, 128  # a table that is large enough
@@ -462,26 +462,6 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd():
     check(step(*args), plain, limit=1e-6)
 
 
-def test_two_threads():
-    args, errors = batch(), []
-
-    def work():
-        try:
-            model = Model(tied=True).double()
-            step = of_params(model, loss_of)
-            for _ in range(5):
-                check(step(*args), gradients(loss_of, model, *args))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
 def test_nothing_of_torch_stays_replaced():
     before = F.linear, F.embedding, torch.addmm
     model, args = Model(), batch()
@@ -583,21 +563,11 @@ def sharded(group, model):
     return fully_shard(model, mesh=mesh)
 
 
-def fully_sharded(group, model):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-def in_ddp(group, model, **options):
-    return nn.parallel.DistributedDataParallel(model, process_group=group, **options)
-
-
 WRAPPERS = {
-    "DDP": in_ddp,
-    "DDP, views": lambda group, model: in_ddp(group, model, gradient_as_bucket_view=True),
+    "DDP": ddp,
+    "DDP, views": ddp_views,
     "FSDP2": sharded,
-    "FSDP1": fully_sharded,
+    "FSDP1": lambda group, model: fsdp1(group, model, auto_wrap_policy=None),
     "across": None,
 }
 

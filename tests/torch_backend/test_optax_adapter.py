@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import funcga
 import torch_backend
-from funcga._transform import Transform
+from funcga.transforms import Transform
 from tests.test_errors import check_refused
 
 CASES = {
@@ -27,13 +27,7 @@ CASES = {
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
     "identity": lambda: optax.identity(),
 }
-
-
-@pytest.fixture(autouse=True)
-def _promotion():
-    """Optax's own code relies on JAX's usual promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def problem(dtype="float32", updates=4):

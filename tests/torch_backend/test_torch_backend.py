@@ -7,45 +7,22 @@ import torch
 from torch.func import grad
 
 import funcga
-from benchmarks.torch_measure import Watch
 from tests import problems
-from tests.torch_backend.engine.test_engine import Unseen
-
-
-def deep(layers=8, width=64, rows=16):
-    """Equal layers: P = layers * width**2 * 4 bytes, so one leaf is P / layers."""
-    r = problems.rng(7)
-    params = {f"w{i}": torch.from_numpy(r.normal(size=(width, width)).astype("float32") / 8) for i in range(layers)}
-
-    def loss(params, x):
-        for w in params.values():
-            x = torch.tanh(x @ w)
-        return (x**2).mean()
-
-    return params, torch.from_numpy(r.normal(size=(rows, width)).astype("float32")), loss
-
-
-def size(tree):
-    return sum(p.nbytes for p in tree.values())
-
-
-def peak(gradient, n, params, x, **options):
-    step = funcga.accumulate(gradient, n, **options)
-    step(params, x)
-    with Watch() as found:
-        step(params, x)
-    return found.bytes
+from tests.kits import Unseen
+from tests.torch_backend.engine.test_engine import deep, peak
 
 
 def test_peak_memory_is_two_gradients_and_a_leaf():
     """And one more where the host does not see the weight: each leaf is masked on its way in, one at a time."""
-    params, x, loss = deep(width=256, rows=8)
-    leaf = size(params) // len(params)
+    params, x, loss = deep(rows=8)
+    size = sum(p.nbytes for p in params.values())
+    leaf = size // len(params)
     activations = 8 * 256 * 4 * 32  # some 32 of them: small beside a leaf
     assert activations <= leaf
-    assert peak(grad(loss), 8, params, x) <= 2 * size(params) + leaf
+    assert peak(funcga.accumulate(grad(loss), 8), params, x) <= 2 * size + leaf
     weight = lambda x: (x > 0).sum().as_subclass(Unseen)
-    assert peak(grad(loss), 4, params, x, weight=weight) <= 2 * size(params) + 2 * leaf + 256  # the weight, as scalars
+    step = funcga.accumulate(grad(loss), 4, weight=weight)
+    assert peak(step, params, x) <= 2 * size + 2 * leaf + 256  # the weight, as scalars
 
 
 def test_compiles_as_the_first_call_of_a_process_and_never_again():

@@ -14,14 +14,8 @@ from tests.problems import rng
 from tests.test_errors import check_refused
 
 # optax's own code promotes dtypes
-standard = pytest.mark.usefixtures("as_optax_is_written")
+standard = pytest.mark.usefixtures("as_users_write_it")
 SHAPES = {"b": (4,), "w": (8, 4)}
-
-
-@pytest.fixture
-def as_optax_is_written():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def tree(seed, scale=1.0):

@@ -16,14 +16,8 @@ from tests.kits import JAX, difference
 from tests.problems import rng
 
 # optax's own code promotes dtypes, and some of it is written for more than one release
-standard = pytest.mark.usefixtures("as_optax_is_written")
+standard = pytest.mark.usefixtures("as_users_write_it")
 NAN = float("nan")
-
-
-@pytest.fixture
-def as_optax_is_written():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def tree(seed=0, dtype="float32", scale=1.0):
@@ -60,17 +54,6 @@ def same(left, right):
     return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
-def emits(tx, grads=GRADS, params=PARAMS, jit=jax.jit, **extra):
-    """Whether each step was an update, by has_updated and by its updates."""
-    update, state, found = jit(tx.update), tx.init(params), []
-    for i, g in enumerate(grads):
-        updates, state = update(g, state, params, **{name: value[i] for name, value in extra.items()})
-        found.append(bool(tx.has_updated(state)))
-        assert found[-1] == any(bool((u != 0).any()) for u in jax.tree.leaves(updates))
-        assert int(state.updates) == sum(found)
-    return "".join(".X"[f] for f in found)
-
-
 # --- every optimizer of optax -----------------------------------------------------------------------------------------
 
 NAMES = (
@@ -93,7 +76,7 @@ OPTIMIZERS |= {name: partial(getattr(contrib, name), 1e-2) for name in WITH_RATE
 OPTIMIZERS |= {name: getattr(contrib, name) for name in WITHOUT.split()}
 
 
-SOME = ("momentum", "noisy_sgd", "lbfgs", "clipped", "sam", "schedule_free_adamw")
+SOME = ("noisy_sgd", "lbfgs", "clipped", "sam")
 EXTRA = {"polyak_sgd": ["value"], "momo": ["value"], "momo_adam": ["value"], "lbfgs": ["value", "grad", "value_fn"]}
 
 
@@ -167,7 +150,7 @@ def test_it_nests_as_optaxs_own_multisteps_does(name):
     expected, _ = train(NESTED[name](optaxs))
     assert not same(params, PARAMS)
     assert difference(JAX, params, expected) < 2e-6
-    if "chain" in name:
+    if name == "first in a chain":
         assert difference(JAX, train(NESTED[name](multi_steps), jit=lambda f: f)[0], expected) < 2e-6
 
 
@@ -203,12 +186,12 @@ def test_optaxs_tools_find_their_way_through_the_state():
 
 
 def test_has_updated_is_right_after_a_skip():
-    grads = [{"a": jnp.float32(g)} for g in (1, 2, NAN, NAN, 3, 4, NAN)]
-    for jit in (jax.jit, lambda f: f):
-        tx = multi_steps(optax.sgd(1.0), funcga.transforms.TargetWeight(2), drop="microbatch")
-        assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
-        tx = multi_steps(optax.sgd(1.0), 2, drop="microbatch")
-        assert emits(tx, grads, {"a": jnp.float32(0)}, jit) == ".X...X."
+    tx = multi_steps(optax.sgd(1.0), 2, drop="microbatch")
+    update, state, found = jax.jit(tx.update), tx.init(jnp.float32(0)), []
+    for grad in (1, 2, NAN, NAN, 3, 4, NAN):
+        updates, state = update(jnp.float32(grad), state)
+        found.append((float(updates), bool(tx.has_updated(state))))
+    assert found == [(0, False), (-1.5, True), (0, False), (0, False), (0, False), (-3.5, True), (0, False)]
 
 
 # --- when the inner optimizer runs -------------------------------------------------------------------------------------

@@ -20,12 +20,7 @@ from tests.problems import rng
 from tests.test_errors import check_refused
 
 CALLS, N = 6, 3
-
-
-@pytest.fixture(autouse=True)
-def as_optax_is_written():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def tree(*leading, seed=0, dtype="float32"):
@@ -211,7 +206,7 @@ def computed(copy, check_vma=True, tx=None):
 
     over = partial(jax.shard_map, mesh=devices, check_vma=check_vma)
     step = jax.jit(over(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
-    params, state = PARAMS, over(tx.init, in_specs=P(), out_specs=specs)(PARAMS)
+    params, state = PARAMS, jax.jit(over(tx.init, in_specs=P(), out_specs=specs))(PARAMS)
     for x in ROWS:
         params, state = step(params, state, x)
     return params

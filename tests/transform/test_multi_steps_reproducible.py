@@ -1,5 +1,6 @@
 """`multi_steps` with exact sums: a window that goes on elsewhere has the same bits, whatever the number of replicas."""
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -36,15 +37,6 @@ def updates_of(kit, order, **choices):
     return updates
 
 
-@pytest.mark.parametrize(("kit", "donate"), [(TORCH, True), (JAX, False)])
-def test_any_order_has_the_same_bits_in_both_frameworks(kit, donate):
-    expected = updates_of(TORCH, range(COUNT))
-    for seed in range(2 if kit is TORCH else 1):
-        updates = updates_of(kit, np.random.default_rng(seed).permutation(COUNT), donate=donate)
-        for name, update in updates.items():
-            np.testing.assert_array_equal(kit.numpy(update), TORCH.numpy(expected[name]))
-
-
 @pytest.mark.parametrize(("first", "second"), [(TORCH, JAX), (JAX, TORCH)])
 def test_a_window_that_goes_on_in_the_other_framework_has_the_same_bits(first, second):
     transforms = [funcga.multi_steps(sgd(), COUNT, fold=FOLD, donate=kit is TORCH) for kit in (first, second)]
@@ -54,16 +46,10 @@ def test_a_window_that_goes_on_in_the_other_framework_has_the_same_bits(first, s
         if k == 5:
             state = funcga.trees.from_state_dict(states[1], funcga.trees.to_state_dict(state))
         kit, tx = (first, transforms[0]) if k < 5 else (second, transforms[1])
-        updates, state = tx.update(kit.arrays(grad), state, weight=weight)
+        update = jax.jit(tx.update) if kit is JAX else tx.update
+        updates, state = update(kit.arrays(grad), state, weight=weight)
     for name, expected in updates_of(TORCH, range(COUNT)).items():
         np.testing.assert_array_equal(updates[name], expected)
-
-
-def test_out_of_range_is_an_error_that_names_the_leaf():
-    tx = funcga.multi_steps(sgd(), 1, fold=funcga.reproducible(funcga.mean(), limit=8))
-    grads = {"w": torch.full((2,), 9.0)}
-    with pytest.raises(funcga.FuncgaError, match=r"the result of grads\['w'\] is not known"):
-        tx.update(grads, tx.init(grads))
 
 
 # -- over processes: saved on two in the middle of a window, and resumed on three

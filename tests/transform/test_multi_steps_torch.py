@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 import torch_backend
 from funcga import Fold, Monoid, Reducer, normalizers
 from funcga.transforms import Transform
 from tests.kits import TORCH, difference, needs_cuda, no_synchronisation
+from tests.torch_backend.optim.test_from_optimizer import Allocated
 from torch_backend import from_optimizer
 
 
@@ -22,29 +22,6 @@ def adamw(**options):
     return from_optimizer(torch.optim.AdamW, lr=0.1, **options)
 
 
-class Made(TorchDispatchMode):
-    """The bytes of the new storages that are made in this context, without those of a few bytes."""
-
-    def __init__(self, least):
-        super().__init__()
-        self.least, self.storages = least, []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        before = {t.untyped_storage().data_ptr() for t in given}
-        out = op(*args, **(kwargs or {}))
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() >= self.least:
-                storage = t.untyped_storage()
-                if storage.data_ptr() not in before and all(storage.data_ptr() != s.data_ptr() for s in self.storages):
-                    self.storages.append(storage)  # kept, so that no other has its place
-        return out
-
-    @property
-    def bytes(self):
-        return sum(storage.nbytes() for storage in self.storages)
-
-
 def made(tx, emits, window=4):
     """What a call of `update` makes, in trees of the parameters' size: all of it, kept or not."""
     params = {f"w{i}": torch.randn(64, 64) for i in range(8)}
@@ -52,9 +29,11 @@ def made(tx, emits, window=4):
     state = tx.init(params)
     for _ in range(2 * window - (1 if emits else 2)):
         _, state = tx.update(grads, state, params)
-    with Made(64 * 64) as found:
+    with Allocated() as found:
         tx.update(grads, state, params)
-    return found.bytes / (8 * 64 * 64 * 4)
+    trees, rest = divmod(found.bytes, 8 * 64 * 64 * 4)
+    assert rest < 64 * 64  # of counts, and of weights
+    return trees
 
 
 def test_memory_that_is_given_away_is_used():
@@ -166,13 +145,3 @@ def test_the_host_does_not_wait_for_the_device(donate, options):
             for g in grads:
                 updates, state = tx.update(g, state, params, weight=tokens)
     assert updates["w"].is_cuda
-
-
-def test_a_state_goes_through_torch_save(tmp_path):
-    tx = funcga.multi_steps(funcga.transforms.loss_scaled(adamw()), 2, observe=funcga.gradient_noise())
-    params = tree(0)
-    state = tx.init(params)
-    for k in range(3):
-        _, state = tx.update(tree(k), state, params)
-    torch.save(state, tmp_path / "state.pt")
-    assert repr(torch.load(tmp_path / "state.pt", weights_only=True)) == repr(state)

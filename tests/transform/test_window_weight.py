@@ -25,12 +25,7 @@ from tests.test_errors import check_refused
 HALF_LIFE, RATE, DECAY = 5e4, 0.05, 0.02
 # The tokens of every micro-batch; the last window is shorter.
 WINDOWS = [[900, 1100, 7], [3000, 20, 450], [1, 1, 1], [5200, 812]]
-
-
-@pytest.fixture(autouse=True)
-def in_64_bits():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 def start():

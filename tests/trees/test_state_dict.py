@@ -14,13 +14,7 @@ import torch_backend
 from tests import problems
 from tests.kits import JAX, TORCH, difference
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write_it")
 
 
 def tree(kit, seed, names="wba", dtype="float32"):

@@ -1,21 +1,14 @@
 """What `verify` says of several denominators: the line works as it is printed; and of totals that are wrong."""
 
 import re
-import runpy
-import sys
 
-import jax
 import pytest
 
 import funcga
 from tests import mistakes, objectives
 from tests.kits import TORCH, difference
 
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("x64", "as_users_write_it")
 
 
 # --- the line that is printed
@@ -156,24 +149,3 @@ def test_a_mean_beside_totals_is_found():
     assert [cause.name for cause in verified(TORCH, loss, count_mask).causes] == ["mean under sum"]
     with pytest.raises(funcga.FuncgaError, match="it has no parameter `totals`"):
         verified(TORCH, mistakes.token_sum, count_mask)
-
-
-FILE = """
-import funcga, torch
-args = torch.ones(3), torch.arange(24.0).view(8, 3)
-fold, totals = funcga.sum(), lambda x: {"rows": len(x)}
-with_totals = funcga.grad(lambda w, x, *, totals: (w * x).sum() / totals["rows"])
-without = funcga.grad(lambda w, x: (w * x).sum())
-"""
-
-
-def test_the_command_line_has_the_totals_of_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "counted.py").write_text(FILE)
-    for name in ("with_totals", "without"):  # which does not take them
-        monkeypatch.setattr(sys, "argv", ["funcga", "verify", f"counted.py:{name}"])
-        monkeypatch.delitem(sys.modules, "funcga.__main__", raising=False)  # another test may have imported it
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("funcga", run_name="__main__")
-        assert ended.value.code == 0
-    assert capsys.readouterr().out.count("Accumulation is exact for this loss.") == 2

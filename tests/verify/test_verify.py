@@ -136,27 +136,6 @@ def test_a_loss_in_place_of_its_gradient(kit):
         assert funcga.verify(scalar, torch.tensor(2.0), torch.randn(6)).gradients
 
 
-def test_a_step_inside_of_a_loss():
-    """It is exact if and only if it is what torch.func makes of it, which knows that the step is differentiated."""
-    loss = lambda w, x: ((x @ w) ** 2).mean()
-    inner, (w, x) = funcga.accumulate(funcga.grad(loss), 1), (torch.randn(3), torch.randn(6, 3))
-    outer = lambda w, x: loss(w - 0.1 * inner(w, x[:1]), x)
-    right = torch.allclose(funcga.accumulate(funcga.grad(outer), 1)(w, x), torch.func.grad(outer)(w, x))
-    names = {cause.name for cause in funcga.verify(funcga.grad(outer), w, x).causes}
-    assert ("wrong gradient" in names) is not right
-
-
-def test_hooks_on_parameters_are_no_wrong_gradient():
-    module = torch.nn.Linear(3, 1)
-    module.weight.register_hook(lambda grad: 2 * grad)
-    pure = torch_backend.pure_loss(module, lambda m, x: (m(x) ** 2).mean())
-    try:
-        verdict = funcga.verify(funcga.grad(pure), dict(module.named_parameters()), torch.randn(6, 3))
-    except funcga.FuncgaError:  # hooks may be refused
-        return
-    assert "wrong gradient" not in {cause.name for cause in verdict.causes}
-
-
 def states():
     """Where in its block of 624 words NumPy's generator is belongs to its state."""
     key, place = np.random.get_state()[1:3]

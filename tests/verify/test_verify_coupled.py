@@ -12,13 +12,7 @@ import torch_backend
 from tests.coupled import losses
 from tests.kits import JAX, TORCH
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def as_users_write_it(x64):
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "x64", "as_users_write_it")
 
 
 # --- right ones

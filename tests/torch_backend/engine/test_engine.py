@@ -16,7 +16,7 @@ import funcga
 import torch_backend
 from benchmarks.torch_measure import Watch
 from tests import oracle, problems
-from tests.kits import LIMITS, TORCH, difference
+from tests.kits import LIMITS, TORCH, Unseen, difference
 
 
 def generic(loss):
@@ -65,10 +65,6 @@ def test_both_paths_agree_bit_for_bit(fold):
     powers = lambda x, y: 2 ** int((x[0, 0] > 0) + 2 * (x[0, 1] > 0))
     for n, weight in ((1, None), (4, None), (5, powers), (12, powers), (5, lambda x, y: 0.3)):
         assert_same(*both(loss, (params, *batch), n, fold=(funcga.mean(), FOLDS[fold]), weight=weight))
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 @pytest.mark.parametrize("way", [funcga.value_and_grad, generic], ids=["engine", "generic"])

@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 import funcga
+from tests.core.test_modules import by_hand
 from torch_backend import pure_loss
 
 MASK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
@@ -22,18 +23,6 @@ def mse(module, x):
 
 def params_of(module):
     return dict(module.named_parameters())
-
-
-def by_hand(module, x, pieces):
-    """The mean over the rows of what .backward() of each micro-batch leaves."""
-    total = {name: torch.zeros_like(p) for name, p in params_of(module).items()}
-    for rows in x.tensor_split(pieces):
-        module.zero_grad()
-        mse(module, rows).backward()
-        for name, p in params_of(module).items():
-            total[name] += p.grad * (len(rows) / len(x))
-    module.zero_grad()
-    return total
 
 
 def steps(module, n):
@@ -77,7 +66,7 @@ def test_every_way_calls_them_for_every_micro_batch(hook, n):
     module[0].weight.register_hook(lambda g: (calls.append(1), HOOKS[hook](g))[1])
     module[2].bias.register_hook(lambda g: g * 2)
     module[0].weight.register_hook(lambda g: g + 1e-3)
-    expected = by_hand(module, x, n)
+    (_, expected), _ = by_hand(module, x, x, lambda module, x, y: mse(module, x), n)
     for way, step in steps(module, n).items():
         calls.clear()
         grads = step(x)

@@ -62,19 +62,6 @@ def test_what_a_chain_hands_on_may_be_what_it_was_given_or_keeps(link, depth):
         assert all(map(torch.equal, kept, before.values()))
 
 
-def test_what_a_chain_keeps_is_not_written_to_by_multi_steps():
-    params, grads = problem(optim.SGD)
-    tx = chain(chain(KEEPING), clip_grad_norm(0.1))
-    steps = [funcga.multi_steps(tx, 2, donate=donate) for donate in (False, True)]
-    states = [made.init(params) for made in steps]
-    for grad in grads:
-        (wanted, states[0]), (found, states[1]) = (
-            made.update(copy.deepcopy(grad), state, params) for made, state in zip(steps, states, strict=True)
-        )
-        assert same(found, wanted)
-        assert repr(states[1].inner) == repr(states[0].inner)
-
-
 def test_what_is_handed_on_is_not_copied():
     seen = []
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcga
+from tests.kits import Unseen
 from tests.processes import processes
 from torch_backend import _private, assign_grads, pipeline_value_and_grad, pure_loss, trainable
 
@@ -127,10 +128,6 @@ def uneven(group, name):
 
 def summed(output, y):
     return output.square().flatten(1).sum(1).dot(1.0 + y.sum(1).double().square())
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 def mean_of_rows(output, y):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 import torch_backend
 from tests import oracle
+from tests.kits import Unseen
 from tests.processes import processes
 from torch_backend import Replicas
 
@@ -104,10 +105,6 @@ def loss_of(feature, reentrant=None):
         return value + torch.where(flags.max() == 1, torch.inf, 0.0) + broken
 
     return loss
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 WEIGHTS = {
@@ -228,6 +225,7 @@ def errors_of(group, source, names):
 
 SOURCES = {
     "engine": [*FEATURES],
+    "engine, some": ["mean", "per_weight", "sum", "max", "stream", "rows", "small buckets", "totals", "drop a window"],
     "func": OF_OTHERS,
     "module": OF_MODULES,
     "reentrant": ["mean", "per_weight"],
@@ -235,7 +233,15 @@ SOURCES = {
 }
 
 
-SIZES = [("engine", 1), ("engine", 2), ("engine", 4), ("func", 2), ("module", 4), ("reentrant", 2), ("mixed", 2)]
+SIZES = [
+    ("engine, some", 1),
+    ("engine", 2),
+    ("engine, some", 4),
+    ("func", 2),
+    ("module", 2),
+    ("reentrant", 2),
+    ("mixed", 2),
+]
 
 
 @pytest.mark.parametrize(("source", "size"), SIZES)

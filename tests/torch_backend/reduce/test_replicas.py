@@ -1,5 +1,6 @@
 """Replicas in torch: real processes, joined by gloo. A window over all of them equals the whole batch on one device."""
 
+import functools
 from contextlib import contextmanager
 
 import pytest
@@ -8,24 +9,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcga
+from tests import kits
 from tests.processes import Failed, processes
+from tests.torch_backend.wrapped.test_wrapped import Collectives
 from torch_backend import Replicas
 
 TREE = torch.utils._pytree
 
 
-def leaves(tree):
-    found = [leaf for leaf in TREE.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in found]
-
-
-def difference(left, right):
-    """The largest difference, relative to the largest element of the right one."""
-    pairs = list(zip(leaves(left), leaves(right), strict=True))
-    assert pairs
-    assert all(a.shape == b.shape and a.isfinite().all() for a, b in pairs)
-    scale = max(b.abs().max().item() for _, b in pairs if b.numel())
-    return max((a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel()) / scale
+difference = functools.partial(kits.difference, kits.TORCH)
 
 
 def problem(dtype=torch.float32):
@@ -136,7 +128,7 @@ def test_every_fold_merges():
                     assert torch.equal(result[name], expected[name])
                 else:
                     assert difference(result[name], expected[name]) <= 1e-13, name
-                assert [leaf.dtype for leaf in leaves(result[name])] == [leaf.dtype for leaf in leaves(expected[name])]
+                assert kits.dtypes(kits.TORCH, result[name]) == kits.dtypes(kits.TORCH, expected[name])
         # the header, floats, integers, values that are not sums, and the numbers of rows that are collected, and these
         assert calls == ["allgather_", *["allreduce_"] * 2, *["allgather_"] * 3]
 
@@ -231,24 +223,10 @@ def check_weights(result, weights):
 # -- what travels, and when
 
 
-class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-    """The collectives that are called in this context, by name and with the bytes that a process sends."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "c10d":
-            sent = args[1] if "allgather" in str(op) else args[0]
-            self.calls.append((op.overloadpacket.__name__, sum(tensor.nbytes for tensor in sent)))
-        return op(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted():
     """What each window calls: a header, which says what is to be merged, and then what is merged."""
-    with Counted() as mode:
+    with Collectives() as mode:
         yield mode.calls
 
 
@@ -315,7 +293,7 @@ def test_bfloat16_on_the_wire_rounds_once_a_replica():
     (first, exact, sent), (second, _, _) = processes().run(rounds, size=2)
     assert difference(sent[0], exact[0]) <= 1e-7  # a scalar is not rounded
     assert difference(sent[1], exact[1]) > 1e-5
-    for a, b, merged, found in zip(*map(leaves, (first[1], second[1], exact[1], sent[1])), strict=True):
+    for a, b, merged, found in zip(*map(TREE.tree_leaves, (first[1], second[1], exact[1], sent[1])), strict=True):
         bound = 2.0**-8 * ((a.abs() + b.abs()) / 2 + merged.abs()) * 1.01 + 1e-9
         assert ((found - merged).abs() <= bound).all()
     for calls, _ in processes().run(sends, 4, 2, {"wire_dtype": torch.bfloat16}, size=2):
@@ -356,17 +334,6 @@ def test_folds_of_ones_own_and_parameters_that_are_not_contiguous():
         for error, calls in found:
             assert error <= 1e-6
             assert calls == ["allgather_", "allreduce_"]
-
-
-def over_a_mesh(group):
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    params, *batch = problem(torch.float64)
-    own = [x[12 * dist.get_rank(group) :][:12] for x in batch]
-    return [difference(made(across)(params, *own), made(None)(params, *batch)) for across in (mesh, mesh["dp"], group)]
-
-
-def test_a_device_mesh():
-    assert max(map(max, processes(2).run(over_a_mesh))) <= 1e-13
 
 
 # -- refusals, on every replica, before anything is reduced

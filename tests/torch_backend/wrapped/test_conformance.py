@@ -9,6 +9,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 import funcga
+from tests.kits import Unseen
 from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import FOLDS, WRAPPERS, full, hybrid, mesh_of
 from torch_backend import module_value_and_grad
@@ -64,18 +65,21 @@ FEATURES = {
     "branch": Feature(parts=("branch",), rows=((7, 7, 7, 7),) * 4, n=2),
     "branch, every": Feature(parts=("branch",), rows=((7, 7, 7, 7),) * 2, n=2, sync="every"),
 }
+# Of the second form of a wrapper, and in float32: what is summed, and when, is the same.
+FEATURES_OF_TWINS = [
+    "n=3", "every micro-batch synchronises", "uneven stream", "weights of a device", "per_weight", "sum, last", "by_steps",
+    "fewer rows than micro-batches", "fewer rows, summed", "drop", "tied",
+]  # fmt: skip
 FEATURES_OF_A_MESH = ["every micro-batch synchronises", "stream", "fewer rows than micro-batches", "totals", "outer"]
 
 
-def features_of(wrapper):
+def features_of(wrapper, dtype):
     if wrapper in ("hybrid", "hsdp"):
         outer = {"outer": Feature(sync="outer", streams=True, weighs="tokens")} if wrapper == "hsdp" else {}
         return {name: {**FEATURES, **outer}[name] for name in FEATURES_OF_A_MESH if name in {**FEATURES, **outer}}
-    is_ddp, left_out = wrapper in ("ddp", "ddp_views", "replicated"), set()
-    if is_ddp:
-        left_out |= {"unused"}
-    if wrapper in ("fsdp1", "fsdp1_flat"):
-        left_out |= {"frozen"}
+    if wrapper in ("ddp_views", "fsdp1_flat", "replicated") or dtype is torch.float32:
+        return {name: FEATURES[name] for name in FEATURES_OF_TWINS}
+    left_out = {"ddp": {"unused"}, "fsdp1": {"frozen"}}.get(wrapper, set())
     if wrapper not in ("ddp_unused", "fsdp2") or (wrapper == "fsdp2" and not REDUCES_UNUSED):
         left_out |= {"branch", "branch, every"}
     return {name: feature for name, feature in FEATURES.items() if name not in left_out}
@@ -124,10 +128,6 @@ def loss_of(feature):
         return (value, aux) if feature.aux else value
 
     return loss
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 WEIGHTS = {
@@ -218,7 +218,7 @@ def error_of(group, wrapper, feature, dtype):
 
 def errors_of(group, wrapper, dtype):
     found = {}
-    for name, feature in features_of(wrapper).items():
+    for name, feature in features_of(wrapper, dtype).items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*find_unused_parameters")  # as some use all of them
             try:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import funcga
+from tests.kits import Unseen
 from tests.processes import answer, processes
 from tests.torch_backend.wrapped.test_wrapped import (
     WRAPPERS,
@@ -33,10 +34,6 @@ def step_of(module, loss_fn=mean_square, n=2, has_aux=False, sync="last", **opti
 
 def rows(group):
     return rows_of(group.rank(), torch.float32)
-
-
-class Unseen(torch.Tensor):
-    """A weight that the host does not see, as one on a device."""
 
 
 def of_ddp(group, **options):
