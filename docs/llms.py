@@ -25,10 +25,10 @@ HEAD = """\
 - A loader: `for window in funcga.windows(loader, 8): loss, grads = funcga.stream(gradient)(params, window)`.
 - An optimizer: `tx = funcga.multi_steps(optax.adamw(1e-3), 8)`; in torch of
   `torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3)`.
-- Replicas: `across=process_group`, or `across="data"` inside of `jax_backend.replicated(step, mesh)`. Never divide by
+- Replicas: `across=process_group`, or `across="data"` in `jax_backend.replicated(step, mesh)`. Never divide by
   n or by world_size.
 - Is it exact for this loss? `funcga.verify(gradient, params, batch, n=4).assert_exact()`.
-  A loop of torch: `python -m funcga doctor train.py`.
+  In torch: `python -m funcga doctor train.py`.
 """
 
 
