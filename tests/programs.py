@@ -1,4 +1,4 @@
-"""Examples as tests run them: in the test's own process, which afterwards is as it was."""
+"""Programs as tests run them: examples in the test's own process, which afterwards is as it was; and a training loop."""
 
 import gc
 import importlib
@@ -59,3 +59,18 @@ def example(name):
     """The module of an example, made anew, whose functions a test calls."""
     with beside_the_examples():
         return importlib.import_module(name)
+
+
+# A training loop as people write it, whose micro-batches have as many rows as its arguments say.
+TRAIN = """
+import sys, torch, torch.nn.functional as F
+model = torch.nn.Linear(6, 5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+lengths = [int(each) for each in sys.argv[1:]]
+for _ in range(2):
+    for n in lengths:
+        (F.cross_entropy(model(torch.randn(n, 6)), torch.randint(5, (n,))) / len(lengths)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit(7)
+"""

@@ -16,13 +16,13 @@ MOST = {
     "tokens of the core": 148_397,
     "tokens of the core, torch": 61_167,
     "tokens of tools": 69_795,
-    "tokens of the doctor": 7_997,
+    "tokens of the doctor": 7_986,
     "tokens of packs": 1_025,
     "attributes of a class": 16,
     "fmt: skip": 0,
     "Any": 588,
     "getattr": 97,
-    "lines of tests": 31_882,
+    "lines of tests": 31_759,
     "files of tests that import what is private": 13,
 }
 # Functions entered, calls of them, and files that they are in.

@@ -225,7 +225,7 @@ def _names_of_factor(weighing: Weighing, window: Window, n: float, most: int) ->
 def _name_of_division(n: float, factor: float, outer: float, most: int) -> str:
     """Why the mean of n means is off by a factor; "" if that cannot be told.
 
-    outer: what each mean is divided by; most: the largest n of this optimizer's windows.
+    outer: what each mean is divided by; most: the largest n of all windows.
     """
     if n > 1 and outer == 1:
         return "not divided"

@@ -72,7 +72,9 @@ class Ledger:
     def look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
         now, versions = self.sketch(), self.version()
         is_new = versions != self.versions or self.is_sharded
-        self.looks.append(Look(kind, micro_batch, is_new, _change(self.last, now)))
+        last = self.last
+        change = torch.stack([last @ last, last @ now, now @ now])
+        self.looks.append(Look(kind, micro_batch, is_new, change))
         self.last, self.versions = now, versions
 
     def settle(self, window: Window, scale: float) -> None:
@@ -94,11 +96,6 @@ def _elements(param: torch.Tensor, most: int) -> torch.Tensor:
         return torch.zeros(count, dtype=param.dtype, device=param.device)
     flat: torch.Tensor = grad.view(-1)
     return flat[:: max(1, len(flat) // max(1, count))][:count]
-
-
-def _change(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """The three numbers of a Look."""
-    return torch.stack([before @ before, before @ now, now @ now])
 
 
 class Loop:
@@ -280,7 +277,8 @@ class Loop:
             self.quietly(_merge, window, everyone)
 
     def _see_step(self, optimizer: Optimizer) -> Window | None:
-        self._find_optimizers([optimizer])
+        if self._ledger(optimizer) is None:
+            self._find_optimizers([optimizer])
         if (ledger := self._ledger(optimizer)) is None:
             return None  # one of another model
         ledger.optimizer = optimizer  # another one may be around it

@@ -183,6 +183,7 @@ def cause_lines(number: int, cause: Cause) -> Iterator[str]:
 
 
 def wrapped(text: str, first: str = "   ") -> list[str]:
+    """The lines of a sentence, indented as in a report; `first` stands before the first one."""
     return textwrap.wrap(
         text, 88, initial_indent=first, subsequent_indent="   ", break_long_words=False
     )

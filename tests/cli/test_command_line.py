@@ -10,6 +10,7 @@ import pytest
 
 import funcga
 from funcga.__main__ import main
+from tests.programs import TRAIN
 
 pytestmark = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("torch", "jax", "optax", "sklearn")), reason="needs funcga[parity]"
@@ -241,20 +242,6 @@ def test_plan(tmp_path, capsys):
     assert main(["plan", f"{file}:step", "--memory", "much"]) == 2
     assert "no number of bytes" in capsys.readouterr().err
     assert main(["plan", f"{file}:args"]) == 2
-
-
-TRAIN = """
-import sys, torch, torch.nn.functional as F
-model = torch.nn.Linear(6, 5)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-lengths = [int(each) for each in sys.argv[1:]]
-for _ in range(2):
-    for n in lengths:
-        (F.cross_entropy(model(torch.randn(n, 6)), torch.randint(5, (n,))) / len(lengths)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-sys.exit(7)
-"""
 
 
 def test_the_doctor(tmp_path, monkeypatch, capsys):

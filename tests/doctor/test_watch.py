@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 from tests.processes import processes
+from tests.programs import TRAIN
 
 pytest_plugins = ["pytester"]
 
@@ -194,20 +195,6 @@ def test_files(tmp_path):
         watched.plot(tmp_path / "no" / "watched.png")
 
 
-SCRIPT = """
-import sys, torch, torch.nn.functional as F
-model = torch.nn.Linear(6, 5)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-lengths = [int(each) for each in sys.argv[1:]]
-for _ in range(2):
-    for n in lengths:
-        (F.cross_entropy(model(torch.randn(n, 6)), torch.randint(5, (n,))) / len(lengths)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-sys.exit(7)
-"""
-
-
 def test_the_fixture(pytester):
     pytester.makepyfile(
         f"""
@@ -218,7 +205,7 @@ def test_the_fixture(pytester):
         def test_training(watch_exact, lengths, monkeypatch):
             monkeypatch.setattr(sys, "argv", ["", *lengths])
             with pytest.raises(SystemExit):
-                exec({SCRIPT!r})
+                exec({TRAIN!r})
         """
     )
     pytester.runpytest_inprocess().assert_outcomes(passed=2, errors=1)
