@@ -90,6 +90,18 @@ def run_backward(
 graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", lambda: -1)
 
 
+# The node of the graph that this thread runs in a backward pass; None if torch does not tell: then
+# functions written in Python that run a module are not recognised.
+current_node: Callable[[], object] = _attribute(
+    torch._C, "_current_autograd_node", lambda: None
+)
+
+# How many nodes of graphs this thread has made. Without it each graph is walked.
+nodes_made: Callable[[], int] = _attribute(
+    torch.autograd, "_get_sequence_nr", itertools.count().__next__
+)
+
+
 def in_backward() -> bool:
     """Whether this thread runs part of a backward pass; False if torch does not tell."""
     return graph_task() != -1
@@ -101,7 +113,8 @@ FAKE: type | None = _attribute(torch, "_subclasses.fake_tensor.FakeTensor", None
 _FAKE_MODE: Callable[..., Any] | None = _attribute(
     torch, "_subclasses.fake_tensor.FakeTensorMode", None
 )
-_NUMBERS = itertools.count(2)
+# What weights are in such a mode: each time another number.
+NUMBERS = itertools.count(2)
 
 
 def fake_mode() -> Any | None:
@@ -134,7 +147,7 @@ def stand_in(weight: Any) -> Any:
     """
     if weight.device.type != "cpu":
         return weight
-    return True if weight.dtype == torch.bool else next(_NUMBERS)
+    return True if weight.dtype == torch.bool else next(NUMBERS)
 
 
 # How many tensors and storages hold the memory of this storage, by its `_cdata`. Without it nobody

@@ -28,16 +28,16 @@ from funcga.normalizers import identity
 from funcga.reducers import weighted
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.alone import value_of
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.inputs import (
+from torch_backend.former.alone import value_of
+from torch_backend.former.buffers import Buffers
+from torch_backend.former.inputs import (
     DifferentiatedArguments,
     OwnParameters,
     detached,
     with_a_blank_row,
 )
-from torch_backend.engine.window import Engine
-from torch_backend.loop import Calls, accumulate, cut, run_window, untraced, window_of, with_totals
+from torch_backend.former.window import Engine
+from torch_backend.former.loop import Calls, accumulate, cut, run_window, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states

@@ -13,7 +13,7 @@ autograd gives it. In any other pass, such as one that loss_fn or a hook runs, t
 return the gradient, as torch's own do, and it can be differentiated again.
 
 A tool: without this file autograd adds these gradients as it does all others. It stands on the
-`Pass` of torch_backend.engine, which it is registered with below.
+`Pass` of torch_backend.former, which it is registered with below.
 """
 
 import threading
@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.overrides import has_torch_function
 
 from torch_backend import _private
-from torch_backend.engine.passes import FUSES, LARGE, Arrivals
+from torch_backend.former.passes import FUSES, LARGE, Arrivals
 from torch_backend.replacements import Replacements
 
 # The same on a device, whose kernels take less time than a function written in Python, unless the

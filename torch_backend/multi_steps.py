@@ -12,8 +12,8 @@ from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Layout
+from torch_backend.former.buffers import Buffers
+from torch_backend.former.layout import Layout
 from torch_backend.parameters import added as added
 from torch_backend.parameters import narrowed
 from torch_backend.reduce import Reduction

@@ -26,8 +26,8 @@ from funcga._call.supported import PIPELINE
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.engine.inputs import OwnParameters, detached, with_a_blank_row
-from torch_backend.engine.passes import Pass
+from torch_backend.former.inputs import OwnParameters, detached, with_a_blank_row
+from torch_backend.former.passes import Pass
 from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.pipeline.schedule import Pipeline

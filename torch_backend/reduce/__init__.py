@@ -26,8 +26,8 @@ from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
-from torch_backend.engine.buffers import Buffers, power_below
-from torch_backend.engine.layout import Layout
+from torch_backend.former.buffers import Buffers, power_below
+from torch_backend.former.layout import Layout
 from torch_backend.reduce.agreement import (
     Agreement,
     Progress,

@@ -22,7 +22,7 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
-from torch_backend.engine.layout import Layout
+from torch_backend.former.layout import Layout
 from torch_backend.reduce.header import ROOM, Report, digest_of
 from torch_backend.reduce.wire import Form, Plan, plan_of
 from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group

@@ -17,7 +17,7 @@ from funcga._fold import LeafFold
 from funcga._types import Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
-from torch_backend.engine.buffers import Buffers
+from torch_backend.former.buffers import Buffers
 from torch_backend.replicas import Channel, as_bytes
 
 # Waits for a message that has begun, and takes in what the others have sent.

@@ -19,7 +19,7 @@ from funcga._replicas import check_one_for_all
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.engine.lent_sums import are_alone
+from torch_backend.former.lent_sums import are_alone
 from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 

@@ -21,11 +21,11 @@ from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.engine import Window
-from torch_backend.engine.inputs import OwnParameters, unsplit
-from torch_backend.engine.layout import StepCache
-from torch_backend.engine.passes import Pass
-from torch_backend.engine.window import Engine
+from torch_backend.former import Window
+from torch_backend.former.inputs import OwnParameters, unsplit
+from torch_backend.former.layout import StepCache
+from torch_backend.former.passes import Pass
+from torch_backend.former.window import Engine
 from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of

@@ -28,14 +28,14 @@ from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
-from torch_backend.engine.foreign_leaves import gradients_aside, reach
-from torch_backend.engine.inputs import OWN, Leaves, OwnParameters, detached, with_a_blank_row
-from torch_backend.engine.layout import StepCache
-from torch_backend.engine.lent_sums import are_alone, holds
-from torch_backend.engine.observing import ObservedGradient, Observing, with_gradients
-from torch_backend.engine.passes import Pass, autocasting
+from torch_backend.former.buffers import Buffers
+from torch_backend.former.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
+from torch_backend.former.foreign_leaves import gradients_aside, reach
+from torch_backend.former.inputs import OWN, Leaves, OwnParameters, detached, with_a_blank_row
+from torch_backend.former.layout import StepCache
+from torch_backend.former.lent_sums import are_alone, holds
+from torch_backend.former.observing import ObservedGradient, Observing, with_gradients
+from torch_backend.former.passes import Pass, autocasting
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk, call_loss

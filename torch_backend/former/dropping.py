@@ -20,8 +20,8 @@ from funcga._call.dropping import DroppingStep
 from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import local
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.layout import Layout
+from torch_backend.former.buffers import Buffers
+from torch_backend.former.layout import Layout
 
 NAN = float("nan")
 

@@ -15,7 +15,7 @@ from funcga._fold.outputs import Outputs
 from funcga._types import Array, Reduced, Scalar, Tree
 from torch_backend import arrays
 from torch_backend.dtensor import local, local_tensors, without_partials
-from torch_backend.engine.layout import Layout
+from torch_backend.former.layout import Layout
 from torch_backend.replicas import Replicas
 from torch_backend.sums import Sums, elementwise
 

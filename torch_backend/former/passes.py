@@ -23,8 +23,8 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.foreign_leaves import gradients_aside, python_functions
-from torch_backend.engine.inputs import Inputs, Leaves, tensors_of
+from torch_backend.former.foreign_leaves import gradients_aside, python_functions
+from torch_backend.former.inputs import Inputs, Leaves, tensors_of
 from torch_backend.gradients import is_constant, switched_off
 from torch_backend.modules.functional import call_log, recomputing
 from torch_backend.replacements import replacements

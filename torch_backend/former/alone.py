@@ -18,16 +18,16 @@ from funcga._backend import Backend
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from torch_backend import _private, trees
-from torch_backend.engine.foreign_leaves import reach
-from torch_backend.engine.inputs import (
+from torch_backend.former.foreign_leaves import reach
+from torch_backend.former.inputs import (
     DifferentiatedArguments,
     Inputs,
     Leaves,
     detached,
     unsplit,
 )
-from torch_backend.engine.lent_sums import are_alone
-from torch_backend.engine.passes import Pass, check_no_grads
+from torch_backend.former.lent_sums import are_alone
+from torch_backend.former.passes import Pass, check_no_grads
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")

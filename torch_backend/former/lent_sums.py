@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.engine.buffers import Buffers, Merge
-from torch_backend.engine.foreign_leaves import python_functions, reach
-from torch_backend.engine.passes import Pass, check_no_grads, ran_backward
+from torch_backend.former.buffers import Buffers, Merge
+from torch_backend.former.foreign_leaves import python_functions, reach
+from torch_backend.former.passes import Pass, check_no_grads, ran_backward
 
 # Read for all leaves at once, these take a fraction of the time.
 _GRAD, _NBYTES, _CDATA, _LAYOUT = (

@@ -27,7 +27,7 @@ from funcga._types import Array, GradFn, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor
-from torch_backend.engine.foreign_leaves import GradsWatch, Surroundings, gradients_aside
+from torch_backend.former.foreign_leaves import GradsWatch, Surroundings, gradients_aside
 from torch_backend.gradients import put_hooks
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_no_params, check_unfrozen

@@ -32,10 +32,10 @@ from funcga._types import GradFn, LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
-from torch_backend.engine.buffers import Buffers
-from torch_backend.engine.inputs import Inputs, Leaves
-from torch_backend.engine.layout import Layout
-from torch_backend.engine.window import Engine
+from torch_backend.former.buffers import Buffers
+from torch_backend.former.inputs import Inputs, Leaves
+from torch_backend.former.layout import Layout
+from torch_backend.former.window import Engine
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 

@@ -18,7 +18,7 @@ from funcga._grad import GradientFunction
 from funcga._types import Structure, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
-from torch_backend.engine.inputs import Leaves
+from torch_backend.former.inputs import Leaves
 from torch_backend.sums import added_as
 
 

@@ -1,0 +1,67 @@
+"""The graph of a loss: which leaves it leads to, and how its backward pass is run.
+
+The graph of a loss is no part of the structure of a call: a loss may build another one each time.
+`torch.autograd` counts the nodes that a thread makes, so a graph of a number of nodes that was not
+seen before is walked once. The count only saves walks, it is no identity: what a walk would have
+shown is watched for in every pass (guards.recompute, guards.foreign).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from torch_backend import _private
+
+# How many nodes of graphs this thread has made.
+nodes_made: Callable[[], int] = _private.nodes_made
+
+# The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
+_AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+
+
+class Reached(NamedTuple):
+    """What a graph leads to.
+
+    `own`: whether that is a leaf of the window. `foreign`: the other leaves. `custom`: whether a
+    function written in Python is in it, which may run a backward pass of its own, as a reentrant
+    checkpoint does.
+    """
+
+    own: bool
+    foreign: list[torch.Tensor]
+    custom: bool
+
+
+def reach(loss: torch.Tensor, own_ids: Collection[int]) -> Reached:
+    """What the graph of a loss leads to; `own_ids` are the ids of the window's leaves."""
+    if loss.grad_fn is None:  # a leaf itself, or a constant
+        is_own = id(loss) in own_ids
+        return Reached(is_own, [loss] if loss.requires_grad and not is_own else [], False)
+    # Breadth first: the list grows while it is walked through.
+    nodes: list[Node] = [loss.grad_fn]
+    seen: set[Node | None] = {None, *nodes}
+    for node in nodes:
+        for after, _ in node.next_functions:
+            if after not in seen:
+                seen.add(after)
+                nodes.append(after)  # type: ignore[arg-type]
+    leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]  # type: ignore[attr-defined]
+    foreign = [leaf for leaf in leaves if id(leaf) not in own_ids]
+    kinds = {*map(type, nodes)}
+    custom = any(issubclass(kind, BackwardCFunction) and _may_run_a_pass(kind) for kind in kinds)
+    return Reached(len(foreign) < len(leaves), foreign, custom)
+
+
+def _may_run_a_pass(kind: type) -> bool:
+    """False for a graph that torch.compile has compiled, and for a function that says so."""
+    function = kind._forward_cls  # type: ignore[attr-defined]
+    is_compiled = function.__module__.startswith("torch._functorch._aot_autograd.")
+    return not (is_compiled or "runs_no_pass" in vars(function))
+
+
+def run(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool) -> None:
+    """One backward pass, restricted to the inputs, or unrestricted if there are none."""
+    _private.run_backward(loss, cotangent, tuple(inputs), on_host and loss.is_cpu)

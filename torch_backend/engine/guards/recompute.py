@@ -1,0 +1,119 @@
+"""A module that runs again in the backward pass, as under a checkpoint, has the parameters of the
+forward pass.
+
+torch.func.functional_call takes its tensors out of the module when the forward pass ends. What a
+checkpoint runs again then has the module's own: the same where they share memory, and silently
+wrong gradients where not, in plain torch too. torch's own hooks show which tensors a module has.
+"""
+
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from funcga.errors import FuncgaError
+from torch_backend import _private
+from torch_backend.engine.guards import ON
+
+# Where each module's parameters lay that are no leaves of the window, in forward passes.
+Seen = weakref.WeakKeyDictionary[nn.Module, set[int]]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where a tensor lies, or which one it is where that cannot be told, as in a transform."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return id(tensor)
+
+
+@contextmanager
+def noted(seen: Seen, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context of forward passes, in which it is noted which other parameters modules have."""
+    # A compiled module would be compiled again where there are such hooks.
+    if not ON or _private.may_compile():
+        yield
+        return
+    own = {*map(memory_of, leaves)}
+
+    def note(module: nn.Module, args: object) -> None:
+        tensors = [p for p in module._parameters.values() if p is not None]
+        others = {*map(memory_of, tensors)} - own
+        if others:
+            seen.setdefault(module, set()).update(others)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def watched(
+    loss: torch.Tensor, seen: Seen, leaves: Sequence[torch.Tensor], on_host: bool, custom: bool
+) -> Iterator[None]:
+    """A context of the backward pass of a loss. Raises FuncgaError if a module runs in it with
+    other tensors than in the forward pass.
+
+    `custom`: whether the pass runs unrestricted, so that functions may run passes of their own.
+    """
+    if not ON or (_private.may_compile() and not custom):
+        yield
+        return
+    thread, tasks = threading.get_ident(), set[int]()
+    # On the host a pass runs in this thread, elsewhere it is known by the number of its task.
+    root = None if on_host else loss.grad_fn.register_prehook(  # type: ignore[union-attr]
+        lambda _: tasks.add(_private.graph_task())
+    )
+
+    def check(module: nn.Module, args: object) -> None:
+        is_here = threading.get_ident() == thread if on_host else _private.graph_task() in tasks
+        if is_here and _private.in_backward():
+            _check(module, seen, leaves, custom)
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if root is not None:
+            root.remove()
+
+
+def _check(module: nn.Module, seen: Seen, leaves: Sequence[torch.Tensor], custom: bool) -> None:
+    tensors: list[Any] = [p for p in module._parameters.values() if p is not None]
+    in_function = isinstance(_private.current_node(), BackwardCFunction)
+    if in_function and not custom:
+        raise FuncgaError(
+            f"a function written in Python, such as a checkpoint with use_reentrant=True, runs "
+            f"{type(module).__name__} again in the backward pass, and earlier calls of this step "
+            "had no such function. Make the step anew where the loss changes so: "
+            "step = funcga.accumulate(grad_fn, n); or use use_reentrant=False."
+        )
+    own_ids, own = {*map(id, leaves)}, {*map(memory_of, leaves)}
+    for tensor in tensors:
+        where = memory_of(tensor)
+        # A reentrant checkpoint would leave the gradient in the module's own parameter.
+        is_own = where in own and not (in_function and id(tensor) not in own_ids)
+        if not (is_own or where in seen.get(module, ())):
+            raise FuncgaError(
+                "loss_fn runs a module again in the backward pass, as a checkpoint does, and then "
+                "with the module's own parameters instead of those that loss_fn is given: "
+                "functional_call has taken them out by then. Use "
+                "torch_backend.pure_loss(module, loss_fn), or no checkpoint; where the parameters "
+                "are the module's own, use_reentrant=False."
+            )
+
+
+def none_seen() -> Seen:
+    """A table for a new plan."""
+    return weakref.WeakKeyDictionary()
+
+

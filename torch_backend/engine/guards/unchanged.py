@@ -1,0 +1,62 @@
+"""No parameter is written to during a window, and no sum but by the window's own backward passes."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcga.errors import FuncgaError
+from torch_backend import _private
+
+_GRAD = operator.attrgetter("grad")
+
+
+def versions_of(leaves: Sequence[torch.Tensor]) -> int:
+    """A number that grows with every write to one of these."""
+    return sum(map(_private.version, leaves))
+
+
+def writes_of(leaves: Sequence[torch.Tensor]) -> int:
+    """A number that grows with everything that is added to the `.grad`s of these."""
+    grads = [gradient for gradient in map(_GRAD, leaves) if gradient is not None]
+    return len(grads) + sum(map(_private.version, grads))
+
+
+def that_shorten_rows(module: nn.Module) -> set[int]:
+    """The ids of parameters that a forward pass of the module writes to itself."""
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
+    }
+
+
+def written() -> FuncgaError:
+    """The error for a parameter that was written to."""
+    return FuncgaError(
+        "a parameter was changed in place during the window, by loss_fn or by another "
+        "thread: the gradients of its micro-batches were taken at different parameter "
+        "values. Write to a copy, `p = p + ...`, and update the parameters when the window "
+        "is done."
+    )
+
+
+def ran_backward() -> FuncgaError:
+    """The error for a loss that runs a backward pass into its own parameters."""
+    return FuncgaError(
+        "loss_fn called .backward(): the gradients that it leaves in the parameters would be added "
+        "to those of the loss. Return the loss and leave that to funcga; for a gradient inside of "
+        "the loss use torch.autograd.grad or torch.func.grad."
+    )
+
+
+def check_held(leaves: Sequence[torch.Tensor], sums: Sequence[Any]) -> None:
+    """Raises FuncgaError if a sum no longer stands as the `.grad` of its leaf."""
+    if any(map(operator.is_not, map(_GRAD, leaves), sums)):
+        raise FuncgaError(
+            "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "
+            "instance, and what was accumulated in it. Leave that line out: gradients are "
+            "returned, not kept in the module."
+        )

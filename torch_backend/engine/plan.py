@@ -1,0 +1,165 @@
+"""What is known of a step's calls of one structure: worked out at the first of them, once.
+
+A plan is immutable once it is kept. It holds no tensor and no module. What the graphs of its losses
+were seen to need stands in a table beside it.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from funcga._call.arguments import Argument, Arguments
+from funcga._grad import GradientFunction
+from funcga._types import Tree
+from torch_backend import _private, trees
+from torch_backend.engine.guards import recompute
+from torch_backend.engine.sums import Folding
+
+OWN = -1  # in place of the index of an argument: a module's own parameters
+_MOST = 64  # plans of a step, and graphs of a plan
+
+
+class Graph(NamedTuple):
+    """What graphs of one number of nodes were seen to need.
+
+    `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
+    `arrivals`: how many gradients a pass has added; None while nobody has counted.
+    """
+
+    custom: bool
+    arrivals: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is known of calls of one structure.
+
+    `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
+    `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
+    parameter has hooks of the user's. `takes_weights`: whether the cotangent of a pass may be a
+    weight. `parts` and `cuts` say how the arguments are split, without the arguments.
+    """
+
+    indices: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    moving: tuple[int, ...] = ()
+    hooked: bool = False
+    autocast: bool = False
+    takes_weights: bool = False
+    on_host: bool = False
+    shortens_rows: frozenset[int] = frozenset()
+    parts: tuple[Argument, ...] | None = None
+    cuts: Sequence[tuple[int, int]] = ()
+    folding: Folding | None = None
+    loss_dtype: torch.dtype | None = None
+    graphs: "Table" = field(default_factory=lambda: Table())
+    seen: recompute.Seen = field(default_factory=recompute.none_seen)
+
+
+    def with_cuts(self, arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> "Plan":
+        """The plan that knows how arguments like these are cut; where state is threaded, each call
+        is read anew.
+        """
+        bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
+        return replace(self, parts=None if arguments.state else tuple(bare), cuts=cuts)
+
+
+class Table(dict[Any, Any]):
+    """A table of at most 64 entries, of which the oldest goes out. Threads may share it."""
+
+    def put(self, key: Any, value: Any) -> None:
+        """Notes a value."""
+        self[key] = value
+        if len(self) > _MOST:
+            for oldest in [*self][: len(self) - _MOST]:
+                self.pop(oldest, None)
+
+
+class Plans(Table):
+    """The plans of a step, by the structure of the call. It is kept by the step."""
+
+
+# --- the structure of a call
+
+_SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
+    operator.attrgetter, ("shape", "dtype", "layout", "is_cpu", "is_nested", "requires_grad")
+)
+_DENSE = {torch.Tensor, nn.Parameter}
+
+
+def ambient() -> tuple[bool, ...]:
+    """What is on around the call, that changes what it computes."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        _private.is_any_autocast_enabled(),
+    )
+
+
+def key_of(leaves: Sequence[Any], structure: object) -> tuple[object, ...]:
+    """What trees of one structure have in common: shapes, dtypes, and what acts on gradients."""
+    types = tuple(map(type, leaves))
+    if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
+        return structure, *map(_kind, leaves)
+    records = tuple(map(_REQUIRES_GRAD, leaves))
+    hooks: tuple[bool, ...] = ()
+    if True in records:
+        looks = _private.has_hooks, _private.has_hooks_on_grad
+        hooks = tuple([any(map(look, leaves)) for look in looks])
+    return (
+        structure,
+        types,
+        records,
+        hooks,
+        tuple(map(_SHAPE, leaves)),
+        tuple(map(_DTYPE, leaves)),
+        tuple(map(_LAYOUT, leaves)),
+        tuple(map(_IS_CPU, leaves)),
+        True in map(torch.is_inference, leaves),
+    )
+
+
+def _kind(leaf: Any) -> object:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf)
+    shape = None if leaf.is_nested or hasattr(leaf, "materialize") else leaf.shape
+    hooks = bool(_private.hooks_of(leaf)), _private.acts_on_grad(leaf)
+    return type(leaf), shape, leaf.dtype, leaf.layout, leaf.requires_grad, leaf.is_inference(), hooks
+
+
+# --- making one
+
+
+def is_narrow(leaf: torch.Tensor) -> bool:
+    """Whether a gradient times a weight may overflow in this leaf's dtype."""
+    return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
+
+
+def plan_of(
+    gradient: GradientFunction,
+    indices: tuple[int, ...],
+    axes: Callable[[int], bool],
+    leaves: Sequence[torch.Tensor],
+    hooked: bool,
+    module: nn.Module | None,
+) -> Plan:
+    """A plan for these leaves; `axes(index)`: whether an argument is split."""
+    from torch_backend.engine.guards.unchanged import that_shorten_rows
+
+    moving = tuple([index for index in indices if index != OWN and axes(index)])
+    autocast = _private.is_any_autocast_enabled()
+    may_weigh = not (hooked or autocast or gradient.scaled or moving)
+    return Plan(
+        indices=indices,
+        whole=tuple([index for index in indices if index not in moving]),
+        moving=moving,
+        hooked=hooked,
+        autocast=autocast,
+        takes_weights=may_weigh and not any(map(is_narrow, leaves)),
+        on_host=all(map(_IS_CPU, leaves)),
+        shortens_rows=frozenset(() if module is None else that_shorten_rows(module)),
+    )

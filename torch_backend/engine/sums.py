@@ -1,0 +1,288 @@
+"""The sums of one window: what has been folded so far, one accumulator for each leaf of the output.
+
+Only torch has this file: XLA updates the carry of a loop in place by itself.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from funcga._fold import LeafFold, Tally, largest
+from funcga._fold.outputs import Outputs
+from funcga._types import Scalar, Tree
+from torch_backend import arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    """How each leaf of an output is folded: the same for every window with outputs of one kind.
+
+    `grads`: the gradients of leaves that last as long as the window, in the order of these; they
+    are the same for all micro-batches. `moved`: those of arguments that are split. `beside`: all
+    other leaves, and `rest_outputs` the Outputs of these alone. `may_be_wide`: whether a `.grad`
+    may be wider than its leaf. `pure`: whether nothing may be written to, as what is computed is
+    differentiated from outside.
+    """
+
+    outputs: Outputs
+    grads: tuple[int, ...] = ()
+    moved: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
+    rest_outputs: Outputs | None = None
+    may_be_wide: bool = True
+    pure: bool = False
+
+    @cached_property
+    def kinds(self) -> list[str | None]:
+        """How torch adds values to each leaf's sum: "weighted", "plain", None if it does not."""
+        outputs = self.outputs
+        return [
+            None if self.pure or index not in outputs.reduced else _kind(outputs.folds[index], dtype)
+            for index, dtype in enumerate(outputs.dtypes)
+        ]
+
+    @cached_property
+    def loss_alone(self) -> int | None:
+        """The index of the loss, if it is all that is added beside gradients; None otherwise."""
+        if len(self.beside) != 1 or self.moved or self.outputs.threads or not self.lends:
+            return None
+        return None if self.kinds[self.beside[0]] is None else self.beside[0]
+
+    @cached_property
+    def lends(self) -> bool:
+        """Whether autograd may add to the sums, which stand as `.grad`s."""
+        folds = [(self.outputs.folds[index], self.outputs.dtypes[index]) for index in self.grads]
+        is_wide = any(fold is None or fold.accumulator_dtype != dtype for fold, dtype in folds)
+        return None not in self._kinds_of_grads and (self.may_be_wide or not is_wide)
+
+    @cached_property
+    def weighs(self) -> bool:
+        """Whether some gradients are to be multiplied by their weight."""
+        return "weighted" in self._kinds_of_grads
+
+    @cached_property
+    def are_weighted(self) -> bool:
+        """Whether all of them are."""
+        return self._kinds_of_grads <= {"weighted"}
+
+    @cached_property
+    def _kinds_of_grads(self) -> set[str | None]:
+        return {self.kinds[index] for index in self.grads}
+
+    @cached_property
+    def quotients(self) -> list[tuple[list[int], str, bool]]:
+        """Sums that one number divides: (their indices, "weight" or "steps", if in the unit)."""
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for index, kind in enumerate(self.kinds):
+            fold = self.outputs.folds[index]
+            if kind is not None and fold is not None and fold.fold.normalizer.divides_by:
+                key = fold.fold.normalizer.divides_by, kind == "weighted"
+                groups.setdefault(key, []).append(index)
+        return [(indices, *key) for key, indices in groups.items()]
+
+    @cached_property
+    def normalized(self) -> list[int]:
+        """All other reduced leaves: each is normalised by its own fold."""
+        divided = {index for indices, *_ in self.quotients for index in indices}
+        return [index for index in self.outputs.reduced if index not in divided]
+
+    @cached_property
+    def cast(self) -> list[tuple[int, torch.dtype]]:
+        """The sums that are divided, and have results of another dtype."""
+        pairs = zip(self.outputs.reduced, self.outputs.reduced_folds, strict=True)
+        return [
+            (index, fold.result_dtype)
+            for index, fold in pairs
+            if index not in self.normalized and fold.accumulator_dtype != fold.result_dtype
+        ]
+
+
+def _kind(fold: LeafFold | None, dtype: torch.dtype) -> str | None:
+    if fold is None:
+        return None
+    is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
+    return fold.adds if dtype == fold.accumulator_dtype or is_half else None
+
+
+class Sums:
+    """What one window has folded: `add` each micro-batch, then take the `result`.
+
+    `of` has the accumulator of each leaf, None before its first value. A weighted sum is held
+    divided by the `unit`. `state` is what is threaded to the next micro-batch.
+    """
+
+    def __init__(self, folding: Folding):
+        self.folding, self.pure = folding, folding.pure
+        self.of: list[Any] = [None] * len(folding.outputs.folds)
+        self.total: Scalar = 0
+        self.steps = 0
+        self.unit: float | None = None
+        self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in folding.outputs.collected}
+        self.state: list[Any] = []
+
+    # --- the unit of weighted sums
+
+    def share(self, weight: Scalar) -> float | None:
+        """A weight in the unit of weighted sums, 1 at most; None for one that is a tensor.
+
+        The unit is the first weight, so that micro-batches of equal weight are added as they are.
+        A share that is no power of two may be rounded, as 1/3 is: then the unit becomes a power of
+        two, which is exact. For a heavier micro-batch it grows, since a share can be the cotangent
+        of a pass in float16, which overflows early.
+        """
+        if isinstance(weight, torch.Tensor):
+            self.unit = self.unit or 1.0
+            return None
+        if not weight:
+            return 0.0
+        if self.unit is None:
+            self.unit = float(weight)
+        if weight == self.unit:
+            return 1.0
+        if weight > self.unit or not arrays.is_power_of_two(weight / self.unit):
+            self._hold_in(_power_above(max(float(weight), self.unit)))
+        return float(weight / self.unit)
+
+    def _hold_in(self, unit: float) -> None:
+        kinds = self.folding.kinds
+        begun = [a for a, kind in zip(self.of, kinds, strict=True) if kind == "weighted" and a is not None]
+        if begun and self.unit is not None and unit != self.unit:
+            torch._foreach_mul_(begun, self.unit / unit)
+        self.unit = unit
+
+    # --- a micro-batch
+
+    def add_loss(self, loss: torch.Tensor, index: int, weight: Scalar, share: float) -> None:
+        """`add` of the loss, where it is all that is added beside gradients."""
+        share, before = 1.0 if self.folding.kinds[index] == "plain" else share, self.of[index]
+        if before is not None:
+            if share:  # a weight of 0 adds nothing, not even a NaN
+                before.add_(loss, alpha=share)
+        else:
+            dtype = self.folding.outputs.folds[index].accumulator_dtype  # type: ignore[union-attr]
+            begun = loss.to(dtype, copy=True)
+            self.of[index] = begun if share == 1 else begun.mul_(share) if share else begun.zero_()
+        self.total, self.steps = self.total + weight, self.steps + 1
+
+    def add(self, values: Mapping[int, Any], weight: Scalar) -> None:
+        """Folds the leaves of one micro-batch in, by their indices, and counts it."""
+        outputs = self.folding.outputs
+        self.fold(values, weight)
+        for index, rows in self.collected.items():
+            # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
+            rows.append(arrays.strided(values[index]).clone())
+        threaded = [values[index] for index in outputs.threads]
+        # Copied, because state may be a view of the micro-batch, which is freed next.
+        self.state = [
+            leaf.clone() if arrays.is_array(leaf) and not self.pure else leaf for leaf in threaded
+        ]
+        self.total = self.total + arrays.tally(weight).weight[0]
+        self.steps += 1
+
+    def fold(self, values: Mapping[int, Any], weight: Scalar) -> None:
+        """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
+        share, kinds = self.share(weight), self.folding.kinds
+        groups: dict[str, list[int]] = {"weighted": [], "plain": []}
+        for index, value in values.items():
+            kind = kinds[index]
+            if kind is not None:
+                groups[kind].append(index)
+            elif index in self.folding.outputs.reduced:
+                self._combine(index, arrays.strided(value), weight)
+        for kind, indices in groups.items():
+            factor = 1 if kind == "plain" else share
+            if indices and factor is None:
+                self._add_masked(indices, values, weight)
+            elif indices:
+                self._add_scaled(indices, [arrays.strided(values[i]) for i in indices], factor)
+
+    def _add_scaled(self, indices: list[int], values: list[torch.Tensor], factor: float) -> None:
+        """Adds factor * value to each sum; a factor of 0 adds nothing, not even a NaN."""
+        folds = self.folding.outputs.folds
+        if self.of[indices[0]] is not None:  # they begin together
+            if factor:
+                torch._foreach_add_([self.of[index] for index in indices], values, alpha=factor)
+            return
+        begun = [
+            value.to(folds[index].accumulator_dtype, copy=True)  # type: ignore[union-attr]
+            for index, value in zip(indices, values, strict=True)
+        ]
+        if not factor:
+            torch._foreach_zero_(begun)
+        elif factor != 1:
+            torch._foreach_mul_(begun, factor)
+        for index, total in zip(indices, begun, strict=True):
+            self.of[index] = total
+
+    def _add_masked(self, indices: list[int], values: Mapping[int, Any], weight: Any) -> None:
+        """Adds weight * value to each sum, for a weight that is a tensor: what is dropped has 0."""
+        for index in indices:
+            value, before = arrays.strided(values[index]), self.of[index]
+            dtype = self.folding.outputs.folds[index].accumulator_dtype  # type: ignore[union-attr]
+            factor = weight.to(value.device, dtype) / self.unit
+            # `where` selects: of a weight of 0 not even a NaN is added.
+            product = torch.where(factor != 0, value.to(dtype), 0).mul_(factor)
+            self.of[index] = product if before is None else before.add_(product)
+
+    def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
+        """Folds a value into a leaf whose fold is no sum."""
+        fold, before = self.folding.outputs.folds[index], self.of[index]
+        assert fold is not None
+        combined = fold.combine(
+            fold.identity(value) if before is None else before, fold.lift(value, weight)
+        )
+        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+        self.of[index] = combined.clone() if combined is value else combined
+
+    # --- the end of the window
+
+    def result(self) -> Tree:
+        """The normalised result, in the structure of the output. The sums are empty afterwards."""
+        folding, outputs, total, unit = self.folding, self.folding.outputs, self.total, self.unit or 1.0
+        results, self.of = self.of, []
+        for indices, by, weighted in folding.quotients:
+            divisor = total if by == "weight" else self.steps
+            sums = [results[index] for index in indices]
+            if isinstance(divisor, torch.Tensor):
+                _divide_by_tensor(sums, divisor, unit if weighted else 1.0)
+            else:
+                arrays.divide(sums, float(divisor / unit if weighted else divisor))
+        for index, dtype in folding.cast:
+            results[index] = results[index].to(dtype)
+        if folding.normalized:
+            tally = arrays.tally(total, self.steps)
+            for index in folding.normalized:
+                results[index] = self._normalized(index, results[index], tally)
+        for index, rows in self.collected.items():
+            fold = outputs.folds[index]
+            assert fold is not None
+            results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
+        for index, leaf in zip(outputs.threads, self.state, strict=True):
+            results[index] = leaf
+        return outputs.structure_of(results)
+
+    def _normalized(self, index: int, reduced: Any, tally: Tally) -> Any:
+        fold = self.folding.outputs.folds[index]
+        assert fold is not None
+        if self.folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
+            reduced.mul_(self.unit)
+        if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
+            fold.check_known(reduced, tally, lambda: self.folding.outputs.paths()[index])
+        return fold.normalize(reduced, tally)
+
+
+def _power_above(number: float) -> float:
+    """The smallest power of two that is not below a positive number."""
+    fraction, exponent = math.frexp(number)
+    return number if fraction == 0.5 else 2 * math.ldexp(0.5, exponent)
+
+
+def _divide_by_tensor(sums: Sequence[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
+    """Divides in place by a number that the host does not see; by 0, to zeros."""
+    for total in sums:
+        by = divisor.to(total.device) / unit
+        total.div_(torch.where(by == 0, 1, by).to(total.dtype)).masked_fill_(by == 0, 0)
