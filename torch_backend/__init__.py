@@ -23,7 +23,7 @@ from torch_backend.wrapped import module_value_and_grad
 
 # The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
-    from torch_backend.fused import fused_gradients
+    from funcga.tools.fused.in_torch import fused_gradients
     from torch_backend.optax_adapter import from_optax
     from torch_backend.optim import from_optimizer
     from torch_backend.optim.built import last_options
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch_backend.pipeline import pipeline_value_and_grad
 else:
     _LATER = {
-        "torch_backend.fused": ("fused_gradients",),
+        "funcga.tools.fused.in_torch": ("fused_gradients",),
         "torch_backend.optax_adapter": ("from_optax",),
         "torch_backend.optim": ("from_optimizer",),
         "torch_backend.optim.built": ("last_options",),
@@ -84,11 +84,9 @@ torch.serialization.add_safe_globals(
         Window,
     ]
 )
-# Those of optimizers too, before the first of them is made: that package adds them itself. The
-# other one is registered with the engine.
-for tool in "torch_backend.optim", "torch_backend.fused":
-    if find_spec(tool):
-        import_module(tool)
+# Those of optimizers too, before the first of them is made: that package adds them itself.
+if find_spec("torch_backend.optim"):
+    import_module("torch_backend.optim")
 
 
 # For completion in an editor or a shell: also what has not been loaded yet.

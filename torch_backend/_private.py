@@ -23,8 +23,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
-from torch_backend.replacements import replacements
-
 T = TypeVar("T")
 
 # The versions of torch in that table, as errors name them.
@@ -243,34 +241,6 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = _reader(
 # `pure_loss` runs on torch.func.functional_call alone, where torch.compile traces it.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
 
-
-def serve_functional_calls(serve: Callable[..., Any]) -> None:
-    """Lets `serve` run each torch.func.functional_call while `replacements` last.
-
-    It is called as serve(torch's own, module, tensors, args, kwargs, ...). Torch looks up the
-    function that it replaces at every call. Where that has other parameters, or another name,
-    torch's own runs, which takes longer.
-    """
-    plain: Callable[..., Any] | None = _attribute(nn.utils.stateless, "_functional_call", None)
-    if plain is None or [*inspect.signature(plain).parameters] != [*_CALL]:
-        return
-
-    @functools.wraps(plain)
-    def functional_call(
-        module: Any,
-        tensors: Any,
-        args: Any = None,
-        kwargs: Any = None,
-        *,
-        tie_weights: bool = True,
-        strict: bool = False,
-    ) -> Any:
-        return serve(plain, module, tensors, args, kwargs, tie_weights, strict)
-
-    replacements.add(nn.utils.stateless, "_functional_call", functional_call)
-
-
-_CALL = ("module", "parameters_and_buffers", "args", "kwargs", "tie_weights", "strict")
 
 # What all BatchNorm layers are. Without it they are those that torch itself has.
 BatchNorm: Any = _attribute(

@@ -49,6 +49,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if program.totals is not None:
             kwargs = with_totals(program, backend, args, kwargs)
         source = Source(program, backend)
+        source.check(args)
         flat = [*map(trees.flatten, args)]
         key = source.key(flat, kwargs)
         plans = program.memory.keep(Plans)
@@ -100,6 +101,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 if program.weight is None:
                     _check_not_packed(arguments)
                 if window is None:
+                    source.check(tuple([part.value for part in arguments.parts]))
                     state = [_owned(leaf) for leaf in arguments.state]
                     key = source.key([*map(trees.flatten, leading)], kwargs), len(arguments.parts)
                     plan = plans.get(key)
@@ -137,6 +139,11 @@ class Source:
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 
+    def check(self, args: tuple[Tree, ...]) -> None:
+        """Raises FuncgaError for parameters that are given to a module, which has its own."""
+        if self.module is not None:
+            check_no_params(args, self.module)
+
     def key(self, flat: Sequence[tuple[list[Any], Any]], kwargs: dict[str, Tree]) -> object:
         """The structure of a call."""
         if self.gradient is None:
@@ -153,8 +160,6 @@ class Source:
         if self.gradient is not None:
             window = Window(program, self.gradient, self.backend, arguments, plan)
             window.module, window.walk = self.module, self.walk
-            if self.module is not None:
-                check_no_params(window.args, self.module)
             return window
         is_own = isinstance(grad_fn, GradientFunction)
         function = grad_fn.bound(self.backend) if isinstance(grad_fn, GradientFunction) else grad_fn

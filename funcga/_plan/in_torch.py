@@ -28,7 +28,6 @@ from funcga.folds import Fold
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.modules.checks import ModuleLoss
-from torch_backend.replacements import Replacements
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -359,11 +358,10 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.in_backward = False
-        self.replacements = Replacements()
 
     def __enter__(self) -> "_Follower":
         # FSDP frees memory by resizing storages, which no mode is told of.
-        own = torch.UntypedStorage.resize_
+        own = self.resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             done = own(storage, size)
@@ -373,12 +371,11 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._follow(storage)
             return done
 
-        self.replacements.add(torch.UntypedStorage, "resize_", resize)
-        self.replacements.__enter__()
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        self.replacements.__exit__(*error)
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -163,7 +163,8 @@ def test_gradients_are_those_of_the_whole_batch(way, model):
     tables = 1 if model.head.weight is model.table.weight else 2
     with torch_backend.fused_gradients(False):
         plain = made(lambda: step(*args))
-    assert made(lambda: step(*args)) <= tables + 1 < plain
+    if model != "checkpoint":  # whose rows are packed: left to autograd
+        assert made(lambda: step(*args)) <= tables + 1 < plain
 
 
 FOLDS = {
@@ -427,7 +428,7 @@ def test_under_autocast(model, loss):
             plain = step(*args)
         check(plain, wanted, limit=1e-6)
         check(step(*args), plain, limit=1e-2)
-    if loss is loss_of:
+    if loss is loss_of and model != "checkpoint":
         assert made(partial(step, *args)) < made_without(step, args)
 
 

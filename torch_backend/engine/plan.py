@@ -6,17 +6,20 @@ were seen to need stands in a table beside it.
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from funcga._call.arguments import Argument, Arguments
-from funcga._grad import GradientFunction
-from funcga._types import Tree
-from torch_backend import _private, trees
+from funcga._grad import GradientFunction, is_uninitialised
+from torch_backend import _private
+from torch_backend.engine import graphs
 from torch_backend.engine.guards import recompute
+from torch_backend.engine.guards.unchanged import that_shorten_rows
 from torch_backend.engine.sums import Folding
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
@@ -41,7 +44,8 @@ class Plan:
     `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's. `takes_weights`: whether the cotangent of a pass may be a
-    weight. `parts` and `cuts` say how the arguments are split, without the arguments.
+    weight. `run` is how a backward pass is run: by autograd alone, or by a tool. `noted`: whether
+    `seen` has what modules had in forward passes. `parts` and `cuts` say how the arguments are split, without the arguments.
     """
 
     indices: tuple[int, ...] = ()
@@ -52,11 +56,13 @@ class Plan:
     takes_weights: bool = False
     on_host: bool = False
     shortens_rows: frozenset[int] = frozenset()
+    run: Callable[..., None] = graphs.run
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     graphs: "Table" = field(default_factory=lambda: Table())
+    noted: bool = True
     seen: recompute.Seen = field(default_factory=recompute.none_seen)
 
 
@@ -124,9 +130,9 @@ def key_of(leaves: Sequence[Any], structure: object) -> tuple[object, ...]:
 
 
 def _kind(leaf: Any) -> object:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or is_uninitialised(leaf):
         return type(leaf)
-    shape = None if leaf.is_nested or hasattr(leaf, "materialize") else leaf.shape
+    shape = None if leaf.is_nested else leaf.shape
     hooks = bool(_private.hooks_of(leaf)), _private.acts_on_grad(leaf)
     return type(leaf), shape, leaf.dtype, leaf.layout, leaf.requires_grad, leaf.is_inference(), hooks
 
@@ -148,8 +154,6 @@ def plan_of(
     module: nn.Module | None,
 ) -> Plan:
     """A plan for these leaves; `axes(index)`: whether an argument is split."""
-    from torch_backend.engine.guards.unchanged import that_shorten_rows
-
     moving = tuple([index for index in indices if index != OWN and axes(index)])
     autocast = _private.is_any_autocast_enabled()
     may_weigh = not (hooked or autocast or gradient.scaled or moving)
@@ -162,4 +166,18 @@ def plan_of(
         takes_weights=may_weigh and not any(map(is_narrow, leaves)),
         on_host=all(map(_IS_CPU, leaves)),
         shortens_rows=frozenset(() if module is None else that_shorten_rows(module)),
+        run=run_of(leaves, hooked),
+        noted=recompute.may_note(gradient),
     )
+
+
+# Elements of a leaf from which on it is asked for the tool for large weights: its own limit.
+_LARGE = 2**19
+
+
+def run_of(leaves: Sequence[torch.Tensor], hooked: bool) -> Callable[..., None]:
+    """How a backward pass is run."""
+    if not hooked and max(map(torch.Tensor.numel, leaves), default=0) >= _LARGE:
+        with suppress(ModuleNotFoundError):  # the tool may be missing
+            return import_module("funcga.tools.fused.in_torch").run  # type: ignore[no-any-return]
+    return graphs.run

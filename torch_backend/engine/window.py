@@ -142,11 +142,11 @@ class Window:
             with self.outside:
                 if graph.custom:
                     functions.run_unrestricted(
-                        loss, cotangent, leaves, on_host, plan.seen, self.originals, self.gradient
+                        loss, cotangent, leaves, on_host, self.seen, self.originals, self.gradient
                     )
                 else:
-                    with recompute.watched(loss, plan.seen, leaves, on_host, False):
-                        self.run(loss, cotangent, leaves, on_host)
+                    with recompute.watched(loss, self.seen, leaves, on_host, False):
+                        plan.run(loss, cotangent, leaves, on_host)
         except RuntimeError as error:
             if all(map(_REQUIRES_GRAD, leaves)):
                 raise
@@ -240,9 +240,9 @@ class Window:
                 stack.callback(torch.clear_autocast_cache)
                 self.outside = outside_of_autocast({leaf.device.type for leaf in self.inputs})
             self.noted: AbstractContextManager[object] = _NOTHING
-            if self.known is None or EVERY:
-                self.noted = Again(lambda: recompute.noted(plan.seen, self.inputs))
-            self.run = graphs.run
+            if plan.noted and (self.known is None or EVERY):
+                self.noted = Again(partial(recompute.noted, plan.seen, self.inputs))
+            self.seen = plan.seen if plan.noted else None
             self.held: list[Any] = []  # the sum that stands as the `.grad` of each of the inputs
             self.micro: dict[int, Tree] = {}  # the differentiated arguments of a micro-batch alone
             self.passed: dict[int, Any] = {}
@@ -332,7 +332,7 @@ class Window:
             if index in self.plan.moving:
                 return part
             if part.axes:
-                return part._replace(leaves=detached(part.leaves, True))
+                return part._replace(leaves=detached_leaves(part.leaves, True))
             return part._replace(value=detached(part.value, True))
 
         parts = tuple([part_of(index, part) for index, part in enumerate(arguments.parts)])
@@ -444,6 +444,8 @@ class Window:
         """The normalised result, in the structure of grad_fn's output."""
         sums, inputs, plan = self.sums, self.inputs, self.plan
         assert sums is not None
+        if not all(map(_REQUIRES_GRAD, inputs)):
+            raise switched_off()
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(len(self.args), self.backend)
         if ON and versions_of(self.unwritten) != self.versions:
@@ -540,10 +542,16 @@ def detached(tree: Tree, recorded: bool = False) -> Tree:
     if not recorded and arrays.in_transform():
         return tree
     leaves, structure = trees.flatten(tree)
+    without = detached_leaves(leaves, recorded)
+    return tree if without is leaves else trees.unflatten(structure, without)
+
+
+def detached_leaves(leaves: list[Any], recorded: bool = False) -> list[Any]:
+    """The same of leaves; these themselves, if none has a graph."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
-        return tree
-    return trees.unflatten(structure, [_without_graph(leaf, recorded) for leaf in leaves])
+        return leaves
+    return [_without_graph(leaf, recorded) for leaf in leaves]
 
 
 def _without_graph(leaf: Any, recorded: bool) -> Any:

@@ -113,10 +113,7 @@ class Alone:
         """The gradients of the leaves, by a backward pass."""
         if not (loss.requires_grad and leaves):
             return _own_grads(leaves)
-        foreign: list[torch.Tensor] = []
-        custom = False
-        if self.keeps_graphs or self.passes.has_functions:
-            foreign, custom = reach(loss, {*map(id, leaves)})
+        foreign, custom = reach(loss, {*map(id, leaves)})
         self.leads_elsewhere = self.keeps_graphs and _foreign(foreign)
         if self.leads_elsewhere:
             if custom:  # it may run a backward pass of its own, of which nothing would be recorded

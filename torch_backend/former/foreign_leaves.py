@@ -6,8 +6,7 @@ Only torch has this file: JAX differentiates a program, which reaches no other t
 A backward pass that is restricted to its own leaves writes to no others, with one exception:
 functions written in Python, subclasses of torch.autograd.Function, may run passes of their own, as
 a reentrant checkpoint does. Searching every graph for them would take 5 % of the time of a loop
-over small layers, and most losses apply none. So a hook notes whenever one is applied, and a graph
-is searched only then.
+over small layers.
 """
 
 import functools
@@ -28,24 +27,6 @@ from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.modules.checks import closed_over
 from torch_backend.modules.visits import IN_USE
-from torch_backend.replacements import replacements
-
-# --- functions written in Python
-
-
-class _PythonFunctions:
-    """`last` is replaced whenever a function written in Python is applied, recorded or not.
-
-    That happens while `replacements` last, which every window enters, and only if `is_noted`.
-    """
-
-    def __init__(self) -> None:
-        self.last: object = object()
-        self.is_noted = False
-
-
-python_functions = _PythonFunctions()
-
 
 def _runs_no_pass(kind: type) -> bool:
     """Whether this is a function that runs no backward pass of its own: a graph that torch.compile
@@ -54,36 +35,6 @@ def _runs_no_pass(kind: type) -> bool:
     function = kind._forward_cls  # type: ignore[attr-defined]
     is_compiled = function.__module__.startswith("torch._functorch._aot_autograd.")
     return is_compiled or "runs_no_pass" in vars(function)
-
-
-def _note(node: object) -> None:
-    if not _runs_no_pass(type(node)):
-        python_functions.last = object()
-
-
-class _Probe(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-
-def _is_noted() -> bool:
-    """Makes every node of a function written in Python note its creation; False if this torch
-    does not allow that.
-    """
-    if "__init__" in vars(BackwardCFunction):
-        return False
-    # Torch creates a node by calling its class, which has no __init__ so far. The probe shows
-    # whether this one is called.
-    replacements.add(BackwardCFunction, "__init__", _note)
-    before = python_functions.last
-    with replacements:
-        _Probe.apply(torch.empty(0, device="cpu"))  # type: ignore[no-untyped-call]
-    return python_functions.last is not before
-
-
-# Without it every graph is searched, which costs time only.
-python_functions.is_noted = _is_noted()
 
 
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.

@@ -24,7 +24,7 @@ from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.former.buffers import Buffers, Merge
-from torch_backend.former.foreign_leaves import python_functions, reach
+from torch_backend.former.foreign_leaves import reach
 from torch_backend.former.passes import Pass, check_no_grads, ran_backward
 
 # Read for all leaves at once, these take a fraction of the time.
@@ -140,17 +140,8 @@ class LentSums:
             passes, inputs = self.passes, (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.how.not_sums, weight)
-            elif (
-                self.needs_hooks
-                or passes.autocast
-                or passes.fused is not None
-                or python_functions.last is not passes.since
-            ):
-                self._run_with_care(loss, seed, inputs, weight, has_weight)
             else:
-                # The usual case, and the cheapest: nothing needs a hook.
-                cotangent = torch.full_like(loss, seed, requires_grad=False)  # type: ignore[arg-type]  # a number
-                _private.run_backward(loss, cotangent, inputs, passes.on_host and loss.is_cpu)
+                self._run_with_care(loss, seed, inputs, weight, has_weight)
             if not self.begun:
                 self._adopt()
         self.writes = self.count_writes()
@@ -218,9 +209,7 @@ class LentSums:
         waiting = {*self.how.not_sums, *self.how.dtensors}
         if not has_weight:
             waiting.update(added.leaf_index for added in self.how.added if not added.plain)
-        custom = False
-        if self.passes.has_functions:
-            foreign, custom = reach(loss, {*map(id, inputs)})
+        foreign, custom = reach(loss, {*map(id, inputs)})
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole
         # there. In a custom pass a leaf may get several gradients, so each is taken afterwards.
         handles: list[RemovableHandle] = [

@@ -23,26 +23,16 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.arrays import recording_loss
-from torch_backend.former.foreign_leaves import gradients_aside, python_functions
+from torch_backend.engine import graphs
+from torch_backend.engine.guards import recompute
+from torch_backend.engine.plan import run_of
+from torch_backend.former.foreign_leaves import gradients_aside
 from torch_backend.former.inputs import Inputs, Leaves, tensors_of
 from torch_backend.gradients import is_constant, switched_off
-from torch_backend.modules.functional import call_log, recomputing
-from torch_backend.replacements import replacements
 
 _T = TypeVar("_T")
 _NOTHING = nullcontext()
 _GRAD, _IS_CPU = operator.attrgetter("grad"), operator.attrgetter("is_cpu")
-
-
-# Elements of a weight whose gradient is added in the backward pass. For a smaller one that takes
-# longer than the memory traffic that it saves: docs/concepts/cost.md.
-LARGE = 2**19
-
-
-# Registered by torch_backend.fused: called with the leaves and the stack of a window, it returns a
-# function that makes the context of a backward pass, which gives the loss to differentiate; None if
-# no leaf is a large weight.
-FUSES: list[Callable[..., Any]] = []
 
 
 @dataclass(eq=False)
@@ -55,9 +45,9 @@ class Pass:
 
     `is_uninterrupted`: whether a visit to a module may last for the window, as no code of the
     user's runs between two micro-batches. `stack`: the contexts that last as long as the window.
-    `since`: if `python_functions.last` is no longer this, a function written in Python was applied.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
-    `fused`: the context of a pass that adds the gradients of large weights by itself.
+    `runner`: how a backward pass is run, by autograd alone or by a tool. `seen`: what modules had in
+    forward passes, where functional_call may take it out again.
     `arrivals` watches the pass for a first gradient.
     """
 
@@ -65,21 +55,18 @@ class Pass:
     is_uninterrupted: bool = False
     stack: ExitStack = field(default_factory=ExitStack, init=False)
     autocast: Sequence[str] = field(default=(), init=False)
-    fused: Callable[..., Any] | None = field(default=None, init=False)
+    runner: Callable[..., None] = field(default_factory=lambda: graphs.run, init=False)
+    seen: recompute.Seen = field(default_factory=recompute.none_seen, init=False)
     has_begun = on_host = False
 
     def __enter__(self) -> Self:
-        self.calls_around = call_log.calls  # those of a loss around this window
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can never have a gradient, so the whole window runs
             # outside of it.
             self.stack.enter_context(torch.inference_mode(False))
-        self.stack.enter_context(replacements)
-        self.since = python_functions.last if python_functions.is_noted else None
         return self
 
     def __exit__(self, *error: Any) -> None:
-        call_log.calls = self.calls_around
         self.stack.__exit__(*error)
         # Autocast caches a cast of each leaf. The leaves end with the window, and the casts would
         # outlive them.
@@ -98,14 +85,8 @@ class Pass:
         if _private.is_any_autocast_enabled():
             self.autocast = autocasting({leaf.device.type for leaf in leaves})
         self.on_host = all(map(_IS_CPU, leaves))
-        if fuses and max(map(torch.Tensor.numel, leaves), default=0) >= LARGE:
-            self.fuse(leaves)
-
-    def fuse(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Lets the backward passes add the gradients of large weights among these leaves."""
-        for fuse in FUSES:
-            if self.fused is None and not self.inputs.hooked:
-                self.fused = fuse(leaves, self.stack)
+        if fuses:
+            self.runner = run_of(leaves, self.inputs.hooked)
 
     # --- the forward pass
 
@@ -113,12 +94,14 @@ class Pass:
         self, loss_fn: Callable[..., Any], args: list[Tree], kwargs: dict[str, Tree]
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss, its aux, the loss times its scale, which is differentiated)."""
-        call_log.calls, scale, gradient = [], None, self.inputs.gradient
+        scale, gradient = None, self.inputs.gradient
         # Watches for a first gradient, until a leaf has got one.
         self.arrivals: Arrivals | None = None if gradient.reached else Arrivals(gradient)
         if kwargs or gradient.scaled:
             scale, kwargs = gradient.read_scale(kwargs, self.inputs.backend)
-        with recording_loss(), _NOTHING if torch.is_grad_enabled() else torch.enable_grad():
+        noted = _NOTHING if self.inputs.are_in_module else recompute.noted(self.seen, leaves_of(self))
+        enabled = _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+        with recording_loss(), enabled, noted:
             loss, aux = loss_fn(*args, **kwargs), None
             # The usual output is a plain scalar. Anything else is split, and checked, by the
             # gradient function.
@@ -134,7 +117,7 @@ class Pass:
     def backwards(self, leaves: Mapping[int, Leaves], run: Callable[[], _T]) -> _T:
         """What `run()` returns, which runs the backward pass of the last loss to these leaves."""
         # A checkpoint runs parts of the loss again: it needs the parameters in the module then.
-        with recomputing(not self.has_functions) if call_log.calls else recording_loss():
+        with recording_loss():
             try:
                 # Hooks are put on the leaves only now: a loss that has switched one off is found
                 # out here at once.
@@ -150,11 +133,6 @@ class Pass:
                     raise switched_off() from error
                 raise
 
-    @property
-    def has_functions(self) -> bool:
-        """Whether functions written in Python may have been applied since the window began."""
-        return python_functions.last is not self.since
-
     def run(
         self, loss: torch.Tensor, seed: float | torch.Tensor, inputs: tuple[torch.Tensor, ...]
     ) -> None:
@@ -166,11 +144,14 @@ class Pass:
         else:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
-            if self.fused is not None:
-                loss = outside.enter_context(self.fused(loss, self.arrivals))
+            on_host = self.on_host and loss.is_cpu
+            if not self.inputs.are_in_module:
+                outside.enter_context(
+                    recompute.watched(loss, self.seen, leaves_of(self), on_host, not inputs)
+                )
             for device in self.autocast:
                 outside.enter_context(torch.autocast(device, enabled=False))
-            _private.run_backward(loss, cotangent, inputs, self.on_host and loss.is_cpu)
+            self.runner(loss, cotangent, inputs, on_host)
 
     def run_by_hand(
         self,
@@ -200,6 +181,11 @@ class Pass:
                 leaf for key, leaf in by_id.items() if leaf.grad is not None and key not in in_graph
             ]
         around.check(written)
+
+
+def leaves_of(passes: Pass) -> list[torch.Tensor]:
+    """The leaves that last as long as the window."""
+    return passes.inputs.tensors
 
 
 class Arrivals:

@@ -28,6 +28,8 @@ from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local_tensors
+from torch_backend.engine import graphs
+from torch_backend.engine.plan import run_of
 from torch_backend.former.buffers import Buffers
 from torch_backend.former.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
 from torch_backend.former.foreign_leaves import gradients_aside, reach
@@ -202,9 +204,9 @@ class ModuleWindow:
         if last:
             self.waiting.close()
             self.is_last = True
-            self.passes.fused = None  # what is reduced in this pass is to see each gradient
+            self.passes.runner = graphs.run  # what is reduced in this pass is to see each gradient
         elif self.wrapper.sync == "last":
-            self.passes.fuse([*self.grads.params.values(), *self.wrapper.leaves()])
+            self.passes.runner = run_of([*self.grads.params.values(), *self.wrapper.leaves()], False)
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
@@ -289,8 +291,6 @@ class ModuleWindow:
         their place.
         """
         params, replaced = tuple(self.grads.params.values()), self.wrapper.leaves()
-        if not (replaced or self.passes.has_functions):
-            return params, []
         ids = {*map(id, (*params, *replaced))}
         others, is_custom = reach(loss, ids)
         if not (is_custom or replaced):

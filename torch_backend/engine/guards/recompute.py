@@ -8,7 +8,7 @@ wrong gradients where not, in plain torch too. torch's own hooks show which tens
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.guards import ON
+from torch_backend.engine.guards.reachable import reachable
 
 # Where each module's parameters lay that are no leaves of the window, in forward passes.
 Seen = weakref.WeakKeyDictionary[nn.Module, set[int]]
@@ -33,13 +34,25 @@ def memory_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+def may_note(loss_fn: object) -> bool:
+    """Whether forward passes of a loss may be noted: not of compiled modules and functions, which
+    would be compiled again where there are such hooks.
+    """
+    return ON and not (_private.may_compile() and any(map(_is_compiled, reachable(loss_fn))))
+
+
+def _is_compiled(value: object) -> bool:
+    if isinstance(value, nn.Module):
+        return any(
+            type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+            for part in value.modules()
+        )
+    return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
+
+
 @contextmanager
 def noted(seen: Seen, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """A context of forward passes, in which it is noted which other parameters modules have."""
-    # A compiled module would be compiled again where there are such hooks.
-    if not ON or _private.may_compile():
-        yield
-        return
     own = {*map(memory_of, leaves)}
 
     def note(module: nn.Module, args: object) -> None:
@@ -57,14 +70,19 @@ def noted(seen: Seen, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def watched(
-    loss: torch.Tensor, seen: Seen, leaves: Sequence[torch.Tensor], on_host: bool, custom: bool
+    loss: torch.Tensor,
+    seen: Seen | None,
+    leaves: Sequence[torch.Tensor],
+    on_host: bool,
+    custom: bool,
 ) -> Iterator[None]:
     """A context of the backward pass of a loss. Raises FuncgaError if a module runs in it with
     other tensors than in the forward pass.
 
-    `custom`: whether the pass runs unrestricted, so that functions may run passes of their own.
+    `seen`: None where forward passes were not noted. `custom`: whether the pass runs unrestricted,
+    so that functions may run passes of their own.
     """
-    if not ON or (_private.may_compile() and not custom):
+    if not ON:
         yield
         return
     thread, tasks = threading.get_ident(), set[int]()
@@ -87,7 +105,7 @@ def watched(
             root.remove()
 
 
-def _check(module: nn.Module, seen: Seen, leaves: Sequence[torch.Tensor], custom: bool) -> None:
+def _check(module: nn.Module, seen: Seen | None, leaves: Sequence[torch.Tensor], custom: bool) -> None:
     tensors: list[Any] = [p for p in module._parameters.values() if p is not None]
     in_function = isinstance(_private.current_node(), BackwardCFunction)
     if in_function and not custom:
@@ -100,15 +118,18 @@ def _check(module: nn.Module, seen: Seen, leaves: Sequence[torch.Tensor], custom
     own_ids, own = {*map(id, leaves)}, {*map(memory_of, leaves)}
     for tensor in tensors:
         where = memory_of(tensor)
-        # A reentrant checkpoint would leave the gradient in the module's own parameter.
-        is_own = where in own and not (in_function and id(tensor) not in own_ids)
-        if not (is_own or where in seen.get(module, ())):
+        # A reentrant checkpoint leaves the gradient in the module's own parameter.
+        if where in own:
+            is_right = id(tensor) in own_ids or not in_function
+        else:
+            is_right = seen is None or where in seen.get(module, ())
+        if not is_right:
+            kind = " with use_reentrant=True" if in_function else ""
             raise FuncgaError(
-                "loss_fn runs a module again in the backward pass, as a checkpoint does, and then "
-                "with the module's own parameters instead of those that loss_fn is given: "
-                "functional_call has taken them out by then. Use "
-                "torch_backend.pure_loss(module, loss_fn), or no checkpoint; where the parameters "
-                "are the module's own, use_reentrant=False."
+                f"loss_fn runs a module again in the backward pass, as a checkpoint{kind} does, "
+                "and then with the module's own parameters instead of those that loss_fn is given: "
+                "functional_call has taken them out by then. Use torch_backend.pure_loss(module, "
+                "loss_fn)" + (", or use_reentrant=False." if in_function else ".")
             )
 
 

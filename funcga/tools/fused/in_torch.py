@@ -1,0 +1,221 @@
+"""Gradients of large weights, added to the sums inside of the backward pass.
+
+Autograd computes the gradient of a weight into new memory, writes it, reads it again, and adds it
+to `.grad`; of an embedding it fills a table with zeros, to add a few rows. Here the graph of the
+loss is walked after the forward pass. Nodes that use a large weight get a prehook, which adds the
+product, or the rows, to the `.grad` of the weight. The weight is left out of the inputs of the
+pass, so that autograd computes no gradient of it, and the nodes are named there, so that they run.
+
+Nothing in torch is replaced. A weight that something else uses as well is left to autograd, and so
+is one whose rows are packed by hooks, as within a checkpoint: they can be unpacked only once.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from torch_backend import _private
+from torch_backend.engine import graphs
+
+# Elements of a weight whose gradient is added in the backward pass. For a smaller one that takes
+# longer than the memory traffic that it saves: docs/concepts/cost.md.
+LARGE = 2**19
+# The same on a device. Reckoned from bytes, and not measured.
+LARGE_ON_DEVICE = 2**23
+
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+# What a plan computes with has no numbers.
+_DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
+_AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+
+
+class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as torch.set_grad_enabled is
+    """Sets whether gradients of large weights are added inside of the backward pass, as they are by
+    default.
+
+    As a function it sets that for this thread; as a context, inside of it.
+
+    Args:
+        enabled: False lets autograd compute each gradient and add it, as a `.backward()` loop
+            does, to the bit: in windows that begin then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(50_000, 16), nn.Linear(16, 1))
+        >>> loss_fn = lambda model, x, y: F.mse_loss(model(x), y)
+        >>> step = funcga.accumulate(torch_backend.module_value_and_grad(model, loss_fn), n=4)
+        >>> x, y = torch.randint(0, 50_000, (10,)), torch.randn(10, 1)
+        >>> with torch_backend.fused_gradients(False):
+        ...     loss, grads = step(x, y)
+    """
+
+    def __init__(self, enabled: bool):
+        self.before, _SETTING.enabled = _SETTING.enabled, enabled
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        _SETTING.enabled = self.before
+
+
+class _Setting(threading.local):
+    enabled = True
+
+
+_SETTING = _Setting()
+
+
+class Use(NamedTuple):
+    """A node that uses a weight, as a factor of a product or as a table of rows."""
+
+    node: Any
+    is_product: bool
+    is_transposed: bool
+
+
+def run(
+    loss: torch.Tensor, cotangent: torch.Tensor, leaves: Sequence[torch.Tensor], on_host: bool
+) -> None:
+    """One backward pass that adds the gradients of large weights among the leaves by itself."""
+    weights = [leaf for leaf in leaves if _is_weight(leaf)] if _SETTING.enabled else []
+    uses = uses_of(loss, weights) if weights and loss.grad_fn is not None else {}
+    if not uses:
+        graphs.run(loss, cotangent, leaves, on_host)
+        return
+    # A node of our own: from hooks of the loss other passes may run through the graph.
+    with torch.enable_grad():
+        root = loss.view_as(loss)
+    tasks = set[int]()
+    handles = [root.grad_fn.register_prehook(lambda _: tasks.add(_private.graph_task()))]  # type: ignore[union-attr]
+    inputs: list[Any] = [leaf for leaf in leaves if id(leaf) not in uses]
+    try:
+        for weight in weights:
+            for use in uses.get(id(weight), ()):
+                handles.append(use.node.register_prehook(partial(_add, tasks, weight, use)))
+                inputs.append(GradientEdge(use.node, 0))
+        torch.autograd.backward(root, cotangent, inputs=inputs)
+    finally:
+        # A prehook holds its own node, and after an error no node may live on.
+        for handle in handles:
+            handle.remove()
+        del uses, inputs, root
+
+
+def _is_weight(leaf: torch.Tensor) -> bool:
+    return (
+        leaf.numel() >= (LARGE if leaf.is_cpu else LARGE_ON_DEVICE)
+        and type(leaf) in _DENSE
+        and (leaf.is_cpu or leaf.is_cuda)
+        and leaf.ndim == 2
+        and leaf.dtype in _DTYPES
+        and leaf.is_contiguous()
+        and leaf.grad_dtype in (leaf.dtype, None)
+        and (leaf.grad is None or leaf.grad.layout is torch.strided)
+        and not (_private.has_hooks(leaf) or _private.has_hooks_on_grad(leaf))
+    )
+
+
+def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, list[Use]]:
+    """What uses each weight, by its id; without those that something else uses, or nothing."""
+    wanted, ends = {id(weight) for weight in weights}, list[Any]()
+    # Breadth first: the list grows while it is walked through.
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None, loss.grad_fn}
+    users: dict[Node, list[tuple[Node, int]]] = {}  # of weights, and of casts, which may be theirs
+    for node in nodes:
+        if type(node) is _AccumulateGrad and id(node.variable) in wanted:
+            ends.append(node)
+        for position, (after, _) in enumerate(node.next_functions):
+            if after is not None and (type(after) is _AccumulateGrad or after.name() in _CASTS):
+                users.setdefault(after, []).append((node, position))
+            if after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    found = {id(end.variable): _uses(end, users) for end in ends}
+    return {key: uses for key, uses in found.items() if uses}
+
+
+# What may stand between a weight and its use: a transposed view, and the cast of autocast.
+_CASTS = ("TBackward0", "ToCopyBackward0")
+# Where the weight stands among the factors of a product.
+_PRODUCTS = {("AddmmBackward0", 2), ("MmBackward0", 1)}
+
+
+def _uses(end: Node, users: dict[Node, list[tuple[Node, int]]]) -> list[Use]:
+    """What uses the weight of this node; nothing if a use is of another kind."""
+    uses, waiting = list[Use](), [(end, False)]
+    for node, is_transposed in waiting:
+        for user, position in users.get(node, ()):
+            name = user.name()
+            if name in _CASTS:
+                if len(users.get(user, ())) > 1 and name != "TBackward0":
+                    return []  # autograd adds their gradients in the dtype of the cast
+                waiting.append((user, is_transposed ^ (name == "TBackward0")))
+            elif (name, position) in _PRODUCTS and _is_readable(user):
+                uses.append(Use(user, True, is_transposed))
+            elif name == "EmbeddingBackward0" and not is_transposed and _is_plain(user):
+                uses.append(Use(user, False, False))
+            else:
+                return []
+    return uses
+
+
+def _is_readable(node: Any) -> bool:
+    """False where a hook packs the rows, as a checkpoint does: the node itself unpacks them."""
+    is_addmm = hasattr(node, "_raw_saved_mat1")
+    raw = node._raw_saved_mat1 if is_addmm else node._raw_saved_self
+    if raw.unpack_hook is not None:
+        return False
+    rows = node._saved_mat1 if is_addmm else node._saved_self
+    return rows is not None and rows.layout is torch.strided
+
+
+def _is_plain(node: Any) -> bool:
+    is_packed = node._raw_saved_indices.unpack_hook is not None
+    return not (is_packed or node._saved_sparse or node._saved_scale_grad_by_freq)
+
+
+@torch.no_grad()
+def _add(
+    tasks: set[int],
+    weight: torch.Tensor,
+    use: Use,
+    gradients: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Adds what this use contributes to the gradient of a weight, in passes of these tasks."""
+    gradient, node, total = gradients[0], use.node, weight.grad
+    if gradient is None or _private.graph_task() not in tasks:
+        return
+    if not use.is_product:
+        _add_rows(weight, node, gradient)
+        return
+    rows = node._saved_mat1 if hasattr(node, "_saved_mat1") else node._saved_self
+    left, right = (gradient.t(), rows) if use.is_transposed else (rows.t(), gradient)
+    if total is None:
+        weight.grad = (left @ right).to(weight.dtype)
+    elif total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and total.dtype is torch.float32:
+        # Nothing is rounded to 16 bits, and nothing of the weight's size is in between.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
+
+
+def _add_rows(weight: torch.Tensor, node: Any, gradient: torch.Tensor) -> None:
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    total, index = weight.grad, node._saved_indices.reshape(-1)
+    rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
+    padding = node._saved_padding_idx
+    if 0 <= padding < len(weight):  # it is a large number where there is none
+        rows = rows.masked_fill((index == padding)[:, None], 0)
+    if total.is_cuda:  # where index_add_ adds in any order
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
