@@ -11,7 +11,7 @@ from typing import Any, overload
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import KnownGradient, Program
+from funcga._call import KnownGradient, Memory, Program
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
@@ -47,6 +47,8 @@ class GradientFunction(KnownGradient):
     reached: set[bool] = field(
         default_factory=set, repr=False
     )  # not empty once a gradient has reached a leaf
+    # What a backend keeps of calls outside of any step.
+    memory: Memory = field(default_factory=Memory, repr=False)
 
     @property
     def __wrapped__(self) -> LossFn:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
+from torch_backend.engine.alone import value_alone
 from torch_backend.engine.called import Called
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
 from torch_backend.engine.window import Window
@@ -158,9 +159,8 @@ class Source:
         """A window for calls with arguments like these."""
         program, grad_fn = self.program, self.program.grad_fn
         if self.gradient is not None:
-            window = Window(program, self.gradient, self.backend, arguments, plan)
-            window.module, window.walk = self.module, self.walk
-            return window
+            own = self.module, self.walk
+            return Window(program, self.gradient, self.backend, arguments, plan, *own)
         is_own = isinstance(grad_fn, GradientFunction)
         function = grad_fn.bound(self.backend) if isinstance(grad_fn, GradientFunction) else grad_fn
         return Called(program, function, arguments, is_own)
@@ -278,4 +278,7 @@ def _not_traced(fold: Callable[..., Any]) -> Callable[..., Any]:
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
-    return former.alone(grad_fn, backend)
+    if torch.compiler.is_compiling() or arrays.in_transform():
+        return grad_fn.bound(backend)
+    gradient = partial(value_alone, grad_fn, backend)
+    return untraced(gradient) if callable(_private.compiling()) else gradient

@@ -15,7 +15,7 @@ from funcga._call.arguments import Arguments
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine.sums import Folding, Sums
-from torch_backend.engine.window import detached, detached_leaves
+from torch_backend.engine.leaves import detached, without_graphs
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.wrapped.gradient import calling
 
@@ -51,14 +51,8 @@ class Called:
         for index in gradient.arg_indices(len(arguments.parts)) if self.is_own else ():
             value = arguments.parts[index].value
             check_unfrozen(trees.flatten(value)[0], value, gradient, index)
-        parts = [
-            part._replace(leaves=part.leaves if self.pure else detached_leaves(part.leaves))
-            if part.axes
-            else part._replace(value=detached(part.value))
-            for part in arguments.parts
-        ]
         named = {name: detached(value) for name, value in kwargs.items()}
-        return replace(arguments, parts=tuple(parts)), named
+        return replace(arguments, parts=tuple(without_graphs(arguments, {}, (), False))), named
 
     @property
     def state(self) -> list[Any]:

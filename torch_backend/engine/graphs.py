@@ -62,6 +62,13 @@ def _may_run_a_pass(kind: type) -> bool:
     return not (is_compiled or "runs_no_pass" in vars(function))
 
 
+def leads_elsewhere(foreign: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these leaves is somebody else's: not one that a pure_loss has put into its
+    module, for a parameter that is left out.
+    """
+    return not all(hasattr(leaf, "_stands_in") for leaf in foreign)
+
+
 def run(loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool) -> None:
     """One backward pass, restricted to the inputs, or unrestricted if there are none."""
     _private.run_backward(loss, cotangent, tuple(inputs), on_host and loss.is_cpu)

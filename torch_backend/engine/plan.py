@@ -30,10 +30,11 @@ class Graph(NamedTuple):
     """What graphs of one number of nodes were seen to need.
 
     `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
-    `arrivals`: how many gradients a pass has added; None while nobody has counted.
+    `leads_elsewhere`: whether they lead to leaves of somebody else. `arrivals`: how many gradients a pass has added; None while nobody has counted.
     """
 
     custom: bool
+    leads_elsewhere: bool
     arrivals: int | None
 
 
@@ -43,7 +44,7 @@ class Plan:
 
     `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
-    parameter has hooks of the user's. `takes_weights`: whether the cotangent of a pass may be a
+    parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`: whether the cotangent of a pass may be a
     weight. `run` is how a backward pass is run: by autograd alone, or by a tool. `noted`: whether
     `seen` has what modules had in forward passes. `parts` and `cuts` say how the arguments are split, without the arguments.
     """
@@ -52,6 +53,7 @@ class Plan:
     whole: tuple[int, ...] = ()
     moving: tuple[int, ...] = ()
     hooked: bool = False
+    watches: bool = False
     autocast: bool = False
     takes_weights: bool = False
     on_host: bool = False
@@ -87,6 +89,9 @@ class Table(dict[Any, Any]):
 
 class Plans(Table):
     """The plans of a step, by the structure of the call. It is kept by the step."""
+
+    def __reduce__(self) -> tuple[type["Plans"], tuple[()]]:
+        return Plans, ()  # a copy of the step makes its own
 
 
 # --- the structure of a call
@@ -148,13 +153,13 @@ def is_narrow(leaf: torch.Tensor) -> bool:
 def plan_of(
     gradient: GradientFunction,
     indices: tuple[int, ...],
-    axes: Callable[[int], bool],
+    moving: tuple[int, ...],
     leaves: Sequence[torch.Tensor],
+    originals: Sequence[Any],
     hooked: bool,
     module: nn.Module | None,
 ) -> Plan:
-    """A plan for these leaves; `axes(index)`: whether an argument is split."""
-    moving = tuple([index for index in indices if index != OWN and axes(index)])
+    """A plan for these leaves, which are made of the originals."""
     autocast = _private.is_any_autocast_enabled()
     may_weigh = not (hooked or autocast or gradient.scaled or moving)
     return Plan(
@@ -162,6 +167,7 @@ def plan_of(
         whole=tuple([index for index in indices if index not in moving]),
         moving=moving,
         hooked=hooked,
+        watches=any(isinstance(o, torch.Tensor) and o.requires_grad for o in originals),
         autocast=autocast,
         takes_weights=may_weigh and not any(map(is_narrow, leaves)),
         on_host=all(map(_IS_CPU, leaves)),

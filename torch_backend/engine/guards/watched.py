@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -18,8 +19,9 @@ class grads_watched(AbstractContextManager[None]):  # noqa: N801 - a context, as
     One that was replaced is put back, after an error too.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]):
-        self.leaves = [tensor for tensor in tensors if tensor.is_leaf]
+    def __init__(self, originals: Iterable[Any]):
+        tensors = [tensor for tensor in originals if isinstance(tensor, torch.Tensor)]
+        self.leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
 
     def __enter__(self) -> None:
         self.grads = [*map(_GRAD, self.leaves)]

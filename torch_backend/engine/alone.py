@@ -1,0 +1,134 @@
+"""A gradient function that is called by itself: a window of one micro-batch, of which nothing is
+divided, whose aux may be anything, and where each dtype is the leaf's own.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from funcga._backend import Backend
+from funcga._call.arguments import Argument, Arguments
+from funcga._grad import GradientFunction
+from funcga._types import Tree
+from torch_backend import _private, trees
+from torch_backend.arrays import recording_loss
+from torch_backend.engine import graphs
+from torch_backend.engine.plan import Plan, Plans, ambient, key_of
+from torch_backend.engine.window import Window, are_alone
+from torch_backend.gradients import needs_autograd, recorded_gradients
+
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
+
+
+def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwargs: Tree) -> Tree:
+    """What a gradient function returns at these arguments, outside of windows and transforms.
+
+    An argument that is part of a graph has second-order terms, which torch.func records. The
+    results have no graph, but for this: if autograd records what the caller does, and the loss
+    leads to somebody else's tensor that requires grad, such as a parameter that loss_fn closes
+    over, their graph leads there too.
+    """
+    keeps_graphs = torch.is_grad_enabled()
+    flat = [*map(trees.flatten, (*args, *kwargs.values()))]
+    if keeps_graphs and any(_requires_grad(leaves) for leaves, _ in flat):
+        return gradient.bound(backend)(*args, **kwargs)
+    key = ambient(), tuple([key_of(*each) for each in flat]), tuple(kwargs)
+    plans = gradient.memory.keep(Plans)
+    plan: Plan | None = plans.get(key)
+    parts = tuple([Argument(arg, [], [], None) for arg in args])
+    with Window(None, gradient, backend, Arguments(parts, gradient, backend), plan) as window:
+        arguments, kwargs = window.prepared(window.arguments, kwargs)
+        args = tuple([part.value for part in arguments.parts])
+        loss, aux, grads, leads = _run(window, args, kwargs, keeps_graphs)
+        if grads is None:
+            return gradient.bound(backend)(*args, **kwargs)
+        window.check()
+        each = iter(grads)
+        in_order = [
+            trees.unflatten(structure, [None if leaf is None else next(each) for leaf in leaves])
+            for leaves, structure in map(trees.flatten, window.trees.values())
+        ]
+        if gradient.has_aux:
+            aux = _without_graphs(aux, window, keeps_graphs)
+        loss = loss if leads else loss.detach().clone()
+    if plan is None:
+        plans.put(key, window.plan)
+    return gradient.compose(loss, aux, in_order)
+
+
+def _run(
+    window: Window, args: tuple[Tree, ...], kwargs: dict[str, Tree], keeps_graphs: bool
+) -> tuple[Any, Tree, Sequence[torch.Tensor] | None, bool]:
+    """(the loss, its aux, its gradients, whether these have graphs); None for gradients that
+    torch.func has to take.
+    """
+    inputs = window.inputs
+    with recording_loss(), window.visit as loss_fn:
+        loss, aux, objective, nodes = window.forward(loss_fn, args, kwargs)
+        window.check_no_grads(inputs)
+        window.note_reached(objective, (), 1.0)
+        if not (objective.requires_grad and inputs):
+            return loss, aux, _own_grads(inputs), False
+        graph = window.graph_of(objective, nodes, inputs)
+        leads = keeps_graphs and graph.leads_elsewhere
+        if leads and graph.custom:  # it may run a pass of its own, of which nothing is recorded
+            return loss, aux, None, False
+        if leads:
+            with _refused_recomputing():
+                return loss, aux, recorded_gradients(objective, inputs), True
+        window.backward(objective, 1.0, nodes, ())
+        return loss, aux, _own_grads(inputs), False
+
+
+@contextmanager
+def _refused_recomputing() -> Iterator[None]:
+    """A context in which no backward pass may run a module again, as a checkpoint does.
+
+    A second derivative would run it once more, later, when it has other parameters.
+    """
+
+    def refuse(module: object, args: object) -> None:
+        if _private.in_backward():
+            raise needs_autograd()
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _requires_grad(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _without_graphs(aux: Tree, window: Window, keeps_graphs: bool) -> Tree:
+    """The aux, whose tensors have a graph only where it leads to somebody else's tensor."""
+    leaves, structure = trees.flatten(aux)
+    ids = {*map(id, window.inputs)}
+
+    def without(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.requires_grad:
+            return leaf
+        leads = keeps_graphs and graphs.leads_elsewhere(graphs.reach(leaf, ids).foreign)
+        return leaf if leads else leaf.detach()
+
+    return trees.unflatten(structure, [*map(without, leaves)]) if _requires_grad(leaves) else aux
+
+
+def _own_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that are left in the leaves, in memory of their own; zeros where none is."""
+    grads = [
+        torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
+        for leaf, grad in zip(leaves, map(_GRAD, leaves), strict=True)
+    ]
+    if {*map(type, grads)} <= {torch.Tensor} and {*map(_LAYOUT, grads)} <= {torch.strided}:
+        alone = are_alone(grads)
+        grads = [grad if own else grad.clone() for grad, own in zip(grads, alone, strict=True)]
+    return grads
