@@ -287,7 +287,8 @@ class _Part(NamedTuple):
         """
         row = jax.tree.map(partial(lax.index_in_dim, index=0, keepdims=False), self.accumulator)
         measures = jax.eval_shape(self.measure, layer)
-        before = _Folded(self.accumulator, jnp.zeros_like(measures))
+        # Not zeros_like, as a type may have mesh axes, without its mesh.
+        before = _Folded(self.accumulator, jnp.zeros(measures.shape, measures.dtype))
         after = _Folded(jax.eval_shape(self.combine, row, layer), measures)
         begun: _Folded = jax.tree.map(
             lambda array, like: as_varying(array, varying_axes(like)), before, after
