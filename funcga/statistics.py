@@ -17,7 +17,7 @@ Example:
 import numbers
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
@@ -35,8 +35,8 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
 
     Args:
         statistics: The mean and the population variance of one micro-batch: {"mean": array, "var":
-            array}, or nested dicts of these, or nnx.state(model, nnx.BatchStat). Floats; those of less than 32 bits become float32,
-            which a count needs.
+            array}, or nested dicts of these, or nnx.state(model, nnx.BatchStat). Floats; those of
+            less than 32 bits become float32, which a count needs.
         count: How many items they are of, a number >= 0 or a 0-d array. Only the ratios of
             micro-batches matter for the mean and the variance, so the rows will do for layers that
             see as many values of each row.
@@ -61,8 +61,8 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
 
     def stacked(path: str, mean: Array, variance: Array) -> Array:
         mean, variance = (
-            _widened(_unboxed(mean, backend)[0], f"{path}['mean']", arrays),
-            _widened(_unboxed(variance, backend)[0], f"{path}['var']", arrays),
+            _widened(_unboxed(mean, backend), f"{path}['mean']", arrays),
+            _widened(_unboxed(variance, backend), f"{path}['var']", arrays),
         )
         if (mean.shape, mean.dtype) != (variance.shape, variance.dtype):
             raise FuncgaError(
@@ -107,11 +107,8 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
     arrays = backend.arrays
     _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)
 
-    def updated(path: str, mean: Tree, variance: Tree, new: object) -> dict[str, Tree]:
-        (mean, boxed_mean), (variance, boxed_variance) = (
-            _unboxed(mean, backend),
-            _unboxed(variance, backend),
-        )
+    def updated(path: str, mean: Tree, variance: Tree, new: object) -> dict[str, Array]:
+        mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
         if not fits(new, mean):
             raise FuncgaError(
                 f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
@@ -119,9 +116,11 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
                 "makes of funcga.statistics.batch_moments(...)."
             )
         mean, variance = update(mean, variance, new, share, unbiased, arrays)
-        return {"mean": boxed_mean(mean), "var": boxed_variance(variance)}
+        return {"mean": mean, "var": variance}
 
-    return _each_layer(updated, "statistics", statistics, pooled)
+    # A State of nnx hides its nested dicts behind other States, so the structure is put back at last.
+    after = backend.trees.flatten(_each_layer(updated, "statistics", statistics, pooled))[0]
+    return backend.trees.unflatten(backend.trees.flatten(statistics)[1], after)
 
 
 def fits(pooled: object, mean: Array) -> TypeGuard[Pooled]:
@@ -175,14 +174,10 @@ def _check_number(
         raise FuncgaError(f"{name} is {shown}: it is {meaning}, a finite number or a 0-d array.")
 
 
-def _unboxed(node: Tree, backend: Backend) -> tuple[Tree, Callable[[Array], Tree]]:
-    """The array in a node that holds a single one, such as a variable of nnx, and what puts another
-    one in its place; anything else as it is.
-    """
-    leaves, structure = backend.trees.flatten(node)
-    if len(leaves) != 1 or leaves[0] is node:
-        return node, lambda array: array
-    return leaves[0], lambda array: backend.trees.unflatten(structure, [array])
+def _unboxed(node: Tree, backend: Backend) -> Tree:
+    """The array in a node that holds a single one, such as a variable of nnx; all else as it is."""
+    leaves = backend.trees.flatten(node)[0]
+    return leaves[0] if len(leaves) == 1 else node
 
 
 def _widened(array: Array, path: str, arrays: Arrays) -> Array:
@@ -200,7 +195,7 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
     # A layer is recognised by its two keys.
     if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
         result = function(path, tree["mean"], tree["var"], *others)
-        return _like(tree, result) if isinstance(result, dict) else result
+        return {key: result[key] for key in tree} if isinstance(result, dict) else result
     if not isinstance(tree, Mapping):
         raise FuncgaError(
             f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They are "
@@ -219,11 +214,5 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
         key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))
         for key, child in tree.items()
     }
-    return _like(tree, replaced)
-
-
-def _like(mapping: Mapping[Any, Tree], replaced: dict[Any, Tree]) -> Mapping[Any, Tree]:
-    """The dict as a mapping of the same type, for example a FrozenDict of flax or a State of nnx."""
-    if type(mapping) is dict:
-        return replaced
-    return type(mapping)(replaced)  # type: ignore[call-arg]
+    # For example flax's FrozenDict.
+    return replaced if type(tree) is dict else type(tree)(replaced)  # type: ignore[call-arg]

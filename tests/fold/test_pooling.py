@@ -82,6 +82,15 @@ def test_a_count_of_zero_adds_nothing(kit):
     assert all((part == 0).all() for part in kit.leaves(empty))
 
 
+def test_the_order_of_keys_is_that_of_the_old(kit):
+    old = kit.arrays({"b": {"var": np.ones(2), "mean": np.zeros(2)}, "a": {"mean": np.zeros(2), "var": np.ones(2)}})
+    new = funcga.normalizers.Pooled(*kit.arrays((np.ones(2), np.full(2, 5.0), np.ones(2))))
+    after = funcga.statistics.running_statistics(old, {"a": new, "b": new}, share=0.5, unbiased=False)
+    assert [*after] == ["b", "a"] or kit.name == "jax"
+    for layer in after.values():
+        assert [float(layer[name][0]) for name in ("mean", "var")] == [2.5, 1]
+
+
 def running(kit, **options):
     old = {"a": kit.arrays({"mean": np.array([1.0, -2.0, 3.0]), "var": np.array([1.0, 4.0, 9.0])})}
     x = rows()
