@@ -83,8 +83,15 @@ def test_a_count_of_zero_adds_nothing(kit):
 
 
 def test_the_order_of_keys_is_that_of_the_old(kit):
-    old = kit.arrays({"b": {"var": np.ones(2), "mean": np.zeros(2)}, "a": {"mean": np.zeros(2), "var": np.ones(2)}})
-    new = funcga.normalizers.Pooled(*kit.arrays((np.ones(2), np.full(2, 5.0), np.ones(2))))
+    old = kit.arrays(
+        {
+            "b": {"var": np.ones(2, "float32"), "mean": np.zeros(2, "float32")},
+            "a": {"mean": np.zeros(2, "float32"), "var": np.ones(2, "float32")},
+        }
+    )
+    new = funcga.normalizers.Pooled(
+        *kit.arrays((np.ones(2, "float32"), np.full(2, 5.0, "float32"), np.ones(2, "float32")))
+    )
     after = funcga.statistics.running_statistics(old, {"a": new, "b": new}, share=0.5, unbiased=False)
     assert [*after] == ["b", "a"] or kit.name == "jax"
     for layer in after.values():
