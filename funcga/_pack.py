@@ -95,7 +95,9 @@ def pack(
         )
     longest_first = sorted(zip(costs, range(len(costs)), strict=True), key=lambda row: -row[0])
     largest, number = longest_first[0]
-    room = most if all(isinstance(cost, int) for cost in (most, *costs)) else most + most * _ROUNDING
+    room = (
+        most if all(isinstance(cost, int) for cost in (most, *costs)) else most + most * _ROUNDING
+    )
     if largest > room:
         raise FuncgaError(
             f"row {number} costs {largest}, and the budget is {most}: it fits into no micro-batch. "
