@@ -59,8 +59,8 @@ def pack(
             replica has one micro-batch.
         replicas: The number of replicas that share the rows.
         cost: What a row of so many tokens costs, such as lambda length: length**2; at least 0, and
-            finite. Whole numbers are added up exactly. If there are fractions, sums are rounded, and
-            one that exceeds the budget by less than a part in 10**12 of it fits.
+            finite. Whole numbers are added up exactly. If there are fractions, sums are rounded,
+            and one that exceeds the budget by less than a part in 10**12 of it fits.
 
     Returns:
         For each replica, also if there is only one, the list of its micro-batches: each a list of

@@ -222,7 +222,8 @@ def explains_arguments(function: F) -> F:
             unknown = next((name for name in kwargs if name not in names), "")
             meant = _ELSEWHERE.get(unknown, unknown)
             if meant in names[:1]:
-                advice = f"Here that is `{meant}`, the first argument: {function.__name__}({meant}, ...)."
+                line = f"{function.__name__}({meant}, ...)"
+                advice = f"Here that is `{meant}`, the first argument: {line}."
             elif meant in names:
                 line = f"{function.__name__}({names[0]}, {_written(meant, kwargs)})"
                 advice = f"Here that is `{meant}`: {line}."

@@ -41,8 +41,9 @@ __all__ = [
 class GradientNoise(NamedTuple):
     """What `gradient_noise` says: numbers, 0-d arrays, each with its standard error.
 
-    All are NaN after a window of fewer than two micro-batches: of one, nothing can be said. The errors
-    are infinite where the fourth powers of the gradients' norms are beyond the range of floats.
+    All are NaN after a window of fewer than two micro-batches: of one, nothing can be said. The
+    errors are infinite where the fourth powers of the gradients' norms are beyond the range of
+    floats.
 
     Attributes:
         trace: tr(Sigma), the sum of the variances of the elements of one row's gradient.
@@ -197,8 +198,8 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
 
     The average of a ratio would be biased, and ruled by the windows whose squared norm is close to
     0. The average is that of the windows so far, with weights 1, decay, decay**2 and so on, the
-    last window first. A window that says nothing, as one of a single micro-batch, is left out, and so
-    is one whose numbers are not finite. The errors are those of a mean of independent estimates.
+    last window first. A window that says nothing, as one of a single micro-batch, is left out, and
+    so is one whose numbers are not finite. The errors are those of a mean of independent estimates.
 
     Args:
         noise: What `gradient_noise` has said of a window: a `GradientNoise`, or a dict of them.

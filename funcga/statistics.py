@@ -118,7 +118,7 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
         mean, variance = update(mean, variance, new, share, unbiased, arrays)
         return {"mean": mean, "var": variance}
 
-    # A State of nnx hides its nested dicts behind other States, so the structure is put back at last.
+    # A State of nnx shows its nested dicts as States, so the structure is put back at last.
     after = backend.trees.flatten(_each_layer(updated, "statistics", statistics, pooled))[0]
     return backend.trees.unflatten(backend.trees.flatten(statistics)[1], after)
 

@@ -244,6 +244,18 @@ def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
             np.testing.assert_allclose(kit.numpy(found), 1e37, rtol=1e-6)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("light", ["first", "last", "amid"])
+def test_a_light_micro_batch_changes_nothing_for_heavy_ones(kit, way, light):
+    """Weights of which one is a millionth of the others: sums in its unit would be infinite."""
+    weights = np.full(6, 1e6, "float32")
+    weights[{"first": 0, "last": 5, "amid": 2}[light]] = 1
+    x = np.stack([np.full(6, 1e34, "float32"), weights], 1)
+    of = lambda x: x[:, 0].mean()
+    found = WAYS[way](of, 6, in_axes=0, fold=funcga.mean(), weight=lambda x: x[0, 1])(kit.arrays(x))
+    np.testing.assert_allclose(float(found), np.average(np.float64(x[:, 0]), weights=weights), rtol=1e-6)
+
+
 def test_collected_rows_along_any_axis(kit):
     x = kit.arrays(np.random.default_rng(2).normal(size=(7, 5, 6)).astype("float32"))
     for axis in (1, -1, -3):
