@@ -78,8 +78,8 @@ class Numbers:
                 path = self._paths(args, kwargs)[leaf_index]
                 warnings.warn(
                     f"`{path}` was {_MOST_PROGRAMS} different numbers, and each has compiled the "
-                    "step anew: outside of jit a Python number is part of the program. Pass an array, "
-                    f"jnp.asarray({path}), or call the step inside of jax.jit.",
+                    "step anew: outside of jit a Python number is part of the program. Pass an "
+                    f"array, jnp.asarray({path}), or call the step inside of jax.jit.",
                     stacklevel=_outside(),
                 )
 

@@ -87,9 +87,6 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
             )
         # An array that is traced, or on a device, stays one: the host does not wait for it.
         number = arrays.scalar(number)
-        # As a number, since under JAX's strict promotion a bool is not compared with one.
-        if kind == "bool" and arrays.is_array(number):
-            number = arrays.cast(number, arrays.as_array(0).dtype, number)
     return _checked(number) if isinstance(number, numbers.Number) else number
 
 
