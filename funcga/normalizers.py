@@ -130,18 +130,17 @@ ratio = Normalizer(_quotient, kinds=("int", "float"), wide=True)
 
 
 def _spread(xp: Namespace, reduced: Reduced, tally: Any) -> Moments:
-    weight, mean, deviation = reduced
-    return Moments(mean, deviation / xp.where(weight > 0, weight, 1))
+    _, mean, variance = reduced
+    return Moments(mean, variance)
 
 
 def _pool(xp: Namespace, reduced: Reduced, tally: Any) -> Pooled:
-    count, mean, deviation = reduced
-    return Pooled(count, mean, deviation / xp.where(count > 0, count, 1))
+    return Pooled(*reduced)
 
 
-# Of (weight, mean, deviation) the mean and the variance, deviation / weight.
+# Of (weight, mean, variance) the mean and the variance.
 moments = Normalizer(_spread)
-# The same with the count.
+# The same with the count, which is the weight.
 pooled = Normalizer(_pool, wide=True)
 
 

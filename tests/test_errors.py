@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
@@ -85,6 +87,23 @@ MADE = [
         function(accumulate, len, batch_size=8)),
     (f"accumulate{HERE}use_grad_mean'. Here that is `fold`: accumulate(grad_fn, fold=funcga.mean()).",
         function(accumulate, len, use_grad_mean=8)),
+    (f"accumulate{HERE}use_grad_mean'. Here that is `fold`: accumulate(grad_fn, fold=funcga.sum()).",
+        function(accumulate, len, use_grad_mean=False)),
+    (f"accumulate{HERE}reduction'. Here that is `fold`: accumulate(grad_fn, fold=(funcga.concat(), funcga.sum())).",
+        function(accumulate, len, reduction=("none", "sum"))),
+    (f"accumulate{HERE}accum_steps'. Here that is `n`: accumulate(grad_fn, n=8).",
+        function(accumulate, len, accum_steps=8)),
+    (f"accumulate{HERE}num_real_microbatches'. Here that is `weight`: accumulate(grad_fn, weight=lambda batch: "
+        'batch["is_real"].sum()).', function(accumulate, len, num_real_microbatches=8)),
+    ("Here that is `grad_fn`, the first argument: accumulate(grad_fn, ...).", function(accumulate, fun=len, n=2)),
+    (f"multi_steps{HERE}use_grad_mean'. Here that is `fold`: multi_steps(tx, fold=funcga.sum(dtype=\"float32\")).",
+        function(funcga.multi_steps, len, 2, use_grad_mean=False, accumulator_dtype=jnp.float32)),
+    (f"multi_steps{HERE}accumulator_dtype'. Here that is `fold`: multi_steps(tx, fold=funcga.mean(dtype=\"bfloat16\")).",
+        function(funcga.multi_steps, len, 2, accumulator_dtype=jnp.dtype("bfloat16"))),
+    (f"multi_steps{HERE}should_skip_update_fn'. Here that is `drop`: multi_steps(tx, drop=\"microbatch\").",
+        function(funcga.multi_steps, len, 2, should_skip_update_fn=optax.skip_not_finite)),
+    ('drop="microbatch", drop_if=lambda grads: optax.global_norm(grads) > 100).',
+        function(funcga.multi_steps, len, 2, should_skip_update_fn=len)),
     (f"accumulate{HERE}axis_name'. Here that is `across`: accumulate(grad_fn, across=...).",
         function(accumulate, len, axis_name=8)),
     (f"accumulate{HERE}nonsense'. Its parameters are grad_fn, n, microbatch_size, fold, weight, in_axes, across, totals, "
@@ -163,10 +182,12 @@ GIVEN = {
         "the batch has 0 rows (`x` is empty): there is nothing to fold."),
     "unequal rows": (lambda kit, x: lambda: accumulate(lambda params, batch, labels: 1 / 0, 2)(x, {"x": x}, x[:5]),
         "the split arguments have different numbers of rows: `batch['x']` has 6 (axis 0 of float32[6, 2]); `labels` has "
-        "5 (axis 0 of float32[5, 2]). Micro-batches cut all of them alike. Pass what has no rows whole: in_axes with "
-        "None in its place."),
+        "5 (axis 0 of float32[5, 2]); micro-batches cut all of them alike. Pass what has no rows whole: in_axes with "
+        "None in its place. Parameters come first, step(params, *batch); where grad_fn takes them last, write "
+        "in_axes=(0, 0, None)."),
     "a scalar": (split(lambda x: {"k": x[0, 0]}), f"`batch['k']` is float32[], a scalar: it has no axis 0 to split. {WHOLE}, "
-        "or as a keyword argument."),
+        "or as a keyword argument. Parameters come first, step(params, *batch); where grad_fn takes them last, write "
+        "in_axes=(0, None)."),
     "a string": (split(lambda x: "s"), "`batch` is of type str, and in_axes splits it on axis 0: only {kit} arrays can be "
         "split. Make it a tree of arrays, such as a dict or a dataclass, or pass it whole: in_axes with None in its place."),
     "a float": (split(lambda x: 1.0), "`batch` is of type float, and in_axes splits it on axis 0:"),
@@ -294,6 +315,16 @@ def test_arrays_of_no_framework_or_of_two():
         "in one framework. Convert first: `funcga.to_torch(batch)`."
     )
     check_refused(text, step, {"w": x}, {"x": funcga.to_jax(X)})
+    # What is converted is what does not run in grad_fn's framework, or in that of the params.
+    params, batch = {"w": jnp.ones(2)}, {"x": torch.ones(6, 2), "y": torch.ones(6)}
+    loss_fn = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+    for made in (jax.value_and_grad(loss_fn), jax.jit(jax.grad(loss_fn)), funcga.value_and_grad(loss_fn)):
+        text = "Convert first: `funcga.to_jax(x)` and `funcga.to_jax(y)`."
+        check_refused(text, accumulate(made, 2), params, batch["x"], batch["y"])
+        accumulate(made, 2)(params, funcga.to_jax(batch["x"]), funcga.to_jax(batch["y"]))
+    check_refused("`funcga.to_jax(params)`.", accumulate(jax.grad(loss_fn), 2), {"w": x}, *[jnp.asarray(X)] * 2)
+    made = torch.func.grad(lambda params, batch: (batch @ params["w"]).sum())
+    check_refused("Convert first: `funcga.to_torch(params)`.", accumulate(made, 2), params, batch["x"])
     text = (
         "`batch` is a NumPy array float32[6, 2], and in_axes splits it on axis 0: only torch arrays can be split. Convert "
         "it, `funcga.to_torch(batch)`, or pass it whole: in_axes with None in its place."

@@ -94,6 +94,12 @@ def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
     )
 
 
+def unknown(compute: Callable[[], Tree]) -> Tree:
+    """The tree of arrays that `compute` returns, with NaN in place of each number."""
+    leaves, structure = trees.flatten(compute())
+    return trees.unflatten(structure, [torch.full_like(leaf, float("nan")) for leaf in leaves])
+
+
 def check_gradients(
     leaves: Sequence[Array],
     accumulators: Sequence[Reduced],

@@ -327,6 +327,10 @@ class Transforms(Protocol):
         """
         ...
 
+    def unknown(self, compute: Callable[[], Tree]) -> Tree:
+        """The tree of arrays that `compute` returns, with NaN in place of each number."""
+        ...
+
     def check_gradients(
         self,
         leaves: Sequence[Array],

@@ -120,7 +120,9 @@ class Program:
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
         return backend_of(
-            [*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs]
+            [*args, *kwargs.values()],
+            lambda: [*argument_names(self.grad_fn, len(args)), *kwargs],
+            self.grad_fn,
         )
 
     def replicas(self, backend: Backend) -> Any:

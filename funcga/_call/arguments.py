@@ -299,6 +299,7 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
             raise FuncgaError(f"{scalar} {_KEYS}")
         raise FuncgaError(
             f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument."
+            f"{_params_first(arguments)}"
         )
     if not -rank <= axis < rank:
         raise FuncgaError(
@@ -387,8 +388,20 @@ def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> Func
                 f"`{arguments.path(leaf_index)}` looks like random keys of JAX. {_KEYS}"
             )
     return FuncgaError(
-        f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of "
-        "them alike. Pass what has no rows whole: in_axes with None in its place."
+        f"the split arguments have different numbers of rows: {listed}; micro-batches cut all of "
+        f"them alike. Pass what has no rows whole: in_axes with None in its place."
+        f"{_params_first(arguments)}"
+    )
+
+
+def _params_first(arguments: Arguments) -> str:
+    """The line to write if params and batch may have been swapped, as the default takes it."""
+    if not arguments.assumed or len(arguments.parts) < 2:
+        return ""
+    axes = (*(0,) * (len(arguments.parts) - 1), None)
+    return (
+        f" Parameters come first, step(params, *batch); where grad_fn takes them last, write "
+        f"in_axes={axes}."
     )
 
 

@@ -73,7 +73,7 @@ class MultiStepsState(NamedTuple):
         updated: Whether the last call was one.
         dropped: How many micro-batches and windows have been dropped.
         observed: What the observers of `observe=` have said of the last update's window; NaN before
-            the first. Empty without observers.
+            the first, or 0 under jax_debug_nans, which allows no NaN. Empty without observers.
 
     Example:
         >>> params = {"w": jnp.ones(2)}
@@ -206,11 +206,12 @@ class Folding:
         if self.observers is None:
             return ()
         outputs, backend = empty.outputs, empty.outputs.backend
-        nothing = backend.sums.finish(outputs.folds, empty.accumulators, empty.tallies, False)
-        leaves, structure = backend.trees.flatten(self.observed(outputs.structure_of(nothing)))
-        return backend.trees.unflatten(
-            structure, [backend.arrays.xp.full_like(leaf, float("nan")) for leaf in leaves]
-        )
+
+        def of_nothing() -> Tree:
+            folded = backend.sums.finish(outputs.folds, empty.accumulators, empty.tallies, False)
+            return self.observed(outputs.structure_of(folded))
+
+        return backend.transforms.unknown(of_nothing)
 
 
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:

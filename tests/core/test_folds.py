@@ -223,6 +223,15 @@ def test_a_common_weight_of_any_size_and_kind_changes_nothing(kit, weight):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_says_whether_a_micro_batch_counts(kit, way):
+    """A bool, which only the device knows. JAX compares no bool with a number under strict promotion."""
+    x = kit.arrays(np.arange(1.0, 7.0, dtype="float32"))
+    for fold, want in ((funcga.mean(), 4.5), (funcga.moments(), (4.5, 1.0))):
+        step = WAYS[way](lambda x: x.mean(), 3, in_axes=0, fold=fold, weight=lambda x: x[0] > 2)
+        np.testing.assert_allclose([kit.numpy(part) for part in kit.leaves(step(x))], np.ravel(want), rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
     """The sum of 64 rows of 1e37, each weighed by its rows, would be infinite."""
     x = kit.arrays(np.full((64, 1), 1e37, "float32"))
@@ -233,6 +242,18 @@ def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
         for weight in weights:
             found = WAYS[way](lambda x: x.mean(0), n, in_axes=0, fold=funcga.mean(), weight=weight)(x)
             np.testing.assert_allclose(kit.numpy(found), 1e37, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("light", ["first", "last", "amid"])
+def test_a_light_micro_batch_changes_nothing_for_heavy_ones(kit, way, light):
+    """Weights of which one is a millionth of the others: sums in its unit would be infinite."""
+    weights = np.full(6, 1e6, "float32")
+    weights[{"first": 0, "last": 5, "amid": 2}[light]] = 1
+    x = np.stack([np.full(6, 1e34, "float32"), weights], 1)
+    of = lambda x: x[:, 0].mean()
+    found = WAYS[way](of, 6, in_axes=0, fold=funcga.mean(), weight=lambda x: x[0, 1])(kit.arrays(x))
+    np.testing.assert_allclose(float(found), np.average(np.float64(x[:, 0]), weights=weights), rtol=1e-6)
 
 
 def test_collected_rows_along_any_axis(kit):
