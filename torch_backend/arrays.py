@@ -43,13 +43,17 @@ def is_array(leaf: object) -> bool:
 
 
 def as_array(leaf: object) -> torch.Tensor:
-    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else.
+
+    Numbers are made on the host, wherever torch makes new tensors by default: there they can be
+    read without waiting, and they go together with arrays of any device.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf
     if type(leaf) is bool:
-        return torch.full((), leaf)
+        return torch.full((), leaf, device="cpu")
     if isinstance(leaf, int | float | complex):
-        return torch.as_tensor(leaf)
+        return torch.as_tensor(leaf, device="cpu")
     raise TypeError(type(leaf).__name__)
 
 
@@ -184,7 +188,7 @@ def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
     extremes = [*_extremes(shards)]
     if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
         extremes = [extreme.to(shards[0].device, torch.float64) for extreme in extremes]
-    all_finite = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
+    all_finite = torch.stack(extremes).isfinite().all() if extremes else as_array(True)
     meshes = {array.device_mesh for array in present if is_dtensor(array)}
     return _everywhere(all_finite, meshes) if meshes else all_finite
 
@@ -248,10 +252,11 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if not isinstance(weight, torch.Tensor):
         # `full` takes half the time of `tensor`, which can read any sequence.
-        high = torch.full((), weight, dtype=torch.float64 if wide else torch.float32)
-        return (
-            (high,) if wide else (high, torch.full((), weight - high.item(), dtype=torch.float32))
-        )
+        if wide:
+            return (torch.full((), weight, dtype=torch.float64, device="cpu"),)
+        high = torch.full((), weight, dtype=torch.float32, device="cpu")
+        rest = weight - high.item()
+        return high, torch.full((), rest, dtype=torch.float32, device="cpu")
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
@@ -267,7 +272,7 @@ def integer(number: Scalar) -> torch.Tensor:
     """A count as a 0-d int32 array."""
     if isinstance(number, torch.Tensor):
         return number.to(torch.int32)
-    return torch.full((), number, dtype=torch.int32)
+    return torch.full((), number, dtype=torch.int32, device="cpu")
 
 
 # --- What is differentiated -----------------------------------------------------------------------

@@ -272,9 +272,9 @@ class Accumulator:
         outputs, leaves = bind_outputs(self.fold, like, backend)
         # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
         # jit.
-        zeros = backend.arrays.xp.zeros
+        zero, zeros_like = backend.arrays.integer(0), backend.arrays.xp.zeros_like
         dtype_marks = [
-            None if dtype is None else zeros((), dtype=dtype) for dtype in outputs.dtypes
+            None if dtype is None else zeros_like(zero, dtype=dtype) for dtype in outputs.dtypes
         ]
         window = empty(outputs, outputs.identities(leaves))
         return _state_of(window, outputs.structure_of(dtype_marks))

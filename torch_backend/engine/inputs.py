@@ -233,7 +233,7 @@ class DifferentiatedArguments(Inputs):
             # which cannot be differentiated at all; the others are copied.
             self.gradient.check_leaves(tree, index, self.backend)
             copies = [
-                leaf if leaf is None else torch.as_tensor(leaf).detach().clone()
+                leaf if leaf is None else arrays.as_array(leaf).detach().clone()
                 for leaf in originals
             ]
             leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in copies]
