@@ -4,12 +4,14 @@ new memory once.
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch.utils import dlpack
 
 from funcga._trees import ExportError, Extent, Transfer, extent
 from funcga._types import Array
+from funcga.errors import needs_numpy
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
@@ -99,6 +101,9 @@ _DTYPES = _EXTENSIONS | {
 def _as_numpy(tensor: torch.Tensor) -> Array:
     """NumPy's view of a tensor on the CPU."""
     name = _name(tensor.dtype)
+    # Without it a tensor only says that it is not available.
+    with needs_numpy("this call"):
+        import_module("numpy")
     try:
         if name not in _EXTENSIONS:
             return tensor.numpy()
@@ -149,11 +154,11 @@ def import_arrays(
 
 def _imported(export: Transfer) -> Transfer:
     """The array as a tensor where it lies."""
-    import numpy as np
-
     array, copied = export
     if isinstance(array, torch.Tensor):
         return Transfer(array.detach(), copied)
+    import numpy as np
+
     if not isinstance(array, np.ndarray):
         return Transfer(dlpack.from_dlpack(array), copied)
     # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of
