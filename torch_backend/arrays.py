@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin, is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
@@ -55,6 +55,11 @@ def as_array(leaf: object) -> torch.Tensor:
     if isinstance(leaf, int | float | complex):
         return torch.as_tensor(leaf, device="cpu")
     raise TypeError(type(leaf).__name__)
+
+
+def has_lazy(leaves: Iterable[object]) -> bool:
+    """Whether one of them belongs to a lazy module, and has no shape yet."""
+    return any(issubclass(kind, UninitializedTensorMixin) for kind in {*map(type, leaves)})
 
 
 def describe(leaf: Any) -> str:

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import check_initialised
 from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
-from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
 from funcga._replicas import check_one_for_all, step_of
 from funcga._transform import (
@@ -342,9 +341,7 @@ class MultiStepsUpdate(UpdateFunction):
         """Raises FuncgaError for uninitialised params, and for options or transforms of another
         framework.
         """
-        for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
-            if is_uninitialised(leaf):
-                raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
+        check_initialised(params, "params", backend.trees)
         if self.donate:
             check_donates(backend)
         for other in load_imported():

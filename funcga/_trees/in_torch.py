@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import dlpack
 
 from funcga._trees import ExportError, Extent, Transfer, extent
@@ -53,6 +54,11 @@ def _check_exportable(leaf: torch.Tensor) -> None:
         raise ExportError(
             f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() "
             "does not"
+        )
+    if is_lazy(leaf):
+        raise ExportError(
+            "a parameter of a lazy module, which has no shape yet. Run the module once before: "
+            "with torch.no_grad(): module(x)"
         )
     if leaf.layout is not torch.strided:
         raise ExportError(
