@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
@@ -59,7 +59,8 @@ def as_array(leaf: object) -> torch.Tensor:
 
 def has_lazy(leaves: Iterable[object]) -> bool:
     """Whether one of them belongs to a lazy module, and has no shape yet."""
-    return any(issubclass(kind, UninitializedTensorMixin) for kind in {*map(type, leaves)})
+    lazy = UninitializedParameter, UninitializedBuffer
+    return any(issubclass(kind, lazy) for kind in {*map(type, leaves)})
 
 
 def describe(leaf: Any) -> str:
