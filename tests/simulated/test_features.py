@@ -56,7 +56,9 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "howto" / "mixed_precision
 
 
 @pytest.mark.simulated
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # by mse_loss of the simulated device
+@pytest.mark.filterwarnings(
+    "ignore:An output with one or more elements was resized"
+)  # by mse_loss of the simulated device
 def test_a_window_of_the_page_on_mixed_precision_waits_once():
     """GradScaler reads whether all gradients are finite. Its scale is on the device, so nothing is copied."""
     source = "".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
