@@ -459,7 +459,7 @@ class Summaries:
         """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
         outputs = self.outputs
         # With arrays as leaves, as a dataclass without any is not a container.
-        summary = outputs.structure_of([outputs.backend.arrays.xp.zeros(())] * len(outputs.folds))
+        summary = outputs.structure_of([outputs.backend.arrays.integer(0)] * len(outputs.folds))
         if self.job.keeps(outputs.backend):
             summary = summary["summary"]
         count = len(outputs.backend.trees.flatten(summary)[0])

@@ -4,7 +4,8 @@ import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +36,14 @@ def no_derivative(name: str) -> FuncgaError:
     return FuncgaError(
         f"a step with the fold {name} is differentiated, and its sums of integers have no "
         "derivative: it would be 0. Use the plain fold inside of a loss."
+    )
+
+
+def uninitialised(path: str) -> FuncgaError:
+    """The error for a parameter that has no shape yet."""
+    return FuncgaError(
+        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when "
+        "it first runs. Run it once before: with torch.no_grad(): module(x)."
     )
 
 
@@ -78,6 +87,21 @@ def streamable(values: Iterable[object]) -> str:
                 "for module_value_and_grad."
             )
     return ""
+
+
+@contextmanager
+def needs_numpy(name: str) -> Iterator[None]:
+    """A context for what imports NumPy, which torch does not need: FuncgaError, which says what
+    `name` needs, if it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise FuncgaError(
+            f"numpy is not installed, and {name} needs it. Install it: pip install numpy"
+        ) from error
 
 
 def check_callable(function: object, name: str, like: str) -> None:

@@ -32,7 +32,8 @@ class Normalizer:
         dtype: The dtype of the result; by default the leaf's own.
         kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex",
             "other".
-        wide: True if the result keeps the dtype of the accumulator; float32 if that is an integer.
+        wide: True if the result keeps the dtype of the accumulator. Integers are given to `apply`
+            as floats, and the result is what a quotient of two of them is, at least float32.
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may
             do in place.
         per_element: Whether each element of the result depends on the same element of what was

@@ -401,6 +401,30 @@ def test_a_framework_that_is_not_installed(tmp_path):
     )
 
 
+WITHOUT_NUMPY = {
+    "funcga.verify": "funcga.verify",
+    "from funcga import watch": "funcga.watch",
+    "funcga.compare(w, w)": "funcga.compare",
+    "funcga.to_numpy(w)": "this call",
+    "funcga.trees.match(w, w)": "this call",
+    "funcga.checks.Report": "funcga.checks.Report",
+}
+
+
+def test_torch_needs_no_numpy_and_what_needs_it_says_so():
+    """numpy is hidden before torch is imported; the answers are printed one a line."""
+    code = "import sys, warnings\nwarnings.simplefilter('ignore')\nsys.modules['numpy'] = None\nimport torch, funcga\n"
+    code += "w = {'w': torch.ones(2)}\nassert torch.equal(funcga.to_torch(w)['w'], w['w'])\n"
+    code += "step = funcga.accumulate(funcga.grad(lambda w, x: (w['w'] * x).mean()), 2)\nstep(w, torch.ones(4, 2))\n"
+    for line in WITHOUT_NUMPY:
+        code += f"try: {line}\nexcept Exception as error: print(type(error).__name__, error, file=sys.stderr)\n"
+    found = [line for line in python(code).splitlines() if "numpy is not installed" in line]
+    assert found == [
+        f"FuncgaError numpy is not installed, and {name} needs it. Install it: pip install numpy"
+        for name in WITHOUT_NUMPY.values()
+    ]
+
+
 # --- calls that another signature would take
 
 

@@ -566,7 +566,7 @@ class Calls:
             called, named = trees.unflatten(structure, constants)
             outputs, value = program.bind(self.grad_fn(*called, **named), arguments)
             put_generator_states(devices, generators)
-            keep = torch.as_tensor(
+            keep = arrays.as_array(
                 program.dropping.keeps(outputs, program.dropping.tested(outputs), value, weight)
             )
             counts = keep if counts is None else keep & counts

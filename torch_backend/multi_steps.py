@@ -35,7 +35,7 @@ def widened(
     for leaf_index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor | int | float | complex):
             continue
-        array = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+        array = arrays.as_array(leaf)
         if array.requires_grad and not tracked:
             array = array.detach()
         wide = array if array.dtype is torch.float32 else array.to(_dtype_of_update(array))

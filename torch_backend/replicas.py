@@ -243,7 +243,7 @@ class Channel:
         """Begins to tell all processes these numbers, as many as they tell; returns what waits
         for those of each.
         """
-        received = self._all_gather(torch.tensor(mine, dtype=torch.float64))
+        received = self._all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
         return lambda: received().tolist()
 
     def _all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -272,8 +272,8 @@ class Channel:
         # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
         # padded to the longest.
         data = _pickled(mine)
-        lengths = self._all_gather(torch.tensor(data.numel()))().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor(data.numel(), device="cpu"))().tolist()
+        padded = data.new_zeros(max(lengths))
         padded[: data.numel()] = data
         rows = self._all_gather(padded)()
         return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
@@ -282,10 +282,10 @@ class Channel:
         """What one replica says: any object that can be pickled."""
         with explained():
             data = _pickled(mine)
-            length = torch.tensor([data.numel()])
+            length = torch.tensor([data.numel()], device="cpu")
             self.group.broadcast(length, source).wait()
             if self.rank != source:
-                data = torch.zeros(int(length), dtype=torch.uint8)
+                data = data.new_zeros(int(length))
             self.group.broadcast(data, source).wait()
         return _unpickled(data)
 

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import check_initialised
 from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
-from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
 from funcga._replicas import check_one_for_all, step_of
 from funcga._transform import (
@@ -98,7 +97,8 @@ class MultiSteps(Transform):
         Args:
             state: What `init` or an earlier call returned.
             params: The parameters, for the wrapped transform.
-            **extra: Further arguments of the wrapped transform.
+            **extra: Further arguments of the wrapped transform, which are those of the window: the
+                loss of all its micro-batches, say, that an Accumulator has folded.
 
         Returns:
             (updates, state).
@@ -227,7 +227,9 @@ def multi_steps(
 
     Its functions:
 
-    - `update(grads, state, params, weight=1, **extra) -> (updates, state)`. `extra` goes to tx.
+    - `update(grads, state, params, weight=1, **extra) -> (updates, state)`. `extra` goes to tx, of
+      the call that makes the update alone: a `loss=` is that of the last micro-batch, not of the
+      window. Fold it with an Accumulator, and pass it to `flush(state, params, loss=...)`.
     - `accumulate(grads, state, weight=1) -> state` and `flush(state, params) -> (updates, state)`,
       its two halves, for code that knows when a window ends. `flush` also ends a partial window.
     - `has_updated(state)`: whether the last call made an update. `state.updates` counts them.
@@ -342,9 +344,7 @@ class MultiStepsUpdate(UpdateFunction):
         """Raises FuncgaError for uninitialised params, and for options or transforms of another
         framework.
         """
-        for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
-            if is_uninitialised(leaf):
-                raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
+        check_initialised(params, "params", backend.trees)
         if self.donate:
             check_donates(backend)
         for other in load_imported():
@@ -371,7 +371,8 @@ class MultiStepsUpdate(UpdateFunction):
         """(updates, state): zeros until the window is full, and then the update of what was folded.
 
         grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or
-        a 0-d array >= 0. params and extra go to the wrapped transform. Raises FuncgaError if the
+        a 0-d array >= 0. params and extra go to the wrapped transform; of extra only what the call
+        is given that makes the update. Raises FuncgaError if the
         gradients have another structure, or the weight is seen to be negative.
         """
         return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})

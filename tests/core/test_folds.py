@@ -161,6 +161,28 @@ def test_integers_bools_and_complex_numbers(kit, way):
     assert abs(numbers["complex"] - 1j * (2**24 + 7) / 4) < 1
 
 
+MANY_OF_MANY = 10**14 + 1, 3 * 10**14  # float32 has 24 bits of it
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_ratio_of_integers_is_what_their_quotient_is(kit, x64, way):
+    """As of 64 bits in JAX; in torch in its default dtype, though not in fewer than 32 bits, and in the one asked for."""
+    counts, exact = kit.arrays(np.array([[*MANY_OF_MANY]] * 3)), MANY_OF_MANY[0] / MANY_OF_MANY[1]
+    ratio = lambda **options: WAYS[way](lambda x: x.sum(0), 3, in_axes=0, fold=funcga.ratio(**options))(counts)
+    defaults = [torch.float64] if kit is JAX else [torch.float64, torch.float32, torch.bfloat16]
+    for default in defaults:
+        torch.set_default_dtype(default)
+        try:
+            found = ratio()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        is_wide = default is torch.float64
+        assert str(found.dtype).endswith("float64" if is_wide else "float32")
+        assert abs(float(found) / exact - 1) < (1e-15 if is_wide else 3e-7)
+    assert float(ratio(out_dtype="float64")) == exact
+    assert float(ratio(out_dtype="bfloat16")) == float(torch.tensor(exact).bfloat16())
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "Accumulator"])
 @pytest.mark.parametrize("check", properties.WITHOUT_PARAMETERS, ids=lambda check: check.__name__)
 def test_property(kit, way, check):

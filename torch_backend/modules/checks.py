@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
-from funcga.errors import FuncgaError, similar
+from funcga.errors import FuncgaError, similar, uninitialised
 from torch_backend import _private, arrays, trees
 
 Tensors = Mapping[str, torch.Tensor]
@@ -69,6 +70,13 @@ def check_no_params(args: tuple[Tree, ...], module: nn.Module) -> None:
             "module_value_and_grad uses the module's own. Pass the batch alone: step(x, y), or "
             "stream's f(microbatches)."
         )
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises FuncgaError for a parameter, or a buffer, that has no shape yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise uninitialised(name)
 
 
 def check_not_scripted(module: nn.Module) -> None:

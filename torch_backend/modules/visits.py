@@ -19,6 +19,7 @@ from torch_backend.modules.checks import (
     Tensors,
     by_what_they_replace,
     check_hooks_called,
+    check_initialised,
     check_not_wrapped,
 )
 from torch_backend.modules.layers import (
@@ -113,6 +114,9 @@ class Visit:
         spaces = self.parts.spaces
         check_no_max_norm(self.parts.owners)
         self.own = own_of(self.parts)
+        buffers = [buffer for space in spaces for buffer in space[BUFFERS].values()]
+        if arrays.has_lazy([*self.own.entries.values, *buffers]):
+            check_initialised(self.loss.module)
         places = self.walk.places_of(self.params, self.own)
         # The engine puts the hooks of a parameter on its leaf, and autograd calls them there.
         # torch.func calls none.

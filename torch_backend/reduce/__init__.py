@@ -71,7 +71,7 @@ class Reduction:
         self.unsent: deque[Callable[[], Receive]] | None = None
         self.unreceived = deque[Receive]()
         # It travels in the last message of sums: not 0 if any replica has raised an error.
-        self.mark = torch.zeros(1)
+        self.mark = torch.zeros(1, device="cpu")
         # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the
         # weights of the micro-batches, if their unit does not tell whether they differ.
         self.unweighed, self.weights = False, set[Scalar]()
@@ -369,7 +369,7 @@ class Reduction:
                 r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
             ]
             buffers.sums.accumulators[leaf] = torch.tensor(
-                sum(addends), dtype=buffers.folds[leaf].accumulator_dtype
+                sum(addends), dtype=buffers.folds[leaf].accumulator_dtype, device="cpu"
             )
 
 

@@ -26,7 +26,7 @@ from torch_backend.engine.inputs import OwnParameters, unsplit
 from torch_backend.engine.layout import StepCache
 from torch_backend.engine.passes import Pass
 from torch_backend.engine.window import Engine
-from torch_backend.modules.checks import check_wrapped_before
+from torch_backend.modules.checks import check_initialised, check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
 
@@ -107,6 +107,7 @@ class ModuleGradient(OwningGradient):
         """The buffers as they are now, such as BatchNorm's running statistics; calling it puts
         them back.
         """
+        check_initialised(self.module)
         tables = [part.__dict__[_private.BUFFERS] for part in self.module.modules()]
         buffers = [
             (table, name, buffer, None if buffer is None else buffer.detach().clone())
