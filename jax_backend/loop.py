@@ -7,6 +7,7 @@ begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -739,6 +740,13 @@ def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
     return grad_fn.bound(backend)
+
+
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object]:
+    """The context of a call that folds these programs one after the other, in which other processes
+    are told of an error.
+    """
+    return nullcontext()  # one program computes all replicas, and none of it has begun
 
 
 def is_traced(tree: Tree) -> bool:

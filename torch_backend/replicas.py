@@ -191,6 +191,13 @@ def names_leaves(across: Any) -> bool:
     return not is_of_all and (is_function or bool(trees.children(across)))
 
 
+def are_processes(across: Any) -> bool:
+    """Whether `across=` names processes of torch, and not axes of a mesh of JAX."""
+    if isinstance(across, Replicas | InTurn) or (callable(across) and dist.is_initialized()):
+        return True
+    return any(map(is_group, trees.flatten(across, is_group)[0]))
+
+
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which have these accumulators."""
     device = next(

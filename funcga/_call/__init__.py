@@ -5,6 +5,7 @@ options, checked.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -122,6 +123,18 @@ class Program:
         return backend_of(
             [*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs]
         )
+
+    def telling(self, *later: "Program") -> AbstractContextManager[object]:
+        """The context of a call, in which other processes that fold it are told of an error.
+        `later`: what the call folds after this program.
+        """
+        owner = owner_of(self.grad_fn)
+        if self.across is None and (owner is None or owner.kind == MODULE):
+            return nullcontext()
+        contexts = ExitStack()
+        for backend in load_imported():
+            contexts.enter_context(backend.loop.telling((self, *later), backend))
+        return contexts
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""

@@ -68,11 +68,6 @@ class PipelineWindow:
 
     def __init__(self, program: Program, gradient: "PipelineGradient", backend: Backend):
         self.program, self.gradient = program, gradient
-        walk = program.memory.keep(Walk)
-        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
-        self.detached = self.passes.inputs.detached
-        # micro-batches of a step of the schedule; None if all of the window are one.
-        self.count = gradient.n_microbatches or program.n
         across = gradient.merged_over(program.across)
         self.reductions: list[Reduction] = []
         if across is not None:
@@ -81,6 +76,11 @@ class PipelineWindow:
         # schedule.
         progress = program.memory.keep(Progress, program.memory.step)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
+        walk = program.memory.keep(Walk)
+        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
+        self.detached = self.passes.inputs.detached
+        # micro-batches of a step of the schedule; None if all of the window are one.
+        self.count = gradient.n_microbatches or program.n
         wrapper, every = gradient.wrapper, [self.stages, *self.reductions]
         self.grads = OwnGrads(
             program,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -55,6 +56,9 @@ class Reduction:
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
+        if progress.of_call is not None:
+            # Without a reference: a window may free what it holds before the call ends.
+            progress.of_call.append(ref(self))
         # Every window counts, merged or not. Replicas that are out of step notice it by different
         # counts.
         self.history.begun += 1
@@ -230,8 +234,13 @@ class Reduction:
     def give_up(self) -> None:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
+
+        If these have the result already, the next window is refused on all of them.
         """
         if self.is_over:
+            # By what each header says of the windows that are finished.
+            if self.history.finished == self.window:
+                self.history.finished -= 1
             return
         self.is_over = True
         if self.unit:

@@ -9,7 +9,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,12 +72,22 @@ class History:
         return known[-1] if known else None
 
 
+class GivesUp(Protocol):
+    """What merges a window, and can tell other replicas that it has ended here."""
+
+    def give_up(self) -> None:
+        """Unblocks the other replicas."""
+        ...
+
+
 @dataclass(eq=False)
 class Progress:
     """How far a step has come on this replica, kept from one of its windows to the next."""
 
     step: Step | None
     groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
+    # What merges the windows of the call that is under way; None outside of a call.
+    of_call: list[Callable[[], "GivesUp | None"]] | None = None
 
     def over(self, group: dist.ProcessGroup) -> History:
         """The windows that are merged over a group."""

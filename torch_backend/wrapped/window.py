@@ -104,11 +104,12 @@ class ModuleWindow:
 
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
         self.program, self.gradient, self.wrapper = program, gradient, gradient.wrapper
+        # First, as other replicas are told of any error from here on.
+        across = gradient.merged_over(program.across)
+        self.reductions = reductions_of(replace(program, across=across), backend)
         walk = program.memory.keep(Walk)
         self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
         self.detached = self.passes.inputs.detached
-        across = gradient.merged_over(program.across)
-        self.reductions = reductions_of(replace(program, across=across), backend)
         self.grads = OwnGrads(
             program,
             self.passes,
