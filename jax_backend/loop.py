@@ -7,7 +7,7 @@ begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -742,11 +742,11 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     return grad_fn.bound(backend)
 
 
-def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object]:
-    """The context of a call that folds these programs one after the other, in which other processes
-    are told of an error.
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
+    """The context of a call that folds these programs one after the other, in which other
+    processes are told of an error; None if they are folded by one process, or one program.
     """
-    return nullcontext()  # one program computes all replicas, and none of it has begun
+    return None
 
 
 def is_traced(tree: Tree) -> bool:

@@ -647,21 +647,22 @@ class Calls:
         return self._merged(buffers, state)
 
 
-def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object]:
-    """The context of a call that folds these programs one after the other, in which other processes
-    are told of an error.
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
+    """The context of a call that folds these programs one after the other, in which other
+    processes are told of an error; None if they are folded by one process, or one program.
     """
     program = programs[0]
     if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
-        return nullcontext()
+        return None
     if program.totals is not None:
         programs = [program.counting(backend), *programs]
-    return telling_windows(
+    context: AbstractContextManager[object] = untraced(telling_windows)(
         [
             (each.memory.keep(Progress, each.memory.step), partial(window_of, each, backend))
             for each in programs
         ]
     )
+    return context
 
 
 def is_traced(tree: Any) -> bool:

@@ -193,9 +193,9 @@ class Loop(Protocol):
 
     def telling(
         self, programs: Sequence[Program], backend: "Backend"
-    ) -> AbstractContextManager[object]:
+    ) -> AbstractContextManager[object] | None:
         """The context of a call that folds these programs one after the other, in which other
-        processes are told of an error.
+        processes are told of an error; None if they are folded by one process, or one program.
         """
         ...
 

@@ -5,7 +5,7 @@ options, checked.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -131,10 +131,8 @@ class Program:
         owner = owner_of(self.grad_fn)
         if self.across is None and (owner is None or owner.kind == MODULE):
             return nullcontext()
-        contexts = ExitStack()
-        for backend in load_imported():
-            contexts.enter_context(backend.loop.telling((self, *later), backend))
-        return contexts
+        told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
+        return next((context for context in told if context is not None), nullcontext())
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""
