@@ -41,7 +41,7 @@ from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Listener, are_processes
 from torch_backend.sums import ordered
@@ -657,10 +657,7 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     if program.totals is not None:
         programs = [program.counting(backend), *programs]
     context: AbstractContextManager[object] = untraced(telling_windows)(
-        [
-            (each.memory.keep(Progress, each.memory.step), partial(window_of, each, backend))
-            for each in programs
-        ]
+        [(progress_of(each.memory), partial(window_of, each, backend)) for each in programs]
     )
     return context
 

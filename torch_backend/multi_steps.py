@@ -17,7 +17,7 @@ from torch_backend.engine.layout import Layout
 from torch_backend.parameters import added as added
 from torch_backend.parameters import narrowed
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.replicas import Replicas
 
 
@@ -116,7 +116,7 @@ def check_gradients(
 
 def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
     """The window merged over all replicas."""
-    reduction = Reduction(memory.keep(Progress, memory.step), replicas)
+    reduction = Reduction(progress_of(memory), replicas)
     total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(unit, torch.Tensor) or any(

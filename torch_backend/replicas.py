@@ -466,7 +466,12 @@ def as_bytes(array: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
-def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
+def check_alike(
+    descriptions: Sequence[dict[str, str] | None],
+    problem: str,
+    remedy: str = "They are merged leaf by leaf: build the model, the batch and the fold alike on "
+    "every rank.",
+) -> None:
     """Raises FuncgaError if two replicas describe the same path differently.
 
     Each replica has a description for every path, or None if it has nothing to say. `problem` goes
@@ -482,8 +487,7 @@ def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> 
         if differences:
             more = f"; and {len(differences) - 4} more" if differences[4:] else ""
             raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf "
-                "by leaf: build the model, the batch and the fold alike on every rank."
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. {remedy}"
             )
 
 

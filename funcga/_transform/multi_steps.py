@@ -9,6 +9,7 @@ from typing import Any, Literal
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
+from funcga._call import options_of
 from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
@@ -289,7 +290,8 @@ def multi_steps(
             "out: it skips such windows itself."
         )
     step = None if across is None else step_of(read.update)
-    folding = Folding(fold, step, None if observe is None else Observers(observe))
+    observers = None if observe is None else Observers(observe)
+    folding = Folding(fold, step, observers, options_of(observers, drop, drop_if))
     dropping = DroppingUpdates(drop, drop_if)
     update = MultiStepsUpdate(read, check_target(n), folding, dropping, across, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.

@@ -34,6 +34,8 @@ def telling(windows: Sequence[tuple[Progress, Begin]]) -> Iterator[None]:
                 reduction = reference()
                 if reduction is not None:
                     reduction.give_up()
+                    if reduction.differs:
+                        raise  # the others may have other windows in this call, and wait in none
         raise
     finally:
         for progress, _ in windows:

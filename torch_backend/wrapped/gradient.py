@@ -14,7 +14,7 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
-from funcga._call import OwningGradient, Program
+from funcga._call import Memory, OwningGradient, Program
 from funcga._call.arguments import Arguments, argument_names
 from funcga._call.supported import MODULE
 from funcga._grad import GradientFunction
@@ -30,7 +30,7 @@ from torch_backend.engine.window import Engine
 from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
-from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling
 
 
@@ -82,7 +82,7 @@ class ModuleGradient(OwningGradient):
     @cached_property
     def _alone(self) -> Program:
         """The fold of one micro-batch."""
-        return Program(self, mean())
+        return Program(self, mean(), memory=Memory(options=self.options))
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
@@ -90,7 +90,7 @@ class ModuleGradient(OwningGradient):
         begin = partial(self.window, program, backend, alone=True)
         if self.kind == MODULE:  # no other process takes part
             return self._called(begin(), backend, args, kwargs)
-        with telling([(program.memory.keep(Progress, None), begin)]):
+        with telling([(progress_of(program.memory), begin)]):
             return self._called(begin(), backend, args, kwargs)
 
     def _called(

@@ -58,6 +58,11 @@ class WrappedGradient(ModuleGradient):
         """Its row of the table of what is supported."""
         return self.wrapper.kind
 
+    @property
+    def options(self) -> dict[str, str]:
+        """When it reduces."""
+        return {"sync=": repr(self.wrapper.sync)}
+
     @cached_property
     def other_modules(self) -> list[nn.Module]:
         """The other modules that loss_fn is seen to close over, such as a GAN's discriminator."""

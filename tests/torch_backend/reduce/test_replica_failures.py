@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import funcga
-from tests.processes import Failed, Processes, processes
+from tests.processes import Failed, Processes, answer, processes
 from tests.torch_backend.reduce.test_replicas import difference, layers, made, problem, refused
 from torch_backend import Replicas, module_value_and_grad
 
@@ -592,3 +592,72 @@ def keeps(group):
 
 def test_a_kept_loss_keeps_no_bucket():
     assert processes().run(keeps, size=2) == [(4, 4)] * 2
+
+
+# ------------------------------------------------------------------------------------- other options
+
+
+def count_rows(x, y):
+    return {"rows": len(x)}
+
+
+# What rank 0 alone is given, the option that the error names, and what it is on that rank.
+OPTIONS = {
+    "observe": ({"observe": funcga.gradient_noise()}, "observe=", "an Observer of"),
+    "another observer": ({"observe": funcga.dropped()}, "observe=", "an Observer of"),
+    "drop": ({"drop": "window"}, "drop=", "'window'"),
+    "totals": ({"totals": count_rows}, "totals=", "given, and counted first"),
+    "sync": ({"sync": "every"}, "sync=", "'every'"),
+}
+KINDS = ("across", "ddp", "ddp with buffers", "fsdp", "replicate", "multi_steps", "ddp alone")
+
+
+def given_other_options(group, kind, name):
+    """The error on each rank, which comes long before the timeout of the group."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    is_first = dist.get_rank(group) == 0
+    options = {**OPTIONS[name][0]} if is_first else {}
+    if name == "another observer" and not is_first:
+        options = {"observe": funcga.gradient_noise()}
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    if kind != "ddp with buffers":
+        module = module[0]
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    if kind == "multi_steps":
+        tx = funcga.multi_steps(funcga.transforms.Transform(dict, lambda g, s, p: (g, s)), 1, across=group, **options)
+        params = {"w": torch.ones(2)}
+        return answer(tx.update, params, tx.init(params), params)[1]
+    wrapped = {
+        "across": lambda: module,
+        "fsdp": lambda: fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")),
+        "replicate": lambda: torch.distributed._composable.replicate(module, process_group=group),
+    }.get(kind, lambda: DistributedDataParallel(module, process_group=group))()
+    loss_fn = lambda m, x, y, totals=None: torch.nn.functional.mse_loss(m(x), y)
+    gradient = module_value_and_grad(wrapped, loss_fn, sync=options.pop("sync", "last"))
+    if kind == "ddp alone":
+        return answer(gradient, x, y)[1]
+    fold = {"fold": funcga.sum()} if "totals" in name else {}
+    across = {"across": group} if kind == "across" else {}
+    return answer(funcga.accumulate(gradient, 2, **fold, **across, **options), x, y)[1]
+
+
+CASES = [
+    *[(kind, "drop") for kind in KINDS[:-1]],
+    *[(kind, "observe") for kind in ("across", "ddp", "ddp with buffers", "fsdp", "multi_steps")],
+    *[(kind, "another observer") for kind in ("across", "ddp", "fsdp")],
+    *[(kind, "totals") for kind in ("across", "ddp", "fsdp")],
+    *[(kind, "sync") for kind in ("ddp", "ddp with buffers", "fsdp", "replicate", "ddp alone")],
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_options_that_differ_are_named_on_every_rank(kind, name):
+    first, second = processes().run(given_other_options, kind, name, size=2, limit=30)
+    _, option, text = OPTIONS[name]
+    assert first == second
+    assert first.startswith(f"the replicas were given different options: `{option}` is {text}"), first
+    assert first.endswith("With other options they send each other other messages: give every rank the same.")
