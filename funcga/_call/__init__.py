@@ -424,7 +424,7 @@ def options_of(
     """What replicas have to be given alike: with other options they send other messages."""
     observed = [] if observers is None else [each.fold.name for each in observers.all]
     return {
-        "observe=": ", ".join(f"an Observer of {name}" for name in observed) or "None",
+        "observe=": ", ".join(f"an Observer of ({name})" for name in observed) or "None",
         "drop=": repr(drop),
         "drop_if=": "None" if drop_if is None else "given",
         "totals=": "None" if totals is None else "given",
