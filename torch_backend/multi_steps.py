@@ -117,6 +117,10 @@ def check_gradients(
 def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
     """The window merged over all replicas."""
     reduction = Reduction(progress_of(memory), replicas)
+    if memory.failed:
+        # The others have made the last update, and this replica has not: its header says so.
+        reduction.history.finished -= 1
+        memory.failed = False
     total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(unit, torch.Tensor) or any(

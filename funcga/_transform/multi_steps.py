@@ -511,6 +511,7 @@ class MultiStepsUpdate(UpdateFunction):
         try:
             result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
         except Exception:
+            self.folding.memory.failed = True  # other replicas may have made this update
             # Donated sums were divided in place: restored, up to rounding.
             if step.owned and replicas is None:
                 for total, gradient, tally in zip(accumulators, gradients, tallies, strict=True):

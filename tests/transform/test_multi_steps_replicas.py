@@ -207,6 +207,41 @@ def test_the_part_of_another_replica_is_refused():
     assert tx.merge([merged, merged]).window.tally.steps == merged.window.tally.steps  # both are of all replicas
 
 
+def raises_after_the_merge(group, kind):
+    """What each rank has in three updates, of which rank 1 raises in the second: its optimizer, or its observer."""
+    params, rows = problem()
+    rank, update = group.rank(), 0
+
+    def fails(value):
+        if rank == 1 and update == 1:
+            raise OSError("disk full")
+        return value
+
+    observe, tx = None, sgd()
+    if kind == "observer":
+        observe = funcga.observers.Observer(funcga.mean(), lambda xp, observed: fails(observed.result))
+    else:
+        tx = Transform(lambda params: (), lambda g, s, p=None: (fails(g), s))
+    tx = funcga.multi_steps(tx, 1, across=group, observe=observe)
+    state, found = tx.init(params), []
+    for update in range(4):  # noqa: B007 - fails reads it
+        try:
+            _, state = tx.update(gradient(params, rows), state, params)
+            found.append("nothing")
+        except (OSError, funcga.FuncgaError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "observer"])
+def test_an_error_after_the_merge_ends_the_next_update_on_all(kind):
+    first, second = processes().run(raises_after_the_merge, kind, size=2)
+    assert first[:2] == ["nothing"] * 2
+    assert second[:2] == ["nothing", "disk full"]
+    assert first[2:] == second[2:]
+    assert all(text.startswith("the replicas are out of step") for text in first[2:])
+
+
 def requests(group, state, bounds):
     """The state of each rank after as many requests as it gets: rows of the batch, from one bound to the next."""
     params, rows = problem()
