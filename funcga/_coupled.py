@@ -141,7 +141,7 @@ def coupled(
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with _in_its_words():
+        with _in_its_words(), job.program.telling(job.after):
             backend = job.program.backend(args, kwargs)
             if totals is not None:
                 check_no_totals(kwargs)
@@ -206,6 +206,11 @@ class Coupled:
     program: Program
     gradient: GradientFunction
     memory: Memory
+
+    @property
+    def after(self) -> Program:
+        """A program that stands for the second pass, which is counted apart."""
+        return replace(self.program, totals=None, memory=self.memory)
 
     def first(self, backend: Backend, **changes: Any) -> Program:
         """The program of the first pass: it folds the summaries, or collects them, where the

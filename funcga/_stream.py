@@ -125,34 +125,37 @@ def stream(
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
-        # The first micro-batch determines the framework.
-        spread, is_counted = _Spread(), totals is not None
-        if is_counted:
-            check_no_totals(kwargs)
-        leading, items = _iterate(args, spread, twice=is_counted)
-        first = next(items, None)
-        own: Sequence[Any] = ()
-        if first is None and owner is not None:
-            own = owner.parameters()  # the only arrays, without a micro-batch
-        # With other processes, the window raises the error on all of them.
-        if first is None and across is None and (owner is None or owner.kind == MODULE):
-            raise FuncgaError(
-                "the stream is empty: there is no micro-batch to fold, and so no structure to "
-                "return. Check the loader, or that a generator was not used up before."
-            )
-        backend = program.backend((*leading, *(first or own)), kwargs)
-        ahead = [] if first is None else [first]
-        # A reference in this frame would keep the first micro-batch in memory during the loop.
-        del first
-        try:
+        with program.telling():
+            # The first micro-batch determines the framework.
+            spread, is_counted = _Spread(), totals is not None
             if is_counted:
-                count = backend.loop.stream(program.counting(backend), backend)
-                kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
-                items = _again(args, spread)
-            return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
-        except TypeError as error:
-            program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
-            raise
+                check_no_totals(kwargs)
+            leading, items = _iterate(args, spread, twice=is_counted)
+            first = next(items, None)
+            own: Sequence[Any] = ()
+            if first is None and owner is not None:
+                own = owner.parameters()  # the only arrays, without a micro-batch
+            # With other processes, the window raises the error on all of them.
+            if first is None and across is None and (owner is None or owner.kind == MODULE):
+                raise FuncgaError(
+                    "the stream is empty: there is no micro-batch to fold, and so no structure to "
+                    "return. Check the loader, or that a generator was not used up before."
+                )
+            backend = program.backend((*leading, *(first or own)), kwargs)
+            ahead = [] if first is None else [first]
+            # A reference in this frame would keep the first micro-batch in memory during the loop.
+            del first
+            try:
+                if is_counted:
+                    count = backend.loop.stream(program.counting(backend), backend)
+                    kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
+                    items = _again(args, spread)
+                return backend.loop.stream(program, backend)(
+                    leading, _put_back(ahead, items), kwargs
+                )
+            except TypeError as error:
+                program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
+                raise
 
     return streamed
 

@@ -8,6 +8,7 @@ begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -835,6 +836,13 @@ def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
     return grad_fn.bound(backend)
+
+
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
+    """The context of a call that folds these programs one after the other, in which other
+    processes are told of an error; None if they are folded by one process, or one program.
+    """
+    return None
 
 
 def is_traced(tree: Tree) -> bool:

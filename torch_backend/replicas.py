@@ -191,6 +191,13 @@ def names_leaves(across: Any) -> bool:
     return not is_of_all and (is_function or bool(trees.children(across)))
 
 
+def are_processes(across: Any) -> bool:
+    """Whether `across=` names processes of torch, and not axes of a mesh of JAX."""
+    if isinstance(across, Replicas | InTurn) or (callable(across) and dist.is_initialized()):
+        return True
+    return any(map(is_group, trees.flatten(across, is_group)[0]))
+
+
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which have these accumulators."""
     device = next(
@@ -459,7 +466,12 @@ def as_bytes(array: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
-def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
+def check_alike(
+    descriptions: Sequence[dict[str, str] | None],
+    problem: str,
+    remedy: str = "They are merged leaf by leaf: build the model, the batch and the fold alike on "
+    "every rank.",
+) -> None:
     """Raises FuncgaError if two replicas describe the same path differently.
 
     Each replica has a description for every path, or None if it has nothing to say. `problem` goes
@@ -475,8 +487,7 @@ def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> 
         if differences:
             more = f"; and {len(differences) - 4} more" if differences[4:] else ""
             raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf "
-                "by leaf: build the model, the batch and the fold alike on every rank."
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. {remedy}"
             )
 
 

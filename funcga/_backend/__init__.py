@@ -6,6 +6,7 @@ about its arrays, its loop and its gradients.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -188,6 +189,14 @@ class Loop(Protocol):
 
     def alone(self, grad_fn: GradientFunction, backend: "Backend") -> GradFn:
         """The gradient function for a call outside of any window."""
+        ...
+
+    def telling(
+        self, programs: Sequence[Program], backend: "Backend"
+    ) -> AbstractContextManager[object] | None:
+        """The context of a call that folds these programs one after the other, in which other
+        processes are told of an error; None if they are folded by one process, or one program.
+        """
         ...
 
     def is_traced(self, tree: Tree) -> bool:

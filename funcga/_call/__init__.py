@@ -5,6 +5,7 @@ options, checked.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -60,6 +61,11 @@ class OwningGradient(KnownGradient):
         """Saves what a window writes besides its result; calling the result restores it."""
         return lambda: None
 
+    @property
+    def options(self) -> dict[str, str]:
+        """Its options that have to be the same on all replicas, as texts."""
+        return {}
+
     def parameters(self) -> Sequence[Array]:
         """The parameters, which also say in which framework it runs."""
         raise NotImplementedError
@@ -77,10 +83,13 @@ class OwningGradient(KnownGradient):
 @dataclass(eq=False)
 class Memory:
     """What a backend caches from one call of a step to the next. `step` identifies the step
-    across replicas.
+    across replicas, and `options` are those that have to be the same on all of them, as texts.
+    `failed`: whether what came after the last merge has raised an error here.
     """
 
     step: Step | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
     def keep(self, kind: type[Kept], *args: object) -> Kept:
@@ -124,6 +133,16 @@ class Program:
             lambda: [*argument_names(self.grad_fn, len(args)), *kwargs],
             self.grad_fn,
         )
+
+    def telling(self, *later: "Program") -> AbstractContextManager[object]:
+        """The context of a call, in which other processes that fold it are told of an error.
+        `later`: what the call folds after this program.
+        """
+        owner = owner_of(self.grad_fn)
+        if self.across is None and (owner is None or owner.kind == MODULE):
+            return nullcontext()
+        told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
+        return next((context for context in told if context is not None), nullcontext())
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""
@@ -291,7 +310,9 @@ class _Counting:
             across=backend.replicas.of_window(
                 program.across if owner is None else owner.merged_over(program.across)
             ),
-            memory=Memory(totals.step),
+            memory=Memory(
+                totals.step, {**program.memory.options, "totals=": "given, and counted first"}
+            ),
             totals=None,
             observers=None,
             dropping=None,
@@ -367,8 +388,9 @@ def read_program(
         "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
     }
     used = [feature for feature, is_used in features.items() if is_used]
+    owner = owner_of(grad_fn)
+    own_options = {} if owner is None else owner.options
     if used:
-        owner = owner_of(grad_fn)
         check_supported(used, ANY if owner is None else owner.kind)
     dropping = None
     if (drop, drop_if) != (None, None):
@@ -391,13 +413,26 @@ def read_program(
         microbatch_size,
         device,
         across,
-        Memory(step),
+        Memory(step, {**options_of(observers, drop, drop_if, totals), **own_options}),
         default_in_axes,
         counted,
         observers,
         dropping,
         fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
     )
+
+
+def options_of(
+    observers: Observers | None, drop: object, drop_if: object, totals: object = None
+) -> dict[str, str]:
+    """What replicas have to be given alike: with other options they send other messages."""
+    observed = [] if observers is None else [each.fold.name for each in observers.all]
+    return {
+        "observe=": ", ".join(f"an Observer of ({name})" for name in observed) or "None",
+        "drop=": repr(drop),
+        "drop_if=": "None" if drop_if is None else "given",
+        "totals=": "None" if totals is None else "given",
+    }
 
 
 def _is_exact(folds: Tree) -> bool:

@@ -7,15 +7,16 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
-from funcga._call import OwningGradient, Program
+from funcga._call import Memory, OwningGradient, Program
 from funcga._call.arguments import Arguments, argument_names
+from funcga._call.supported import MODULE
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
@@ -29,6 +30,8 @@ from torch_backend.engine.window import Engine
 from torch_backend.modules.checks import check_initialised, check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
+from torch_backend.reduce.agreement import progress_of
+from torch_backend.reduce.telling import telling
 
 
 class _Calling(threading.local):
@@ -79,12 +82,21 @@ class ModuleGradient(OwningGradient):
     @cached_property
     def _alone(self) -> Program:
         """The fold of one micro-batch."""
-        return Program(self, mean())
+        return Program(self, mean(), memory=Memory(options=self.options))
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
-        backend = load("torch")
-        window = self.window(self._alone, backend, alone=True)
+        backend, program = load("torch"), self._alone
+        begin = partial(self.window, program, backend, alone=True)
+        if self.kind == MODULE:  # no other process takes part
+            return self._called(begin(), backend, args, kwargs)
+        with telling([(progress_of(program.memory), begin)]):
+            return self._called(begin(), backend, args, kwargs)
+
+    def _called(
+        self, window: Window, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        """What a call returns, in a window of its own."""
         arguments = unsplit(args, self, backend)
         # There are no in_axes here, so the first tensor tells how many rows the batch has.
         rows = _rows(args)
