@@ -389,7 +389,6 @@ def read_program(
     }
     used = [feature for feature, is_used in features.items() if is_used]
     owner = owner_of(grad_fn)
-    own_options = {} if owner is None else owner.options
     if used:
         check_supported(used, ANY if owner is None else owner.kind)
     dropping = None
@@ -413,7 +412,7 @@ def read_program(
         microbatch_size,
         device,
         across,
-        Memory(step, {**options_of(observers, drop, drop_if, totals), **own_options}),
+        Memory(step, options_of(observers, drop, drop_if, totals, owner)),
         default_in_axes,
         counted,
         observers,
@@ -423,11 +422,16 @@ def read_program(
 
 
 def options_of(
-    observers: Observers | None, drop: object, drop_if: object, totals: object = None
+    observers: Observers | None,
+    drop: object,
+    drop_if: object,
+    totals: object = None,
+    owner: OwningGradient | None = None,
 ) -> dict[str, str]:
     """What replicas have to be given alike: with other options they send other messages."""
     observed = [] if observers is None else [each.fold.name for each in observers.all]
-    return {
+    own = {} if owner is None else owner.options
+    return own | {
         "observe=": ", ".join(f"an Observer of ({name})" for name in observed) or "None",
         "drop=": repr(drop),
         "drop_if=": "None" if drop_if is None else "given",
