@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import argument_names
+from funcga._call.arguments import argument_names, as_parameters
 from funcga._types import Array
 from funcga._verify.causes import Answer, Cause, cause
 from funcga._verify.exact import Case
@@ -84,19 +84,13 @@ class _Leaf(NamedTuple):
         return f"{self.name}.shape[{self.axis}]" if self.axis else f"len({self.name})"
 
 
-def with_names(names: Sequence[str]) -> list[str]:
-    """The names of arguments; those of *args, which have none, are x0, x1 and so on."""
-    return [name if name.isidentifier() else f"x{i}" for i, name in enumerate(names)]
-
-
 def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
     # weight= is called with every argument that is split, so these are the parameters of the
     # lambda.
-    arguments = zip(
-        argument_names(probe.grad_fn, len(probe.args)), probe.arguments.parts, strict=True
-    )
-    split = [pair for pair in arguments if any(isinstance(axis, int) for axis in pair[1].axes)]
-    names = with_names([name for name, _ in split])
+    arguments, names = probe.arguments, argument_names(probe.grad_fn, len(probe.args))
+    triples = zip(names, arguments.parts, arguments.are_split(), strict=True)
+    split = [(name, part) for name, part, is_split in triples if is_split]
+    names = as_parameters([name for name, _ in split])
     for name, (_, part) in zip(names, split, strict=True):
         paths = leaf_paths(part.value, probe.backend.trees, name)
         for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from funcga._call.arguments import argument_names
+from funcga._call.arguments import argument_names, as_parameters
 from funcga._verify.causes import Answer, Cause, cause, note, stop
-from funcga._verify.causes.counts import with_names
 from funcga._verify.causes.groups import Evidence
 from funcga._verify.exact import Case, first_line
 from funcga._verify.probe import Probe, Rows
@@ -72,7 +71,7 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
     """
     probe, gradient = case.probe, case.probe.gradient
     of_module = probe.framework.module_loss(probe.grad_fn)
-    names = with_names(argument_names(of_module or probe.grad_fn, len(probe.args)))
+    names = as_parameters(argument_names(of_module or probe.grad_fn, len(probe.args)))
     summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
     if of_module is not None:
         names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
