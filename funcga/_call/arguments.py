@@ -360,9 +360,7 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
 def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
     """The error for a streamed micro-batch whose rows, which are its weight, cannot be counted."""
     names = argument_names(arguments.grad_fn, len(arguments.parts))
-    split = [
-        name for name, is_split in zip(names, arguments.are_split(), strict=True) if is_split
-    ]
+    split = [name for name, is_split in zip(names, arguments.are_split(), strict=True) if is_split]
     is_array = arguments.backend.arrays.is_array
     leaves = zip(arguments.paths(), arguments, strict=True)
     # Whose rows it could be.

@@ -21,6 +21,7 @@ it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of th
 - in torch `recording_loss`, `PureLoss` and `modules_in`
 """
 
+import importlib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,7 @@ LOSS: tuple[Question, ...] = (
     outputs.unused_parameters,
     counts.of_totals,
     folds.explain,
+    folds.weightless_rows,
     division.divided_by_n,
     outputs.wrong_gradient,
     outputs.remarks,
@@ -176,7 +178,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 def cause_lines(number: int, cause: Cause) -> Iterator[str]:
     """A cause as lines of a report, after an empty one."""
     # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
-    line, *sentences = re.split(r"\. (?=[A-Z])", cause.fix, maxsplit=1)
+    line, *sentences = re.split(r"\. (?=[A-Z])|; ", cause.fix, maxsplit=1)
     yield from ("", f"{number}. {cause.name}", *wrapped(cause.what), f"   Fix: {line}")
     yield from wrapped("".join(sentences))
     yield from wrapped(f"Seen: {cause.evidence}")
@@ -278,6 +280,12 @@ def verify(
         grad_fn = job.program.grad_fn
         instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
     if owner_of(grad_fn) is not None:
+        own = importlib.import_module("funcga._verify.in_torch").of_parameters(grad_fn)
+        if own is not None and job is None:
+            grad_fn, parameters = own
+            options["in_axes"] = _with_parameters(in_axes, args)
+            args = (parameters, *args)
+    if owner_of(grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a gradient function, or a step, with parameters of its own choice, "
             f"and this one brings its own. Give it {instead}, with the module that was wrapped."
@@ -292,7 +300,7 @@ def verify(
         check_no_totals(kwargs)
     probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
-    _check_finite(probe, args, kwargs)
+    _check_finite(probe, args[probe.brings_parameters :], kwargs)
     if job is not None:
         counts = counts or _counts_of(job, probe.rows)
     questions = LOSS if job is None else STEP
@@ -328,6 +336,15 @@ def _check_options(options: dict[str, object]) -> None:
                 f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
                 f"funcga.verify(step, params, *batch)."
             )
+
+
+def _with_parameters(in_axes: Tree, args: tuple[Tree, ...]) -> Tree:
+    """The in_axes of a gradient function of a module, which splits all of its arguments, for one
+    that gets the parameters before them.
+    """
+    if isinstance(in_axes, tuple | list):
+        return (None, *in_axes)
+    return (None, *[0 if in_axes is None else in_axes] * len(args))
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from funcga._call.arguments import argument_names, as_parameters
 from funcga._verify.causes import Answer, Cause, cause, note, stop
 from funcga._verify.causes.groups import Evidence
+from funcga._verify.causes.lines import axes_line, loss_names
 from funcga._verify.exact import Case, first_line
 from funcga._verify.probe import Probe, Rows
 
@@ -71,9 +71,11 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
     """
     probe, gradient = case.probe, case.probe.gradient
     of_module = probe.framework.module_loss(probe.grad_fn)
-    names = as_parameters(argument_names(of_module or probe.grad_fn, len(probe.args)))
+    names = loss_names(probe)
     summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
-    if of_module is not None:
+    if probe.brings_parameters:
+        summary_fn = f"torch_backend.module_value_and_grad(module, {summary_fn})"
+    elif of_module is not None:
         names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
     # The second function gets what is differentiated, by default the first argument.
     arg_indices = gradient.arg_indices(len(names)) if gradient else (0,)
@@ -89,12 +91,19 @@ def _options(case: Case, fold: str) -> str:
         "n": str(case.counts[0] if case.counts else 8),
         "fold": fold,
         "weight": "weight" if probe.program.weight and fold == "funcga.mean()" else "",
-        "in_axes": probe.program.in_axes and repr(probe.program.in_axes),
+        "in_axes": _axes(probe),
     }
     if gradient is not None:
         options["argnums"] = repr(gradient.argnums) if gradient.argnums else ""
         options["has_aux"] = "True" if gradient.has_aux else ""
     return ", ".join([f"{name}={value}" for name, value in options.items() if value])
+
+
+def _axes(probe: Probe) -> str:
+    """in_axes=, where they are not the default."""
+    axes = [part.in_axes for part in probe.arguments.parts]
+    is_default = axes == [None, *[0] * (len(axes) - 1)]
+    return "" if is_default else axes_line(probe, {}).removeprefix("in_axes=")
 
 
 # --- a step of `coupled` that knows a number of rows

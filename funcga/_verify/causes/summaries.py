@@ -13,6 +13,7 @@ from funcga._types import Array
 from funcga._verify.causes import Answer, Cause, cause, causes_in, stop
 from funcga._verify.causes.calls import of_position
 from funcga._verify.causes.folds import by_kind, explain
+from funcga._verify.causes.lines import fold_line
 from funcga._verify.causes.outputs import per_example
 from funcga._verify.exact import Case, Splits
 from funcga._verify.probe import Leaves, Probe
@@ -100,8 +101,9 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
         if difference > case.limit.relative:
             return of_position(case, difference, path)
     elif better := _better_fold(case, leaf_index):
-        place = "" if path == "summary" else f", at {path}"
-        return cause("wrong fold", where=path, better=better, place=place)
+        better_fold, *weight = better.split(", ", 1)
+        line = ", ".join([fold_line(summary, better_fold, [leaf_index]), *weight])
+        return cause("wrong fold", where=path, better=better, line=line)
     if axis is None and not fold.reducer.additive:
         return cause("not decomposable: summary", where=path, difference=_first(case.splits))
     layers = summary.layers() or "BatchNorm in training mode or a variance"
