@@ -178,10 +178,12 @@ class Case:
         if not self._rare:
             return tuple(first.tolist())
         of_rows = np.stack(self._rare, 1)
+        # The three groups, and the smaller of the two uneven parts.
+        starts = {0, size, min(2 * size, rows - size), rows - size}
 
         def lacks(order: Array) -> int:
-            groups = of_rows[order[: 3 * size]].reshape(-1, size, len(self._rare))
-            return int((groups.sum(1) == 0).sum())
+            groups = np.stack([order[start : start + size] for start in starts])
+            return int((of_rows[groups].sum(1) == 0).sum())
 
         others = [random.permutation(rows) for _ in range(_TRIES)]
         return tuple(min([first, *others], key=lacks).tolist())

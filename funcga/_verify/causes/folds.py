@@ -83,7 +83,9 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
     for terms, number in {"two means": 2, "sum and mean": 1}.items() if is_precise else ():
         chosen = evidence.fitting(number, has_sum=number == 1)
         if chosen:
-            ratio, *_, other = (count.of(evidence.a) / count.of(evidence.b) for count in chosen * 2)
+            ratio, *_, other = (
+                count.of(evidence.a) / (count.of(evidence.b) or math.nan) for count in chosen * 2
+            )
             words = totals_line(evidence.probe, chosen, has_sum=number == 1)
             words["line"] += f", {_fold_line(evidence, 'funcga.sum()')}"
             yield evidence.cause(f"other normaliser: {terms}", ratio=ratio, other=other, **words)
@@ -129,7 +131,9 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     is_right = agrees and evidence.fold.reducer.linear
     is_counted = is_right or evidence.divisor is not None
     found = ([] if is_counted else _without_count(evidence)) or [*_not_additive(evidence)]
-    if not found and not is_right:
+    if is_right:
+        found = found or [*_left_out(evidence)]
+    elif not found:
         found = [_reweighted(evidence) if evidence.fold.reducer.linear else _summed(evidence)]
     yield from found
 
@@ -240,16 +244,22 @@ def all_weightless(case: Case) -> Iterator[Answer]:
 
 def weightless_rows(case: Case) -> Iterator[Answer]:
     """Rows of weight 0 whose gradient is not 0, in a step that is exact wherever no micro-batch
-    consists of such rows alone: a mean leaves that one out.
+    consists of such rows alone.
     """
     probe = case.probe
-    if probe.program.weight is None or probe.has_state or not case.splits.are_exact:
-        return
     leaves = [index for index in probe.additive() if probe.folds[index].reducer.linear]
-    if not leaves or not leaves_out(case, leaves, lambda row: probe.weigh((row,))):
+    if leaves and not probe.has_state and case.splits.are_exact:
+        yield from _left_out(compare_groups(case, leaves, *case.parts))
+
+
+def _left_out(evidence: Evidence) -> Iterator[Cause]:
+    """Rows of weight 0 whose gradient is not 0: a mean leaves out a micro-batch of them."""
+    probe, leaves = evidence.probe, evidence.leaves
+    if not evidence.has_weight or not leaves_out(
+        evidence.case, leaves, lambda row: probe.weigh((row,))
+    ):
         return
-    evidence = compare_groups(case, leaves, *case.parts)
-    line, count, divisor = fold_line(probe, "funcga.per_weight()", leaves), "it", evidence.divisor
+    line, count, divisor = _fold_line(evidence, "funcga.per_weight()"), "it", evidence.divisor
     if divisor is not None:
         line, count = f"{line}, {divisor.line}", f"`{divisor.expression}`"
     yield evidence.cause("wrong weight: rows left out", line=line, count=count)
