@@ -273,7 +273,20 @@ def test_a_total_of_one_that_divides_everything_is_found():
 
 
 def dice(params, s):
+    return 1 - 2 * s["both"] / (s["p"] + s["y"])
+
+
+def smooth_dice(params, s):
     return 1 - (2 * s["both"] + 1) / (s["p"] + s["y"] + 1)
+
+
+def f_score(params, s, beta=2.0):
+    hits, misses, alarms = s["both"], s["y"] - s["both"], s["p"] - s["both"]
+    return -(1 + beta**2) * hits / ((1 + beta**2) * hits + beta**2 * misses + alarms + 1e-3)
+
+
+def iou(params, s):
+    return 1 - s["both"] / (s["p"] + s["y"] - s["both"])
 
 
 def overlaps(params, x, y):
@@ -281,14 +294,27 @@ def overlaps(params, x, y):
     return {"both": (p * y).sum(), "p": p.sum(), "y": y.sum()}
 
 
-def test_a_ratio_of_sums_is_named():
+@pytest.mark.parametrize(("ratio", "fold"), [(dice, "mean"), (smooth_dice, "sum"), (f_score, "sum"), (iou, "mean")])
+def test_a_ratio_of_sums_is_named(ratio, fold):
+    """The line has means where the loss is one of means, and else sums."""
     args = {"w": torch.randn(3).double()}, torch.randn(16, 3).double(), (torch.arange(16) % 3 == 0).double()
-    (cause,) = funcga.verify(funcga.value_and_grad(lambda *args: dice(args[0], overlaps(*args))), *args).causes
+    (cause,) = funcga.verify(
+        funcga.value_and_grad(lambda params, x, y: ratio(params, overlaps(params, x, y))), *args
+    ).causes
     assert cause.name == "batch statistics"
     assert "a ratio of sums such as Dice, IoU or an F-score" in cause.what
-    assert "fold=funcga.sum() the sums of a ratio, as for Dice, IoU and F-scores" in cause.fix
+    assert "for Dice, IoU and F-scores" in cause.fix
     assert "Statistics of the data alone are computed before the split: whiten the whole batch" in cause.fix
-    funcga.verify(funcga.coupled(overlaps, dice, n=8, fold=funcga.sum()), *args).assert_exact()
+    line = cause.fix.partition(". ")[0]
+    assert line == f"funcga.coupled(lambda params, x, y: {fold}s, lambda params, s: loss, n=8, fold=funcga.{fold}())"
+    over = lambda params, x, y: {
+        key: sum / (len(x) if fold == "mean" else 1) for key, sum in overlaps(params, x, y).items()
+    }
+    line = line.replace(f": {fold}s", ": over(params, x, y)").replace("s: loss", "s: ratio(params, s)")
+    step = eval(line, {"funcga": funcga, "over": over, "ratio": ratio})
+    funcga.verify(step, *args).assert_exact()
+    expected = funcga.grad(lambda *args: ratio(None, overlaps(*args)))(*args)
+    assert difference(TORCH, step(*args)[1], expected) < 1e-12
 
 
 # --- the gradient of a module's own parameters
@@ -304,9 +330,9 @@ def contrastive(model, x, y):
 
 
 def two_terms(model, x, y):
-    """A mean over rows, and one over those with y > 0 weighed by y."""
+    """A mean over rows, and one weighed by y."""
     e = model(x)[:, 0] ** 2
-    return e.mean() + (e * y.clamp(min=0)).sum() / y.clamp(min=0).sum()
+    return e.mean() + (e * y).sum() / y.sum()
 
 
 def modules(*layers):
@@ -319,6 +345,8 @@ def rows_of(seed=7):
     return torch.tensor(r.normal(size=(12, 3))), torch.tensor(r.normal(size=12))
 
 
+OTHER = nn.Linear(3, 1).double()
+
 # (layers, the loss, the options, the causes, what is in the first one's fix)
 OWN = {
     "right": ((), regression, {}, [], ""),
@@ -327,9 +355,9 @@ OWN = {
     "dropout": ((nn.Dropout(0.5),), regression, {}, ["randomness"], "module.eval()"),
     "contrastive": ((), contrastive, {}, ["in-batch negatives"], "funcga.coupled(torch_backend.module_value_and_grad(module, lambda model, x, y: embeddings), lambda model, s: loss, n=8)"),
     "two terms": ((), two_terms, {}, ["other normaliser"], "def loss_fn(model, x, y, *, totals)"),
-    "L2": ((), lambda model, x, y: 12 * regression(model, x, y) + sum((p**2).sum() for p in model.parameters()), {"fold": funcga.sum()}, ["regulariser"], "def loss_fn(model, x, y, *, totals)"),
+    "L2": ((), lambda model, x, y: len(x) * regression(model, x, y) + sum((p**2).sum() for p in model.parameters()), {"fold": funcga.sum()}, ["regulariser"], "def loss_fn(model, x, y, *, totals)"),
     "/ n": ((), lambda model, x, y, accumulation_steps=4: regression(model, x, y) / accumulation_steps, {"n": 4}, ["divided by n"], "drop `/ accumulation_steps`"),
-    "another module": ((), lambda m, x, y: F.mse_loss((x @ m[0].weight.detach().T)[:, 0], y), {}, ["params unused"], "lambda module, x, y: ..."),
+    "another module": ((), lambda m, x, y: F.mse_loss(OTHER(x)[:, 0], y), {}, ["params unused"], "lambda module, x, y: ..."),
 }  # fmt: skip
 
 
@@ -338,7 +366,7 @@ def test_the_gradient_of_a_module_is_verified(name):
     layers, loss_fn, options, causes, fix = OWN[name]
     module, (x, y) = modules(*layers), rows_of()
     if name == "two terms":
-        y = torch.arange(12.0).double() % 5 - 1
+        y = torch.arange(12.0).double() % 5
     before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
     verdict = funcga.verify(torch_backend.module_value_and_grad(module, loss_fn), x, y, **options)
     assert [cause.name for cause in verdict.causes] == causes, str(verdict)

@@ -35,9 +35,17 @@ def of_statistics(evidence: Evidence) -> Cause:
 
 
 def of_means(evidence: Evidence) -> Cause:
-    """The Cause of a loss that is a function of means over rows, as a variance is."""
-    line = coupled_line(evidence.case, "means", "funcga.mean()")
-    return evidence.cause("batch statistics", line=line)
+    """The Cause of a loss that is a function of means over rows, as a variance is, or of sums over
+    them, as a ratio with a constant in it is.
+    """
+    case, probe = evidence.case, evidence.probe
+    twice = probe.try_values(probe.all_rows * 2)
+    # A function of means alone is the same for all rows twice.
+    if twice is None or max(case.limit.differences(twice, probe.whole)) <= case.limit.relative:
+        line = coupled_line(case, "means", "funcga.mean()")
+        return evidence.cause("batch statistics", line=line)
+    line = coupled_line(case, "sums", "funcga.sum()")
+    return evidence.cause("batch statistics: sums", line=line)
 
 
 def of_sums(evidence: Evidence, growth: str = "") -> Cause:
