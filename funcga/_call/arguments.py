@@ -365,16 +365,14 @@ def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
     leaves = zip(arguments.paths(), arguments, strict=True)
     # Whose rows it could be.
     paths = [path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape]
-    takes = ", ".join(split) if split and all(map(str.isidentifier, split)) else "*item"
-    counted = (
-        f"len({paths[0]}), or 1 where all weigh alike"
-        if paths and takes != "*item"
-        else "1 where all weigh alike"
-    )
+    has_names = split and all(map(str.isidentifier, split))
+    takes = ", ".join(split) if has_names else "*item"
+    weight = f"len({paths[0]})" if paths and has_names else "1"
+    other = "1 where all weigh alike" if weight != "1" else "where they do not weigh alike"
     return FuncgaError(
         "the rows of a micro-batch are its weight unless weight= says it, and they cannot be "
-        f"counted: {reason}. Write stream(grad_fn, weight=lambda {takes}: ...) with what it "
-        f"weighs, {counted}."
+        f"counted: {reason}. Write stream(grad_fn, weight=lambda {takes}: {weight}), or with what "
+        f"else a micro-batch weighs, {other}."
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import funcga
+import torch_backend
 from tests import objectives
 from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
 from tests.test_errors import check_refused
@@ -203,6 +204,21 @@ def test_grad_fn_must_take_them():
     for grad_fn in (loss, funcga.grad(loss), torch.func.grad(loss), jax.grad(loss)):
         check_refused(text, funcga.accumulate, grad_fn, 2, totals=len)
         check_refused(text, funcga.stream, grad_fn, totals=len)
+
+
+@pytest.mark.parametrize(
+    ("grad_fn", "parameters"),
+    [
+        (funcga.grad(lambda w, x, *, scale=2.0: w), "w, x, *, scale, totals"),
+        (funcga.grad(lambda w, *batch: w), "w, *batch, totals"),
+        (funcga.grad(torch_backend.pure_loss(torch.nn.Linear(2, 1), lambda model, x, y: x)), "model, x, y, *, totals"),
+        (torch_backend.module_value_and_grad(torch.nn.Linear(2, 1), lambda model, x: x), "model, x, *, totals"),
+    ],
+)
+def test_the_line_for_totals_has_the_names_of_the_loss(grad_fn, parameters):
+    text = f"Add it: def loss_fn({parameters})."
+    check_refused(text, funcga.accumulate, grad_fn, 2, fold=funcga.sum(), totals=len)
+    compile(f"def loss_fn({parameters}): pass", "loss", "exec")
 
 
 def test_totals_are_scalars(kit):
