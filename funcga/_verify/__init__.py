@@ -6,8 +6,9 @@ Two halves, read in this order:
   function with any rows of the batch.
 - `causes/`: *why not?* Questions in one table, `LOSS` below for a loss and `STEP` for a step of
   `coupled`. Each tests for its causes and yields those it finds; their texts are in the TOML file
-  beside it. `causes/groups.py` (what kind of function is it?) and `causes/counts.py` (what in the
-  batch does it count?) are shared by several questions.
+  beside it. `causes/groups.py` (what kind of function is it?) and `counted.py` (what in the batch
+  does it count?) are shared by several questions, and so is `causes/lines.py`: what is printed can
+  be pasted.
 
 `in_torch.py` and `in_jax.py` contain what only one framework can answer. The package can be
 removed: the library has its name, `funcga.verify`, and only `parity` and the command line import
@@ -18,7 +19,7 @@ it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of th
 - `GradientFunction`: which arguments are differentiated, and where the gradient is
 - `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer` and `.normalizer`
 - `leaf_paths` and a Backend's `arrays` and `trees`
-- in torch `recording_loss`, `PureLoss` and `modules_in`
+- in torch `recording_loss`, `PureLoss`, `ModuleGradient` and `modules_in`
 """
 
 import importlib
@@ -240,10 +241,12 @@ def verify(
     several times, with whatever it prints or stores.
 
     Args:
-        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`; or a step of
-            `coupled`, which brings its n, fold, weight, in_axes and totals.
-        *args: Parameters and one batch of about 16 rows. More rows show no more, as long as the
-            rows vary as they do in training.
+        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`, or
+            `torch_backend.module_value_and_grad(module, loss_fn)` of a module that nothing wraps,
+            whose buffers stay as they are; or a step of `coupled`, which brings its n, fold,
+            weight, in_axes and totals.
+        *args: Parameters, unless grad_fn is that of a module, and one batch of about 16 rows. More
+            rows show no more, as long as the rows vary as they do in training.
         n: The number of micro-batches to verify, or several. Default: 3, or that of the step.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
