@@ -210,7 +210,11 @@ OF_ZERO = [(TORCH, *case) for case in itertools.product(OPTIONS, BOXES, (True, F
 OF_ZERO += [(JAX, "rows", "some", True), (JAX, "the count", "few", False)]
 
 
-@pytest.mark.parametrize(("kit", "name", "boxes", "guarded"), OF_ZERO)
+@pytest.mark.parametrize(
+    ("kit", "name", "boxes", "guarded"),
+    OF_ZERO,
+    ids=[f"{kit.name}-{'-'.join(map(str, rest))}" for kit, *rest in OF_ZERO],
+)
 def test_a_count_that_is_0_where_the_gradient_is_not(kit, name, boxes, guarded):
     """As in detection: a sum over all rows, by the number of positives. As a weight it would drop whole micro-batches."""
 
