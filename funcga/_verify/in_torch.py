@@ -13,7 +13,7 @@ from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.modules import PureLoss, pure_loss, trainable
-from torch_backend.modules.checks import modules_in, nothing_to_train
+from torch_backend.modules.checks import called, modules_in, nothing_to_train
 from torch_backend.wrapped.gradient import ModuleGradient
 
 
@@ -137,7 +137,9 @@ def brings_parameters(function: Callable[..., object]) -> bool:
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
     """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     pure = _pure_loss(function)
-    return None if pure is None or pure.buffers else pure.loss_fn
+    if pure is None or pure.buffers:
+        return None
+    return called(pure.loss_fn)
 
 
 def _pure_loss(function: Callable[..., object]) -> PureLoss | None:

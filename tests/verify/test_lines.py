@@ -104,6 +104,11 @@ def with_aux(model, images, labels):
 AUX = ((funcga.mean(), {"logits": funcga.concat(), "rows": funcga.sum()}), funcga.mean())
 
 
+class Criterion(nn.Module):
+    def forward(self, model, images, labels):
+        return cross_entropy(model, images, labels)
+
+
 def ways():
     """(gradient function, arguments, options, what weight= takes)."""
     pure, own = torch_backend.pure_loss, torch_backend.module_value_and_grad
@@ -122,6 +127,7 @@ def ways():
         "a module": (own(NET, cross_entropy), (x, y), {}, "images, labels"),
         "a module, another axis": (own(NET, lambda m, images, labels: cross_entropy(m, images.transpose(0, 1), labels)), (x.transpose(0, 1), y), {"in_axes": (1, 0)}, "images, labels"),
         "a module, auxiliary": (own(NET, with_aux, has_aux=True), (x, y), {"fold": AUX}, "images, labels"),
+        "a module, a criterion of torch": (own(NET, Criterion()), (x, y), {}, "images, labels"),
         "a module, *args": (own(NET, lambda *args: cross_entropy(*args)), (x, y), {}, "x0, x1"),
         "auxiliary": (gradient(pure(NET, with_aux), has_aux=True), (params, x, y), {"fold": AUX}, "images, labels"),
     }  # fmt: skip

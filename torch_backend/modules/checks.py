@@ -209,12 +209,17 @@ class ModuleLoss:
         return signature_with(self.loss_fn, ["params", "buffers"] if self.buffers else ["params"])
 
 
+def called(loss_fn: LossFn) -> LossFn:
+    """The function that has the parameters of a loss: of an nn.Module its forward."""
+    return loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+
+
 def signature_with(loss_fn: LossFn, names: Sequence[str]) -> inspect.Signature | None:
     """The signature of loss_fn(module, *batch) with parameters of these names in the place of the
     module; None if it has none.
     """
     try:
-        signature = inspect.signature(loss_fn)
+        signature = inspect.signature(called(loss_fn))
     except (TypeError, ValueError):
         return None
     parameters = [*signature.parameters.values()]

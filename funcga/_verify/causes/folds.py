@@ -247,9 +247,12 @@ def weightless_rows(case: Case) -> Iterator[Answer]:
     consists of such rows alone.
     """
     probe = case.probe
+    if probe.program.weight is None or probe.has_state:
+        return
     leaves = [index for index in probe.additive() if probe.folds[index].reducer.linear]
-    if leaves and not probe.has_state and case.splits.are_exact:
-        yield from _left_out(compare_groups(case, leaves, *case.parts))
+    found = [*_left_out(compare_groups(case, leaves, *case.parts))] if leaves else []
+    if found and case.splits.are_exact:
+        yield from found
 
 
 def _left_out(evidence: Evidence) -> Iterator[Cause]:
