@@ -182,7 +182,7 @@ def _in_its_words() -> Iterator[None]:
             "window in funcga.windows(loader, 8): step(params, *map(torch.cat, zip(*window))), "
             "without params for module_value_and_grad, and with jnp.concatenate in JAX.",
             "grad_fn": "summary_fn",
-            "def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)",
+            "Add it: def loss_fn(": "Add it: def summary_fn(",
             # Where all summaries of a fold are kept, what is folded is a dict.
             "output['summary']": "summary",
             "output": "summary",

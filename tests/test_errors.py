@@ -513,12 +513,12 @@ def test_a_window_of_dicts_is_no_batch(kit):
 @pytest.mark.parametrize(
     ("item", "reason", "line"),
     [
-        ("text", "`batch` is of type str", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        (3, "`batch` is of type int", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        (None, "it has no array", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        (np.ones((), "float32"), "`batch` is float32[], a scalar", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        ({"x": X, "id": "a"}, "`batch['id']` is of type str", "lambda batch: ...) with what it weighs, len(batch['x']), or 1 "),
-        ({"x": X, "y": X[:3]}, "`batch['x']` has 6 (axis 0 of float32[6, 2]); `batch['y']` has 3", "lambda batch: ...) with what it weighs, len(batch['x']), or 1 "),
+        ("text", "`batch` is of type str", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        (3, "`batch` is of type int", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        (None, "it has no array", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        (np.ones((), "float32"), "`batch` is float32[], a scalar", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        ({"x": X, "id": "a"}, "`batch['id']` is of type str", "stream(grad_fn, weight=lambda batch: len(batch['x'])), or with what else a micro-batch weighs, 1 where all weigh alike."),
+        ({"x": X, "y": X[:3]}, "`batch['x']` has 6 (axis 0 of float32[6, 2]); `batch['y']` has 3", "stream(grad_fn, weight=lambda batch: len(batch['x'])), or with what else a micro-batch weighs, 1 where all weigh alike."),
     ],
     ids=["str", "int", "None", "scalar", "dict", "ragged"],
 )  # fmt: skip
@@ -531,4 +531,38 @@ def test_micro_batches_whose_rows_cannot_be_counted(kit, item, reason, line):
     start = "the rows of a micro-batch are its weight unless weight= says it, and they cannot be counted: "
     assert message.startswith(start + reason)
     assert line in message
-    assert float(funcga.stream(gradient, weight=lambda batch: 1)(params, [item])[0]) == 2
+    # The line is run as it is printed.
+    step = eval(message.partition("Write ")[2].partition(", or")[0], {"stream": stream, "grad_fn": gradient})
+    assert float(step(params, [item])[0]) == 2
+
+
+def by_names(params, images, boxes):
+    return sum((params["w"] * box).sum() for box in boxes)
+
+
+OF_MODULE = lambda model, images, boxes: by_names({"w": model.weight}, images, boxes)
+EXAMPLES = {
+    "a function": (funcga.grad(by_names), "images, boxes"),
+    "without names": (funcga.grad(lambda *args: by_names(*args)), "x0, x1"),
+    "pure_loss": (funcga.grad(torch_backend.pure_loss(LINEAR, lambda m, images, boxes: OF_MODULE(m, images, boxes))), "images, boxes"),
+    "a module": (torch_backend.module_value_and_grad(LINEAR, OF_MODULE), "images, boxes"),
+    "an axis": (funcga.grad(by_names), "images, boxes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_line_for_lists_of_examples_is_run(name):
+    """As a user pastes it: a weight of micro-batches, which takes what is split, under the names of the user's loss."""
+    grad_fn, names = EXAMPLES[name]
+    params = (
+        () if name == "a module" else ({"weight": LINEAR.weight} if name == "pure_loss" else {"w": torch.ones(1, 2)},)
+    )
+    batch = torch.ones(4, 2), [torch.ones(3, 2), torch.ones(2, 2), torch.ones(1, 2), torch.ones(2, 2)]
+    message = check_refused("and these look like examples", accumulate(grad_fn, 2), *params, *batch)
+    line = message.partition("of them with ")[2].partition(". If")[0]
+    assert line == f"weight=lambda {names}: len({names.rpartition(', ')[2]})"
+    weight = eval(f"dict({line})")["weight"]
+    seen = []
+    noted = lambda *split: seen.append(weight(*split)) or seen[-1]
+    stream(grad_fn, weight=noted)(*params, [batch])
+    assert seen == [4]

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from funcga import reducers
+from funcga import normalizers, reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
@@ -28,11 +28,28 @@ from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
 from funcga._replicas import Step, check_one_for_all, step_of
+from funcga._reproducible import plain
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
+
+# What stock folds lift and normalize by without a look at the weight. A user's own function may
+# look at it.
+_WITHOUT_WEIGHT = {
+    *(each.lift for each in (reducers.pairs, reducers.pooled, reducers.logsumexp, reducers.carry)),
+    *(
+        each.apply
+        for each in (
+            normalizers.identity,
+            normalizers.ratio,
+            normalizers.pooled,
+            normalizers.logsumexp,
+            normalizers.carry,
+        )
+    ),
+}
 
 
 class KnownGradient:
@@ -174,9 +191,33 @@ class Program:
         By default it is the number of rows; with `rows` None they are counted in the arguments.
         """
         if self.weight is None:
-            return arguments.rows(streamed=True) if rows is None else rows
+            return self._count_rows(arguments) if rows is None else rows
         return check_weight(
             weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays
+        )
+
+    def _count_rows(self, arguments: Arguments) -> int:
+        """The rows of a micro-batch that came split; 1 if they cannot be counted and no fold asks
+        for a weight.
+        """
+        try:
+            return arguments.rows(streamed=True)
+        except FuncgaError:
+            if self._uses_weights(arguments.backend):
+                raise
+            return 1
+
+    def _uses_weights(self, backend: Backend) -> bool:
+        """Whether the result may depend on the weights, as that of sum() does not."""
+        # An observer measures each gradient in units of its weight.
+        if self.observers is not None:
+            return True
+        of_leaves = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
+        folds = [plain(fold) for fold in of_leaves if isinstance(fold, Fold)]
+        return not all(
+            (fold.reducer.unweighted or fold.reducer.lift in _WITHOUT_WEIGHT)
+            and (fold.normalizer.divides_by == "steps" or fold.normalizer.apply in _WITHOUT_WEIGHT)
+            for fold in folds
         )
 
     def weighs_all(self, backend: Backend) -> bool:

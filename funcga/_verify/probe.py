@@ -109,6 +109,13 @@ class Probe:
         return len(self.all_rows)
 
     @property
+    def brings_parameters(self) -> bool:
+        """Whether the first argument is the parameters of a module, with which the user's function
+        is not called.
+        """
+        return bool(self.framework.brings_parameters(self.grad_fn))
+
+    @property
     def has_state(self) -> bool:
         """Whether state is threaded from one micro-batch to the next."""
         return bool(self.arguments.state)
@@ -265,6 +272,19 @@ class Probe:
         except FuncgaError:
             return None
         return self.with_attributes(args=tuple(args), arguments=arguments, _values={})
+
+    def with_rows_apart(self, seed: int) -> "Probe":
+        """A copy in which the rows of each array are in an order of its own: what two arrays count
+        alike they no longer do.
+        """
+        random = np.random.default_rng(seed)
+
+        def take(array: Array, axis: int, rows: list[int], size: int) -> Array:
+            return self.framework.take(array, axis, random.permutation(rows).tolist())
+
+        args = self.arguments.cut([*self.all_rows], self.rows, self.arguments.state, take)
+        arguments = self.program.read(args, self.backend)
+        return self.with_attributes(args=args, arguments=arguments, _values={})
 
     # --- leaves
 

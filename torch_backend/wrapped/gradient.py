@@ -27,7 +27,7 @@ from torch_backend.engine.inputs import OwnParameters, unsplit
 from torch_backend.engine.layout import StepCache
 from torch_backend.engine.passes import Pass
 from torch_backend.engine.window import Engine
-from torch_backend.modules.checks import check_initialised, check_wrapped_before
+from torch_backend.modules.checks import check_initialised, check_wrapped_before, signature_with
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.agreement import progress_of
@@ -58,11 +58,7 @@ class ModuleGradient(OwningGradient):
 
     @property
     def __signature__(self) -> inspect.Signature | None:
-        try:
-            signature = inspect.signature(self.loss_fn)
-        except (TypeError, ValueError):
-            return None
-        return signature.replace(parameters=[*signature.parameters.values()][1:])
+        return signature_with(self.loss_fn, [])
 
     def __getstate__(self) -> dict[str, object]:
         """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from
