@@ -72,9 +72,11 @@ def stepped(init_scale):
     scheduler = schedule(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=INTERVAL)
     step = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn), scaled=True))
+    # The scaler makes its scale where the first tensor is that it is given.
+    one = torch.ones((), device=next(module.parameters()).device)
     for window in funcga.windows(loader(), N):
         params, scale = torch_backend.trainable(module), scaler.get_scale()
-        _loss, grads = step(params, window, loss_scale=scaler.scale(torch.ones(())))
+        _loss, grads = step(params, window, loss_scale=scaler.scale(one))
         torch_backend.assign_grads(module, grads)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)

@@ -63,7 +63,10 @@ else:
         # keeps a module.
         if (module := _MODULES[name]) == "funcga":
             return import_module(f"funcga.{name}")
-        globals()[name] = value = vars(import_module(module))[name]
+        from funcga.errors import needs_numpy
+
+        with needs_numpy(f"funcga.{name}"):
+            globals()[name] = value = vars(import_module(module))[name]
         return value
 
 

@@ -164,23 +164,26 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        # The arrays of each call determine the framework.
-        backend = program.backend(args, kwargs)
-        if totals is not None:
-            check_no_totals(kwargs)
-        try:
-            if search:
-                accumulated.n, result = search(backend, args, kwargs)  # type: ignore[attr-defined]
-                return result
-            return backend.loop.accumulate(program, backend)(args, kwargs)
-        except TypeError as error:
-            program.check_call(error, len(args), kwargs)
-            if any(isinstance(arg, list) and arg and isinstance(arg[0], Mapping) for arg in args):
-                error.add_note(
-                    "funcga: an argument is a list of dicts. If it is a window of micro-batches, "
-                    "stream it: funcga.stream(grad_fn)(params, microbatches)."
-                )
-            raise
+        with program.telling():
+            # The arrays of each call determine the framework.
+            backend = program.backend(args, kwargs)
+            if totals is not None:
+                check_no_totals(kwargs)
+            try:
+                if search:
+                    accumulated.n, result = search(backend, args, kwargs)  # type: ignore[attr-defined]
+                    return result
+                return backend.loop.accumulate(program, backend)(args, kwargs)
+            except TypeError as error:
+                program.check_call(error, len(args), kwargs)
+                if any(
+                    isinstance(arg, list) and arg and isinstance(arg[0], Mapping) for arg in args
+                ):
+                    error.add_note(
+                        "funcga: an argument is a list of dicts. If it is a window of "
+                        "micro-batches, stream it: funcga.stream(grad_fn)(params, microbatches)."
+                    )
+                raise
 
     # For code that wraps the step, and for tools that inspect it.
     accumulated.program = program  # type: ignore[attr-defined]

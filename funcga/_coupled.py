@@ -141,7 +141,7 @@ def coupled(
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with _in_its_words():
+        with _in_its_words(), job.program.telling(job.after):
             backend = job.program.backend(args, kwargs)
             if totals is not None:
                 check_no_totals(kwargs)
@@ -182,7 +182,7 @@ def _in_its_words() -> Iterator[None]:
             "window in funcga.windows(loader, 8): step(params, *map(torch.cat, zip(*window))), "
             "without params for module_value_and_grad, and with jnp.concatenate in JAX.",
             "grad_fn": "summary_fn",
-            "def loss_fn(params, batch, *, totals)": "def summary_fn(params, batch, *, totals)",
+            "Add it: def loss_fn(": "Add it: def summary_fn(",
             # Where all summaries of a fold are kept, what is folded is a dict.
             "output['summary']": "summary",
             "output": "summary",
@@ -206,6 +206,11 @@ class Coupled:
     program: Program
     gradient: GradientFunction
     memory: Memory
+
+    @property
+    def after(self) -> Program:
+        """A program that stands for the second pass, which is counted apart."""
+        return replace(self.program, totals=None, memory=self.memory)
 
     def first(self, backend: Backend, **changes: Any) -> Program:
         """The program of the first pass: it folds the summaries, or collects them, where the
@@ -459,7 +464,7 @@ class Summaries:
         """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
         outputs = self.outputs
         # With arrays as leaves, as a dataclass without any is not a container.
-        summary = outputs.structure_of([outputs.backend.arrays.xp.zeros(())] * len(outputs.folds))
+        summary = outputs.structure_of([outputs.backend.arrays.integer(0)] * len(outputs.folds))
         if self.job.keeps(outputs.backend):
             summary = summary["summary"]
         count = len(outputs.backend.trees.flatten(summary)[0])

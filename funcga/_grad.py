@@ -10,12 +10,12 @@ from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import is_uninitialised, leaf_paths
 from funcga._call import KnownGradient, Memory, Program
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, uninitialised
 
 
 # Counts gradients per thread, which shows whether a loss has a gradient inside.
@@ -304,19 +304,6 @@ def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaErr
         f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and "
         "complex arrays have one. Pass what is not trained as another argument, whole: "
         "in_axes=(None, None, 0), or close over it."
-    )
-
-
-def is_uninitialised(leaf: object) -> bool:
-    """Whether it is a parameter of a lazy module of torch, which has no shape yet."""
-    return hasattr(leaf, "materialize")
-
-
-def uninitialised(path: str) -> FuncgaError:
-    """The error for a parameter that has no shape yet."""
-    return FuncgaError(
-        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when "
-        "it first runs. Run it once before: with torch.no_grad(): module(x)."
     )
 
 

@@ -17,6 +17,9 @@ from funcga.errors import FuncgaError, explains_arguments
 # How often the budget of first fit is bisected, towards even micro-batches. Each time takes as long
 # as first fit does.
 _BISECTIONS = 2
+# What costs with fractions may add up to beyond the budget, as a share of it: ten times 0.1 is a
+# little more or less than 1, depending on the order.
+_ROUNDING = 1e-12
 
 Rows = list[tuple[float, int]]
 """Rows by what they cost and their numbers."""
@@ -56,7 +59,8 @@ def pack(
             replica has one micro-batch.
         replicas: The number of replicas that share the rows.
         cost: What a row of so many tokens costs, such as lambda length: length**2; at least 0, and
-            finite. Floats are added up in float64, so their sum is as exact as that.
+            finite. Whole numbers are added up exactly. If there are fractions, sums are rounded,
+            and one that exceeds the budget by less than a part in 10**12 of it fits.
 
     Returns:
         For each replica, also if there is only one, the list of its micro-batches: each a list of
@@ -72,7 +76,7 @@ def pack(
         >>> funcga.pack(lengths, budget=9, replicas=2)
         [[[0], [3, 4]], [[2, 5], [1, 6]]]
     """
-    most, count = _number(budget), _number(replicas)
+    most, count = _whole(_number(budget)), _number(replicas)
     if not most > 0:
         raise FuncgaError(
             f"budget is {budget!r}: it must be a number above 0, of the tokens of a micro-batch or "
@@ -91,12 +95,15 @@ def pack(
         )
     longest_first = sorted(zip(costs, range(len(costs)), strict=True), key=lambda row: -row[0])
     largest, number = longest_first[0]
-    if largest > most:
+    room = (
+        most if all(isinstance(cost, int) for cost in (most, *costs)) else most + most * _ROUNDING
+    )
+    if largest > room:
         raise FuncgaError(
             f"row {number} costs {largest}, and the budget is {most}: it fits into no micro-batch. "
             f"Cut it or leave it out, or write budget={largest}, as no row costs more."
         )
-    microbatches = sorted(_filled(longest_first, most, count), key=_weight, reverse=True)
+    microbatches = sorted(_filled(longest_first, room, count), key=_weight, reverse=True)
     packs: list[list[list[int]]] = [[] for _ in range(count)]
     totals: list[float] = [0] * count
     # The k-th micro-batches of all replicas are neighbours. The heaviest of them goes to the
@@ -121,6 +128,11 @@ def _number(value: object) -> float:
         return math.nan
 
 
+def _whole(number: float) -> float:
+    """The number, as an int if it has no fraction, since ints are added up exactly."""
+    return int(number) if number == number // 1 < math.inf else number
+
+
 def _cost(row: int, length: object, cost: Callable[[int], SupportsFloat] | None) -> float:
     """What a row costs. Raises FuncgaError, which names the row."""
     tokens = _number(length)
@@ -137,7 +149,7 @@ def _cost(row: int, length: object, cost: Callable[[int], SupportsFloat] | None)
             f"cost({tokens}) of row {row} is {found!r}: it must be a finite number, at least 0. "
             "Write cost=lambda length: length**2, or leave it out for tokens."
         )
-    return number
+    return _whole(number)
 
 
 def _weight(rows: Rows) -> float:

@@ -8,8 +8,8 @@ import pytest
 @pytest.fixture
 def watch_exact() -> Iterator[object]:
     """The test is watched, and fails at its end unless every training loop in it is exact."""
-    from funcga._doctor import watch
+    import funcga
 
-    with watch() as watched:
+    with funcga.watch() as watched:
         yield watched
     watched.assert_exact()

@@ -3,7 +3,8 @@ micro-batches, n at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from functools import partial
+from itertools import count, islice, repeat
 from typing import Any, TypeVar, overload
 
 from funcga._call import owner_of, read_program, weight_of
@@ -12,7 +13,7 @@ from funcga._call.supported import MODULE
 from funcga._call.totals import check_no_totals
 from funcga._fold import weight_on_host
 from funcga._observe import ObserverTree
-from funcga._transform.window_size import TargetWeight, in_full
+from funcga._transform.window_size import TargetWeight, WindowSize, in_full, scheduled_size
 from funcga._types import Across, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -124,34 +125,37 @@ def stream(
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
-        # The first micro-batch determines the framework.
-        spread, is_counted = _Spread(), totals is not None
-        if is_counted:
-            check_no_totals(kwargs)
-        leading, items = _iterate(args, spread, twice=is_counted)
-        first = next(items, None)
-        own: Sequence[Any] = ()
-        if first is None and owner is not None:
-            own = owner.parameters()  # the only arrays, without a micro-batch
-        # With other processes, the window raises the error on all of them.
-        if first is None and across is None and (owner is None or owner.kind == MODULE):
-            raise FuncgaError(
-                "the stream is empty: there is no micro-batch to fold, and so no structure to "
-                "return. Check the loader, or that a generator was not used up before."
-            )
-        backend = program.backend((*leading, *(first or own)), kwargs)
-        ahead = [] if first is None else [first]
-        # A reference in this frame would keep the first micro-batch in memory during the loop.
-        del first
-        try:
+        with program.telling():
+            # The first micro-batch determines the framework.
+            spread, is_counted = _Spread(), totals is not None
             if is_counted:
-                count = backend.loop.stream(program.counting(backend), backend)
-                kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
-                items = _again(args, spread)
-            return backend.loop.stream(program, backend)(leading, _put_back(ahead, items), kwargs)
-        except TypeError as error:
-            program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
-            raise
+                check_no_totals(kwargs)
+            leading, items = _iterate(args, spread, twice=is_counted)
+            first = next(items, None)
+            own: Sequence[Any] = ()
+            if first is None and owner is not None:
+                own = owner.parameters()  # the only arrays, without a micro-batch
+            # With other processes, the window raises the error on all of them.
+            if first is None and across is None and (owner is None or owner.kind == MODULE):
+                raise FuncgaError(
+                    "the stream is empty: there is no micro-batch to fold, and so no structure to "
+                    "return. Check the loader, or that a generator was not used up before."
+                )
+            backend = program.backend((*leading, *(first or own)), kwargs)
+            ahead = [] if first is None else [first]
+            # A reference in this frame would keep the first micro-batch in memory during the loop.
+            del first
+            try:
+                if is_counted:
+                    count = backend.loop.stream(program.counting(backend), backend)
+                    kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
+                    items = _again(args, spread)
+                return backend.loop.stream(program, backend)(
+                    leading, _put_back(ahead, items), kwargs
+                )
+            except TypeError as error:
+                program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
+                raise
 
     return streamed
 
@@ -229,7 +233,7 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
 
 @explains_arguments
 def windows(
-    iterable: Iterable[Item], n: int | TargetWeight, *, weight: WeightFn | None = None
+    iterable: Iterable[Item], n: WindowSize, *, weight: WeightFn | None = None
 ) -> Iterator[list[Item]]:
     """Lists of n micro-batches in order, the last one shorter; nothing is dropped, and no window is
     taken ahead.
@@ -240,8 +244,9 @@ def windows(
 
     Args:
         iterable: A DataLoader, a generator, a list of micro-batches.
-        n: A number of micro-batches; or funcga.transforms.TargetWeight(w): a window has as many as
-            weigh w together, or more.
+        n: A number of micro-batches; a schedule, a function of the number of windows so far, which
+            is called when a window begins; or funcga.transforms.TargetWeight(w): a window has as
+            many as weigh w together, or more.
         weight: With a TargetWeight, `weight(*item)` is what a micro-batch weighs, as for `stream`:
             its rows, for a target batch size, or its tokens.
 
@@ -249,12 +254,14 @@ def windows(
         An iterator over the windows.
 
     Raises:
-        FuncgaError: n is neither an int >= 1 nor a TargetWeight, or the first micro-batch weighs
-            more than the target: then all of them may.
+        FuncgaError: n is neither an int >= 1 nor a TargetWeight nor a function that returns such
+            numbers, or the first micro-batch weighs more than the target: then all of them may.
 
     Example:
         >>> [len(window) for window in funcga.windows(range(10), 4)]
         [4, 4, 2]
+        >>> [len(window) for window in funcga.windows(range(10), lambda windows: 1 + 2 * windows)]
+        [1, 3, 5, 1]
         >>> loader = [torch.ones(100), torch.ones(100), torch.ones(100)]
         >>> target = funcga.transforms.TargetWeight(150)
         >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
@@ -275,16 +282,20 @@ def windows(
         return _weighed(iter(iterable), n, weight)
     if weight is not None:
         raise FuncgaError(
-            f"weight is given, and n is {n!r}: a number of micro-batches, whatever they weigh. "
-            "Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give "
-            "weight= to stream as well."
+            f"weight is given, and n is {'a function' if callable(n) else repr(n)}: a number of "
+            "micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for "
+            "windows that weigh so much, and give weight= to stream as well."
         )
-    return _windows(iter(iterable), check_count(n, "n", ", or funcga.transforms.TargetWeight(256)"))
+    if callable(n):
+        return _windows(iter(iterable), map(partial(scheduled_size, n), count()))
+    instead = ", a function of the number of windows so far, or funcga.transforms.TargetWeight(256)"
+    return _windows(iter(iterable), repeat(check_count(n, "n", instead)))
 
 
-def _windows(items: Iterator[Item], n: int) -> Iterator[list[Item]]:
-    while window := list(islice(items, n)):
-        yield window
+def _windows(items: Iterator[Item], sizes: Iterator[int]) -> Iterator[list[Item]]:
+    # A size is asked for when there is a micro-batch, so a schedule may end with the data.
+    for first in items:
+        yield [first, *islice(items, next(sizes) - 1)]
 
 
 def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterator[list[Item]]:

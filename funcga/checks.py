@@ -12,6 +12,8 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from funcga.errors import needs_numpy
+
 # Each tool loads when it is used, and can be taken away.
 if TYPE_CHECKING:
     from funcga._compare.report import Report
@@ -29,7 +31,8 @@ else:
     def __getattr__(name: str) -> object:
         if name not in _LATER:
             raise AttributeError(f"module 'funcga.checks' has no attribute {name!r}")
-        return vars(import_module(_LATER[name]))[name]
+        with needs_numpy(f"funcga.checks.{name}"):
+            return vars(import_module(_LATER[name]))[name]
 
 
 __all__ = ["Plan", "Problem", "Report", "Verdict"]

@@ -4,7 +4,8 @@ import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +36,14 @@ def no_derivative(name: str) -> FuncgaError:
     return FuncgaError(
         f"a step with the fold {name} is differentiated, and its sums of integers have no "
         "derivative: it would be 0. Use the plain fold inside of a loss."
+    )
+
+
+def uninitialised(path: str) -> FuncgaError:
+    """The error for a parameter that has no shape yet."""
+    return FuncgaError(
+        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when "
+        "it first runs. Run it once before: with torch.no_grad(): module(x)."
     )
 
 
@@ -78,6 +87,21 @@ def streamable(values: Iterable[object]) -> str:
                 "for module_value_and_grad."
             )
     return ""
+
+
+@contextmanager
+def needs_numpy(name: str) -> Iterator[None]:
+    """A context for what imports NumPy, which torch does not need: FuncgaError, which says what
+    `name` needs, if it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise FuncgaError(
+            f"numpy is not installed, and {name} needs it. Install it: pip install numpy"
+        ) from error
 
 
 def check_callable(function: object, name: str, like: str) -> None:
@@ -136,6 +160,9 @@ _ELSEWHERE = {
     "accumulation_steps": "n",
     "gradient_accumulation_steps": "n",
     "grad_accum_steps": "n",
+    "accum_steps": "n",
+    "num_accum_steps": "n",
+    "accum_iter": "n",
     "accumulate_grad_batches": "n",
     "num_microbatches": "n",
     "num_micro_batches": "n",
@@ -153,13 +180,54 @@ _ELSEWHERE = {
     "reduce": "fold",
     "accumulator": "fold",
     "mean": "fold",
+    "accumulator_dtype": "fold",
+    "should_skip_update_fn": "drop",
+    "opt": "tx",
+    "optimizer": "tx",
+    "inner": "tx",
+    "fun": "grad_fn",
+    "loss_fn": "grad_fn",
     "weights": "weight",
     "batch_argnums": "in_axes",
+    "argnums": "in_axes",
+    "num_real_microbatches": "weight",
     "group": "across",
     "process_group": "across",
     "axis_name": "across",
 }
-_WRITTEN = {"n": "n=8", "microbatch_size": "microbatch_size=4", "fold": "fold=funcga.mean()"}
+_WRITTEN = {
+    "n": "n=8",
+    "microbatch_size": "microbatch_size=4",
+    "in_axes": "in_axes=(None, 0)",
+    "weight": 'weight=lambda batch: batch["is_real"].sum()',
+}
+
+
+def _written(meant: str, kwargs: Mapping[str, object]) -> str:
+    """How a parameter is written, with the value of what other libraries call so."""
+    if meant == "drop":
+        test = kwargs.get("should_skip_update_fn")
+        large = ", drop_if=lambda grads: optax.global_norm(grads) > 100"
+        is_finite = getattr(test, "__name__", "") == "skip_not_finite"
+        return 'drop="microbatch"' + ("" if is_finite else large)
+    if meant != "fold":
+        return _WRITTEN.get(meant, f"{meant}=...")
+    # A sum or a mean, and the dtype of the accumulator, may come as two arguments.
+    values = {name: value for name, value in kwargs.items() if _ELSEWHERE.get(name) == "fold"}
+    dtype = values.pop("accumulator_dtype", None)
+    dtype = getattr(dtype, "__name__", str(dtype).removeprefix("torch.")) if dtype else ""
+    option = f"dtype={dtype!r}".replace("'", '"') if dtype else ""
+    return f"fold={_fold_of(next(iter(values.values()), True), option)}"
+
+
+def _fold_of(value: object, option: str) -> str:
+    """The fold that another library names so: "sum", False for use_grad_mean, and so on."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_fold_of(part, option) for part in value)})"
+    says = str(value).lower()
+    if value is False or "sum" in says:
+        return f"funcga.sum({option})"
+    return "funcga.concat()" if "concat" in says or says == "none" else f"funcga.mean({option})"
 
 
 def explains_arguments(function: F) -> F:
@@ -177,10 +245,13 @@ def explains_arguments(function: F) -> F:
                 raise
             unknown = next((name for name in kwargs if name not in names), "")
             meant = _ELSEWHERE.get(unknown, unknown)
-            if meant in names:
-                line = f"{function.__name__}({names[0]}, {_WRITTEN.get(meant, f'{meant}=...')})"
+            if meant in names[:1]:
+                line = f"{function.__name__}({meant}, ...)"
+                advice = f"Here that is `{meant}`, the first argument: {line}."
+            elif meant in names:
+                line = f"{function.__name__}({names[0]}, {_written(meant, kwargs)})"
                 advice = f"Here that is `{meant}`: {line}."
-            elif meant in _WRITTEN and "n" not in names:
+            elif meant in ("n", "microbatch_size") and "n" not in names:
                 advice = (
                     "It folds all that it is given: funcga.windows(microbatches, n=8) gives it 8 "
                     "at a time."

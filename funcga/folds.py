@@ -173,8 +173,9 @@ def ratio(*, out_dtype: Dtype = None) -> Fold:
     part in it; a denominator of 0 gives 0.
 
     Args:
-        out_dtype: The dtype of the result. By default the leaf's own; float32 for integers and
-            floats of less than 32 bits.
+        out_dtype: The dtype of the result. By default the leaf's own, and float32 for floats of
+            less than 32 bits. Of integers what their quotient is: float32; float64 for 64 bits in
+            JAX, and where that is torch's default dtype.
 
     Returns:
         A Fold.

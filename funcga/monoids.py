@@ -127,18 +127,22 @@ counts = Monoid(_zeros, _add_counts)
 
 
 def _merge_moments(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
-    # With weights A and B, means m and n, and d = n - m, of the union weight = A + B,   mean = m +
-    # d B / (A + B),   deviation = S + T + d**2 A B / (A + B), where S and T are the weighted sums
-    # of squared deviations (Chan, Golub and LeVeque, 1979). There is no difference of large sums of
-    # squares in it, which would cancel.
+    # With weights A and B, means m and n, variances S and T, and d = n - m, of the union
+    # weight = A + B,   mean = m + d B / (A + B),   variance = S A / (A + B) + T B / (A + B)
+    # + d**2 A B / (A + B)**2   (Chan, Golub and LeVeque, 1979). There is no difference of large
+    # sums of squares in it, which would cancel, and no part is larger than the variance.
     weight = a[0] + b[0]
-    share = b[0] / xp.where(weight > 0, weight, 1)
+    filled = xp.where(weight > 0, weight, 1)
+    left, right = a[0] / filled, b[0] / filled
     delta = b[1] - a[1]
-    return weight, a[1] + delta * share, a[2] + b[2] + delta * delta * (a[0] * share)
+    # Where d is beyond the range of floats, the mean is not.
+    mean = xp.where(xp.isinf(delta), a[1] * left + b[1] * right, a[1] + delta * right)
+    # In this order, as d**2 may be beyond the range where its product with a share is not.
+    between = delta * (left * right) * delta
+    return weight, mean, a[2] * left + b[2] * right + between
 
 
-# moments: (total weight, weighted mean, weighted sum of squared deviations from it), and of nothing
-# (0, 0, 0).
+# moments: (total weight, weighted mean, weighted variance), and of nothing (0, 0, 0).
 moments = Monoid(_zeros, _merge_moments)
 
 

@@ -32,7 +32,8 @@ class Normalizer:
         dtype: The dtype of the result; by default the leaf's own.
         kinds: The kinds of accumulator dtype that it accepts: "bool", "int", "float", "complex",
             "other".
-        wide: True if the result keeps the dtype of the accumulator; float32 if that is an integer.
+        wide: True if the result keeps the dtype of the accumulator. Integers are given to `apply`
+            as floats, and the result is what a quotient of two of them is, at least float32.
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may
             do in place.
         per_element: Whether each element of the result depends on the same element of what was
@@ -130,18 +131,17 @@ ratio = Normalizer(_quotient, kinds=("int", "float"), wide=True)
 
 
 def _spread(xp: Namespace, reduced: Reduced, tally: Any) -> Moments:
-    weight, mean, deviation = reduced
-    return Moments(mean, deviation / xp.where(weight > 0, weight, 1))
+    _, mean, variance = reduced
+    return Moments(mean, variance)
 
 
 def _pool(xp: Namespace, reduced: Reduced, tally: Any) -> Pooled:
-    count, mean, deviation = reduced
-    return Pooled(count, mean, deviation / xp.where(count > 0, count, 1))
+    return Pooled(*reduced)
 
 
-# Of (weight, mean, deviation) the mean and the variance, deviation / weight.
+# Of (weight, mean, variance) the mean and the variance.
 moments = Normalizer(_spread)
-# The same with the count.
+# The same with the count, which is the weight.
 pooled = Normalizer(_pool, wide=True)
 
 

@@ -41,7 +41,9 @@ __all__ = [
 class GradientNoise(NamedTuple):
     """What `gradient_noise` says: numbers, 0-d arrays, each with its standard error.
 
-    All are NaN after a window of fewer than two micro-batches: of one, nothing can be said.
+    All are NaN after a window of fewer than two micro-batches: of one, nothing can be said. The
+    errors are infinite where the fourth powers of the gradients' norms are beyond the range of
+    floats.
 
     Attributes:
         trace: tr(Sigma), the sum of the variances of the elements of one row's gradient.
@@ -143,6 +145,8 @@ def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
         + norm_squared**2 * bb
         - 2 * (trace * y + norm_squared * by - trace * norm_squared * b)
     )
+    # Beyond the range of floats, where the sums are infinite and their difference is not known.
+    squares = xp.where(xp.isfinite(yy) & xp.isfinite(squares), squares, float("inf"))
     variance = xp.clip(squares / freedom, 0)
     # The first term alone makes |g|^2 vary, and is at most the whole. It is also at most 4 b |G|^2
     # times the largest eigenvalue of Sigma, which is not above the root of tr(Sigma^2).
@@ -194,8 +198,8 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
 
     The average of a ratio would be biased, and ruled by the windows whose squared norm is close to
     0. The average is that of the windows so far, with weights 1, decay, decay**2 and so on, the
-    last window first. A window that says nothing, as one of a single micro-batch, is left out. The
-    errors are those of a mean of independent estimates.
+    last window first. A window that says nothing, as one of a single micro-batch, is left out, and
+    so is one whose numbers are not finite. The errors are those of a mean of independent estimates.
 
     Args:
         noise: What `gradient_noise` has said of a window: a `GradientNoise`, or a dict of them.
@@ -237,7 +241,6 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
             "GradientNoise or a dict of them: funcga.observers.averaged(noise, state, decay=0.99)."
         )
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
-    says = noise.trace == noise.trace  # not NaN
     values = [
         noise.trace,
         noise.norm_squared,
@@ -245,6 +248,8 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         noise.norm_squared_error**2,
         xp.ones_like(noise.trace),
     ]
+    # NaN and infinite numbers would stay in the average for ever.
+    says = xp.isfinite(xp.stack(values)).all(0)
     before = [xp.zeros_like(value) for value in values] if state is None else [*state]
     powers = [1, 1, 2, 2, 1]
     after = [

@@ -128,11 +128,10 @@ moments = Reducer(_moments, monoids.moments, kinds=("float",), over_steps=True)
 
 def _unstack(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
     count, mean, variance = value[0], value[1], value[2]
-    return count, xp.where(count > 0, mean, 0), xp.where(count > 0, variance * count, 0)
+    return count, xp.where(count > 0, mean, 0), xp.where(count > 0, variance, 0)
 
 
-# Items with these count, mean and variance, [3, ...], have the moments (count, mean, count *
-# variance); no weights.
+# Items with these count, mean and variance, [3, ...], have these moments; no weights.
 pooled = Reducer(_unstack, monoids.moments, kinds=("float",), stacked=3)
 
 

@@ -2,7 +2,7 @@
 running ones after it.
 
 Statistics are nested dicts in which each layer is {"mean": array, "var": array}, as flax's
-`batch_stats` are.
+`batch_stats` are, and the state of its nnx, `nnx.state(model, nnx.BatchStat)`.
 
 Example:
     >>> moments = lambda x: {"mean": x.mean(0), "var": x.var(0)}
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
-from funcga._backend import Arrays
+from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import is_quantity
 from funcga._types import Array, Scalar, Tree
@@ -35,8 +35,8 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
 
     Args:
         statistics: The mean and the population variance of one micro-batch: {"mean": array, "var":
-            array}, or nested dicts of these. Floats; those of less than 32 bits become float32,
-            which a count needs.
+            array}, or nested dicts of these, or nnx.state(model, nnx.BatchStat). Floats; those of
+            less than 32 bits become float32, which a count needs.
         count: How many items they are of, a number >= 0 or a 0-d array. Only the ratios of
             micro-batches matter for the mean and the variance, so the rows will do for layers that
             see as many values of each row.
@@ -55,13 +55,14 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
                 [2.],
                 [1.]])
     """
-    arrays = backend_of([statistics], lambda: ["statistics"]).arrays
+    backend = backend_of([statistics], lambda: ["statistics"])
+    arrays = backend.arrays
     _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
 
     def stacked(path: str, mean: Array, variance: Array) -> Array:
         mean, variance = (
-            _widened(mean, f"{path}['mean']", arrays),
-            _widened(variance, f"{path}['var']", arrays),
+            _widened(_unboxed(mean, backend), f"{path}['mean']", arrays),
+            _widened(_unboxed(variance, backend), f"{path}['var']", arrays),
         )
         if (mean.shape, mean.dtype) != (variance.shape, variance.dtype):
             raise FuncgaError(
@@ -102,21 +103,24 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
         >>> running_statistics(old, new, share=0.01, unbiased=False)["mean"]  # as in flax
         Array([0.01, 0.01], dtype=float32)
     """
-    arrays = backend_of([statistics, pooled], lambda: ["statistics", "pooled"]).arrays
+    backend = backend_of([statistics, pooled], lambda: ["statistics", "pooled"])
+    arrays = backend.arrays
     _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)
 
-    def updated(path: str, mean: Array, variance: Array, new: object) -> dict[str, Array]:
+    def updated(path: str, mean: Tree, variance: Tree, new: object) -> dict[str, Array]:
+        mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
         if not fits(new, mean):
             raise FuncgaError(
                 f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
                 f"{described(new, arrays)}. Give a Pooled of that shape: what fold=funcga.pooled() "
                 "makes of funcga.statistics.batch_moments(...)."
             )
-        return dict(
-            zip(("mean", "var"), update(mean, variance, new, share, unbiased, arrays), strict=True)
-        )
+        mean, variance = update(mean, variance, new, share, unbiased, arrays)
+        return {"mean": mean, "var": variance}
 
-    return _each_layer(updated, "statistics", statistics, pooled)
+    # A State of nnx shows its nested dicts as States, so the structure is put back at last.
+    after = backend.trees.flatten(_each_layer(updated, "statistics", statistics, pooled))[0]
+    return backend.trees.unflatten(backend.trees.flatten(statistics)[1], after)
 
 
 def fits(pooled: object, mean: Array) -> TypeGuard[Pooled]:
@@ -170,6 +174,12 @@ def _check_number(
         raise FuncgaError(f"{name} is {shown}: it is {meaning}, a finite number or a 0-d array.")
 
 
+def _unboxed(node: Tree, backend: Backend) -> Tree:
+    """The array in a node that holds a single one, such as a variable of nnx; all else as it is."""
+    leaves = backend.trees.flatten(node)[0]
+    return leaves[0] if len(leaves) == 1 else node
+
+
 def _widened(array: Array, path: str, arrays: Arrays) -> Array:
     if not arrays.is_array(array) or arrays.kind(array.dtype) != "float":
         raise FuncgaError(
@@ -184,14 +194,14 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
     """
     # A layer is recognised by its two keys.
     if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
-        return function(path, tree["mean"], tree["var"], *others)
+        result = function(path, tree["mean"], tree["var"], *others)
+        return {key: result[key] for key in tree} if isinstance(result, dict) else result
     if not isinstance(tree, Mapping):
         raise FuncgaError(
             f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They are "
             "nested dicts, in "
             f'which each layer is {{"mean": array, "var": array}}: the "batch_stats" of flax, or '
-            "of its nnx "
-            "nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))."
+            "nnx.state(model, nnx.BatchStat) of its nnx."
         )
     for other in others:
         if not isinstance(other, Mapping) or {*other} != {*tree}:

@@ -16,7 +16,7 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding, trees
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, compiled, nan_if_overflown, tally_of, with_totals
+from jax_backend.loop import Accumulate, Numbers, compiled, nan_if_overflown, tally_of, with_totals
 from jax_backend.sharding import Spread
 
 
@@ -35,7 +35,7 @@ class _Step:
 
     def __init__(self, job: Coupled, backend: Backend):
         self.job, self.backend = job, backend
-        self.step = compiled(self.traced)
+        self.step = compiled(self.traced, numbers=Numbers(job.program.grad_fn))
 
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""

@@ -5,8 +5,10 @@ over the micro-batches of each size, all in one program; `stream` runs a program
 begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result`.
 """
 
-import math
+import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -18,11 +20,13 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from funcga._backend import Backend
+from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
-from funcga._call.arguments import Arguments, groups
+from funcga._call.arguments import Arguments, argument_names, groups
 from funcga._call.dropping import DroppingStep
 from funcga._call.totals import OVERFLOWN
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
+from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
@@ -53,42 +57,110 @@ Kwargs: TypeAlias = dict[str, Tree]
 # -- calls outside of jit are compiled
 
 
+class Numbers:
+    """The Python numbers among the arguments that a step was called with, of which each makes a
+    program of its own.
+    """
+
+    def __init__(self, grad_fn: GradFn):
+        self.grad_fn = grad_fn
+        self.seen: dict[tuple[Hashable, int], set[object]] = {}
+
+    def note(self, static: Static, args: Args, kwargs: Kwargs) -> None:
+        """Warns, once, of an argument that has had five values; `static` is of (args, kwargs)."""
+        for leaf_index, kind, leaf in static.others:
+            if not isinstance(leaf, int | float | complex) or isinstance(leaf, bool):
+                continue
+            seen = self.seen.setdefault((static.structure, leaf_index), set())
+            count = len(seen)
+            if count < _MOST_PROGRAMS:
+                seen.add(kind if isinstance(kind, tuple) else leaf)
+            if count < len(seen) == _MOST_PROGRAMS:
+                path = self._paths(args, kwargs)[leaf_index]
+                warnings.warn(
+                    f"`{path}` was {_MOST_PROGRAMS} different numbers, and each has compiled the "
+                    "step anew: outside of jit a Python number is part of the program. Pass an "
+                    f"array, jnp.asarray({path}), or call the step inside of jax.jit.",
+                    stacklevel=_outside(),
+                )
+
+    def _paths(self, args: Args, kwargs: Kwargs) -> list[str]:
+        named = [*zip(argument_names(self.grad_fn, len(args)), args, strict=True)]
+        named += sorted(kwargs.items())
+        return [path for name, arg in named for path in leaf_paths(arg, trees, name)]
+
+
+# How many programs are compiled for the values of one number before a warning.
+_MOST_PROGRAMS = 5
+
+
+def _outside() -> int:
+    """The stacklevel of the call of funcga, for a warning of the caller of this function."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_PACKAGES = ("funcga", "jax_backend")
+
+
 def jitted(
-    function: Callable[..., Tree], *, inline: bool = False, keep_unused: bool = False
+    function: Callable[..., Tree],
+    *,
+    inline: bool = False,
+    keep_unused: bool = False,
+    numbers: Numbers | None = None,
 ) -> Callable[..., Tree]:
     """`f(settings, *args)`: `function(*settings, *args)`, jitted. Settings are static. In args,
     arrays are traced and all else is static. Raises FuncgaError for an argument that is neither
-    an array nor hashable.
+    an array nor hashable. `numbers`: those among args, which are (args, kwargs).
     """
 
     def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
         return function(*settings, *static.tree(arrays))
 
     of_arrays = jax.jit(run, static_argnums=(0, 1), inline=inline, keep_unused=keep_unused)
-    return lambda settings, *args: of_arrays(settings, *split(args))
+
+    def call(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+        static, leaves = split(args)
+        result = of_arrays(settings, static, leaves)
+        if numbers is not None and static.others:
+            numbers.note(static, *args)
+        return result
+
+    return call
 
 
 def compiled(
-    function: Callable[..., Tree], *, keep_unused: bool = False, is_exact: bool = False
+    function: Callable[..., Tree],
+    *,
+    keep_unused: bool = False,
+    is_exact: bool = False,
+    numbers: Numbers | None = None,
 ) -> Callable[..., Tree]:
     """The function, jitted for calls outside of any trace, and unchanged inside of jit, vmap,
     grad or shard_map. With `is_exact`, `function` takes a list `lost` as its last argument, and
     appends bool arrays that are True if a sum was beyond its range.
     """
-    outside = _checked(function) if is_exact else jitted(function, keep_unused=keep_unused)
+    outside = (
+        _checked(function, numbers)
+        if is_exact
+        else jitted(function, keep_unused=keep_unused, numbers=numbers)
+    )
     return lambda settings, *args: (
         function(*settings, *args) if is_tracing() else outside(settings, *args)
     )
 
 
-def _checked(function: Callable[..., Tree]) -> Callable[..., Tree]:
+def _checked(function: Callable[..., Tree], numbers: Numbers | None) -> Callable[..., Tree]:
     """The function, jitted; raises FuncgaError if the host sees that the result is lost."""
 
     def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
         lost: list[jax.Array] = []
         return function(*args, lost), lost
 
-    run = jitted(checking)
+    run = jitted(checking, numbers=numbers)
 
     def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
         result, lost = run(settings, *args)
@@ -127,12 +199,16 @@ class _Microbatch:
     size: int | None = None  # None: it has all rows
     narrow: Callable[..., jax.Array] | None = None
 
-    def evaluate(self, start: Scalar, state: list[jax.Array]) -> Tree:
-        """The output of grad_fn; with observers, (placeholders for what they fold, output)."""
+    def evaluate(
+        self, start: Scalar, state: list[jax.Array], weight: jax.Array | None = None
+    ) -> Tree:
+        """The output of grad_fn; with observers, (placeholders for what they fold, output).
+        `weight` is given if a micro-batch of weight 0 adds nothing.
+        """
         args = self.arguments.cut(start, self.size, state, self.narrow)
         remake = lambda leaf: leaf
-        if self.program.weight is not None and self.program.weighs_all(self.arguments.backend):
-            remake = partial(_constant_if_weightless, self.weight(start, state))
+        if weight is not None:
+            remake = partial(_constant_if_weightless, weight)
         # tree.map also copies containers into the running trace, to which an object of nnx
         # belongs.
         args, kwargs = jax.tree.map(remake, (args, self.kwargs))
@@ -149,26 +225,34 @@ class _Microbatch:
             return value
         return self.program.readings(value, self.arguments).placeholders(jnp.zeros(())), value
 
-    def weigh(self, start: Scalar, state: list[jax.Array]) -> Tally:
-        """Its tally."""
-        return arrays.tally(self.weight(start, state))
-
-    def weight(self, start: Scalar, state: list[jax.Array]) -> Scalar:
-        """Its weight, a Python number if that is known at trace time."""
+    def weigh(self, start: Scalar, state: list[jax.Array]) -> "Weighed":
+        """Its tally, and the weight that `evaluate` takes."""
         args = self.arguments.cut(start, self.size, state, self.narrow)
         size: Any = self.size
         rows: Any = jnp.asarray(size) if is_symbolic_dim(size) else size
-        weight = self.program.weigh(self.arguments, args, rows)
+        program = self.program
+        weight = program.weigh(self.arguments, args, rows)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
-        return weight
+        tally, is_seen = arrays.tally(weight), isinstance(weight, int | float)
+        weighs_all = program.weight is not None and program.weighs_all(self.arguments.backend)
+        return Weighed(tally, tally.total if weighs_all and not is_seen else None)
 
 
-def _constant_if_weightless(weight: Scalar, leaf: Tree) -> Tree:
+class Weighed(NamedTuple):
+    """The tally of a micro-batch; its weight, if it is not known at trace time and a micro-batch
+    of weight 0 adds nothing.
+    """
+
+    tally: Tally
+    weight: jax.Array | None
+
+
+def _constant_if_weightless(weight: jax.Array, leaf: Tree) -> Tree:
     """A leaf of the arguments, constant if the weight is 0: the derivative of a NaN would be
     NaN.
     """
-    if isinstance(weight, int | float) or not is_float(leaf):
+    if not is_float(leaf):
         return leaf
     return jnp.where(weight != 0, leaf, lax.stop_gradient(leaf))
 
@@ -232,8 +316,7 @@ class _Step(NamedTuple):
 
     outputs: Outputs
     gradient: Gradient
-    weigh: Callable[..., Tally]
-    unit: Scalar
+    weigh: Callable[..., Weighed]
     weights: list[Scalar] | None = None
     dropping: DroppingStep | None = None
 
@@ -241,15 +324,15 @@ class _Step(NamedTuple):
 def _step(
     microbatch: _Microbatch,
     outputs: Outputs,
-    weigh: Callable[..., Tally],
+    weigh: Callable[..., Weighed],
     evaluate: Callable[..., Tree],
     traced: "ClosedJaxpr",
     value: Tree,
-    unit: Scalar,
     weight: Scalar = None,
+    unit: float = 1.0,
 ) -> _Step:
     """The step for micro-batches that `evaluate` and `weigh` compute; `traced` is the program of
-    `evaluate`. `unit`: of the weights of means. `weight`: if it is known before the loop.
+    `evaluate`. `weight`: if it is known before the loop, with the `unit` of those of means.
     """
     program, dropping = microbatch.program, microbatch.program.dropping
     if program.weight is not None and names_leaves(program.across):
@@ -264,7 +347,7 @@ def _step(
     weights = None
     if weight is not None:
         weights = [weight / unit if fold.is_mean else weight for fold in outputs.reduced_folds]
-    return _Step(outputs, gradient, weigh, unit, weights, dropping)
+    return _Step(outputs, gradient, weigh, weights, dropping)
 
 
 def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
@@ -276,24 +359,28 @@ def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array
 def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
     """The carry after one more micro-batch, and its collected leaves."""
     outputs, dropping, total, weights = step.outputs, step.dropping, carry.total, step.weights
+    weight, factor = None, None
     if weights is None:
         # Before the gradient, as scans over layers fold in place, with the weight.
-        counted = step.weigh(start, carry.state)
+        counted, weight = step.weigh(start, carry.state)
         total = total.merge(counted)
-        weights = [of_leaf.total for of_leaf in _tallies(outputs, counted, step.unit)]
+        # The unit follows the total, so that no sum is much larger than its mean.
+        unit = unit_of(total.total, arrays)
+        factor = unit_of(carry.total.total, arrays) / unit
+        weights = [of_leaf.total for of_leaf in _tallies(outputs, counted, unit)]
     into = {
-        leaf_index: Into(before, fold, weight)
+        leaf_index: Into(before, fold, weight, factor if fold.is_mean else None)
         for leaf_index, fold, before, weight in zip(
             outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
         )
     }
-    leaves, in_place = step.gradient(into, start, carry.state)
+    leaves, in_place = step.gradient(into, start, carry.state, weight)
     keep: jax.Array | None = None
     if dropping is not None:
         keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
-    for leaf_index, (before, fold, weight) in into.items():
+    for leaf_index, part in into.items():
         if leaf_index not in in_place:
-            leaves[leaf_index] = fold.combine(before, fold.lift(leaves[leaf_index], weight))
+            leaves[leaf_index] = part.combine(part.accumulator, leaves[leaf_index])
     reduced, state, collected = (
         [leaves[leaf_index] for leaf_index in leaf_indices]
         for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
@@ -308,16 +395,6 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
         return after, collected
     rejected = carry.dropped.rejected + (~keep).astype(jnp.int32)
     return after._replace(dropped=carry.dropped._replace(rejected=rejected)), collected
-
-
-def unit_of(weight: Scalar) -> Scalar:
-    """A power of two near the weight of a first micro-batch, the unit of the weights of means.
-    So sums are of the magnitude of the values, and overflow only if these nearly do.
-    """
-    if isinstance(weight, int | float):
-        return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0
-    weight = arrays.tally(weight).total
-    return jnp.where(weight > 0, jnp.ldexp(jnp.ones_like(weight), jnp.frexp(weight)[1] - 1), 1)
 
 
 def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
@@ -448,7 +525,8 @@ class Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        self.fold = compiled(self.traced, is_exact=program.is_exact)
+        numbers = Numbers(program.grad_fn)
+        self.fold = compiled(self.traced, is_exact=program.is_exact, numbers=numbers)
 
     def traced(
         self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None
@@ -479,6 +557,7 @@ class Accumulate:
         is_known = (program.weight, program.dropping) == (None, None)
         carry: Carry | None = None
         chunks: list[list[jax.Array]] = []
+        unit: Scalar = None
         first = 0
         for count, size in sizes:  # one or two sizes, and a scan for each
             microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
@@ -493,21 +572,19 @@ class Accumulate:
             state = (
                 [*map(arrays.without_weak_type, arguments.state)] if carry is None else carry.state
             )
-            traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state)
+            amount = None if is_known else jax.eval_shape(weigh, jnp.int32(0), state).weight
+            traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state, amount)
             if carry is None:
                 outputs, _ = program.bind(value, arguments)
                 # The outputs show whether micro-batches may take other rows.
                 if narrow is not None and not sharding.may_reorder_rows(outputs, size):
                     return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every
-                # gradient in place.
-                unit = (
-                    weight * 1.0
-                    if is_known and len(sizes) == 1
-                    else unit_of(microbatch.weight(jnp.int32(0), state))
-                )
+                if is_known:
+                    # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every
+                    # gradient in place. Else a power of 2, by which division is exact.
+                    unit = weight * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
                 carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
-            step = _step(microbatch, outputs, weigh, evaluate, traced, value, unit, weight)
+            step = _step(microbatch, outputs, weigh, evaluate, traced, value, weight, unit)
             carry, collected = _scan(step, carry, traced, first, count, size)
             chunks.append(collected)
             first += count * size
@@ -515,6 +592,7 @@ class Accumulate:
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
         carry = spread.pinned(outputs, carry)
+        unit = unit if is_known else unit_of(carry.total.total, arrays)
         return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
 
 
@@ -593,8 +671,10 @@ class _Stream:
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
         self.outputs: dict[object, tuple[Outputs, tuple[ShapedArray, ...]]] = {}
+        self.numbers = Numbers(program.grad_fn)
         # Traced once for both the shapes and the steps.
         self.evaluate = jitted(self._evaluate, inline=True)
+        self.weigh = jitted(self._weigh, inline=True)
         # keep_unused, as its devices are those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
@@ -622,13 +702,14 @@ class _Stream:
             if outputs is None:
                 outputs, types = self._outputs_of(leading, kwargs, item)
                 spread = sharding.spread_of((*leading, *item))
-                carry, unit = self.begin((outputs, types, spread), leading, kwargs, item)
+                carry = self.begin((outputs, types, spread), leading, kwargs, item)
             cut, arrays_cut = split(item)
-            carry, collected = add(
-                outputs, spread, whole, cut, carry, unit, arrays_whole, arrays_cut
-            )
+            carry, collected = add(outputs, spread, whole, cut, carry, arrays_whole, arrays_cut)
             if collected:  # empty lists would make a program for every number of micro-batches
                 chunks.append(collected)
+            if not is_tracing() and (whole.others or cut.others):
+                args = (*leading, *item)
+                self.numbers.note(split((args, kwargs))[0], args, kwargs)
             del item, arrays_cut, collected  # so that only one micro-batch is in memory
         # With across= only this replica's stream may be empty.
         if outputs is None:
@@ -638,18 +719,18 @@ class _Stream:
             )
         if self.program.observers is None and self.program.totals is None:
             kwargs = {}  # not needed by finish
-        return self.finish((outputs, replicas), carry, unit, chunks, kwargs)
+        return self.finish((outputs, replicas), carry, chunks, kwargs)
 
     def _finish(
         self,
         outputs: Outputs,
         replicas: Replicas | None,
         carry: Carry,
-        unit: jax.Array,
         chunks: Sequence[Sequence[jax.Array]],
         kwargs: Kwargs,
         lost: list[jax.Array] | None = None,
     ) -> Tree:
+        unit = unit_of(carry.total.total, arrays)
         folded = _merged(outputs, replicas, carry, chunks, unit)
         if lost is not None:
             _check_known(outputs, folded, lost)
@@ -673,10 +754,13 @@ class _Stream:
         if key not in self.outputs:
             arguments = self._microbatch(leading, kwargs, item).arguments
             state = [*map(arrays.without_weak_type, arguments.state)]
+
             # Only arrays are operands; all else is static.
-            traced, value = jax.make_jaxpr(
-                lambda of_item: self.evaluate((), *static.tree(of_item), state), return_shape=True
-            )(of_item)
+            def evaluate(of_item: Sequence[jax.Array]) -> Tree:
+                args = static.tree(of_item)
+                return self.evaluate((), *args, state, self.weigh((), *args, state).weight)
+
+            traced, value = jax.make_jaxpr(evaluate, return_shape=True)(of_item)
             outputs, _ = self.program.bind(value, arguments)
             self.outputs[key] = outputs, tuple(traced.out_avals)
         return self.outputs[key]
@@ -684,8 +768,18 @@ class _Stream:
     def _microbatch(self, leading: Args, kwargs: Kwargs, item: Args) -> _Microbatch:
         return _Microbatch(self.program, self.program.read((*leading, *item), self.backend), kwargs)
 
-    def _evaluate(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Tree:
-        return self._microbatch(leading, kwargs, item).evaluate(0, state)
+    def _evaluate(
+        self,
+        leading: Args,
+        kwargs: Kwargs,
+        item: Args,
+        state: list[jax.Array],
+        weight: jax.Array | None,
+    ) -> Tree:
+        return self._microbatch(leading, kwargs, item).evaluate(0, state, weight)
+
+    def _weigh(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Weighed:
+        return self._microbatch(leading, kwargs, item).weigh(0, state)
 
     def _begin(
         self,
@@ -695,15 +789,14 @@ class _Stream:
         leading: Args,
         kwargs: Kwargs,
         item: Args,
-    ) -> tuple[Carry, jax.Array]:
+    ) -> Carry:
         microbatch = self._microbatch(leading, kwargs, item)
         # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
         state = [
             jnp.array(arrays.without_weak_type(leaf), copy=True)
             for leaf in microbatch.arguments.state
         ]
-        unit = arrays.tally(unit_of(microbatch.weight(0, state))).total
-        return _begin(outputs, spread, types, state, self.program.dropping), unit
+        return _begin(outputs, spread, types, state, self.program.dropping)
 
     def _add(
         self,
@@ -712,18 +805,22 @@ class _Stream:
         whole: Static,
         cut: Static,
         carry: Carry,
-        unit: jax.Array,
         arrays_whole: Sequence[jax.Array],
         arrays_cut: Sequence[jax.Array],
     ) -> tuple[Carry, list[jax.Array]]:
         (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
 
-        def evaluate(start: None, state: list[jax.Array]) -> Tree:
-            return self.evaluate((), leading, kwargs, item, state)
+        def evaluate(start: None, state: list[jax.Array], weight: jax.Array | None) -> Tree:
+            return self.evaluate((), leading, kwargs, item, state, weight)
 
-        traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state)
+        def weigh(start: None, state: list[jax.Array]) -> Weighed:
+            weighed: Weighed = self.weigh((), leading, kwargs, item, state)
+            return weighed
+
+        amount = jax.eval_shape(weigh, None, carry.state).weight
+        traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state, amount)
         microbatch = self._microbatch(leading, kwargs, item)
-        step = _step(microbatch, outputs, microbatch.weigh, evaluate, traced, value, unit)
+        step = _step(microbatch, outputs, weigh, evaluate, traced, value)
         carry, collected = _add(step, carry, None)
         return spread.pinned(outputs, carry), collected
 
@@ -739,6 +836,13 @@ def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
     return grad_fn.bound(backend)
+
+
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
+    """The context of a call that folds these programs one after the other, in which other
+    processes are told of an error; None if they are folded by one process, or one program.
+    """
+    return None
 
 
 def is_traced(tree: Tree) -> bool:

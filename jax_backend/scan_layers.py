@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._observe.readings import Readings
-from funcga._types import Dtype, Scalar, Tree
+from funcga._types import Dtype, Reduced, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import as_varying, varying_axes
 
@@ -35,11 +35,20 @@ if TYPE_CHECKING:
 
 
 class Into(NamedTuple):
-    """An accumulator, and the fold that a value of this weight is added to it by."""
+    """An accumulator, and the fold that a value of this weight is added to it by. Before that it
+    is multiplied by the factor, if there is one.
+    """
 
     accumulator: Tree
     fold: LeafFold
     weight: Scalar
+    factor: Scalar = None
+
+    def combine(self, before: Reduced, value: jax.Array) -> Reduced:
+        """The accumulator, or a row of it, with a value."""
+        if self.factor is not None:
+            before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
+        return self.fold.combine(before, self.fold.lift(value, self.weight))
 
 
 Gradient: TypeAlias = Callable[..., tuple[list[Tree], Collection[int]]]
@@ -93,7 +102,7 @@ def gradient_of(
         if in_place:
             parts = {
                 leaf_index: _Part(
-                    *into[leaf_index],
+                    into[leaf_index],
                     paths[leaf_index],
                     readings if leaf_index in observed else None,
                 )
@@ -259,9 +268,7 @@ class _Part(NamedTuple):
     and its casts.
     """
 
-    accumulator: Tree
-    fold: LeafFold
-    weight: Scalar
+    into: Into
     path: str
     readings: Readings | None = None
     casts: tuple[Dtype, ...] = ()
@@ -270,9 +277,9 @@ class _Part(NamedTuple):
         """The value of a layer, as the output has it."""
         return reduce(lax.convert_element_type, self.casts, value)
 
-    def combine(self, row: Tree, value: jax.Array) -> Tree:
+    def combine(self, row: Reduced, value: jax.Array) -> Reduced:
         """A row of the accumulator with the value of a layer."""
-        return self.fold.combine(row, self.fold.lift(self.cast(value), self.weight))
+        return self.into.combine(row, self.cast(value))
 
     def measure(self, value: jax.Array) -> jax.Array:
         """The measures of a layer, [measures]; empty if it is not observed."""
@@ -285,9 +292,12 @@ class _Part(NamedTuple):
         """The accumulator and the measures before the first layer, which has this type. They
         vary over mesh axes as the layer does, as a carry keeps its type.
         """
-        row = jax.tree.map(partial(lax.index_in_dim, index=0, keepdims=False), self.accumulator)
+        row = jax.tree.map(
+            partial(lax.index_in_dim, index=0, keepdims=False), self.into.accumulator
+        )
         measures = jax.eval_shape(self.measure, layer)
-        before = _Folded(self.accumulator, jnp.zeros_like(measures))
+        # Not zeros_like, as a type may have mesh axes, without its mesh.
+        before = _Folded(self.into.accumulator, jnp.zeros(measures.shape, measures.dtype))
         after = _Folded(jax.eval_shape(self.combine, row, layer), measures)
         begun: _Folded = jax.tree.map(
             lambda array, like: as_varying(array, varying_axes(like)), before, after

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,18 @@ def _typed(tree: Tree, like: Tree) -> Tree:
     """The tree sharded and varying as another one is, or as types say."""
     types = jax.tree.map(lambda b: jax.typeof(b) if isinstance(b, jax.Array) else b, like)
     return jax.tree.map(arrays.typed, tree, types)
+
+
+def unknown(compute: Callable[[], Tree]) -> Tree:
+    """The tree of arrays that `compute` returns, with NaN in place of each number.
+
+    Under jax_debug_nans a state with NaN could not be passed to a jitted function: then it is 0.
+    """
+    config: Any = jax.config
+    fill = 0.0 if config.jax_debug_nans else float("nan")
+    # Only types are computed, as observers of nothing may divide by 0.
+    types = jax.eval_shape(compute)
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, fill, leaf.dtype), types)
 
 
 # -- over replicas

@@ -45,6 +45,11 @@ def token_mean(params, batch):
     return errors(params, batch).sum() / batch["mask"].sum()
 
 
+def label_mean(params, batch):
+    xp = torch if isinstance(batch["mask"], torch.Tensor) else jnp
+    return errors(params, batch).sum() / xp.where(batch["labels"] != -100, xp.ones_like(batch["mask"]), 0).sum()
+
+
 def token_sum(params, batch):
     return errors(params, batch).sum()
 
@@ -377,16 +382,16 @@ BY_LABELS = 'weight=lambda batch: (batch["labels"] != -100).sum()'.replace('"', 
 
 # name: (kits, case, the causes that it must be given, all of them, what is in the first one's fix)
 MISTAKES = {
-    "uneven tokens, -100": (BOTH, case(token_mean, without=("lengths",)), ["uneven tokens"], BY_LABELS),
+    "uneven tokens, -100": (BOTH, case(label_mean), ["uneven tokens"], BY_LABELS),
     "sum under mean": ((TORCH,), case(token_sum), ["sum under mean"], "fold=funcga.per_weight()"),
-    "sum under mean, weighted": ((TORCH,), case(token_sum, weight=count_mask), ["sum under mean"], "fold=funcga.per_weight(), or"),
+    "sum under mean, weighted": ((TORCH,), case(token_sum, weight=count_mask), ["sum under mean"], "fold=funcga.per_weight(). For the sum itself, fold=funcga.sum()"),
     "mean under sum": ((TORCH,), case(row_mean, **SUM), ["mean under sum"], "fold=funcga.mean()"),
     "token mean under per_weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), **COUNTED), ["mean under per_weight"], "fold=funcga.mean(), weight=lambda batch: batch['mask'].sum()"),
     "len of a dict": ((TORCH,), case(row_mean, weight=len), ["weight not additive"], "drop weight="),
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
-    "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], "weight_decay="),
-    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "tokens": (b['labels'] != -100).sum()}, fold=funcga.sum()"""),
+    "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], """totals=lambda b: {"one": 1}. The loss takes them, def loss_fn(p, b, *, totals)"""),
+    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "tokens": b['mask'].sum()}, fold=funcga.sum()"""),
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
     "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "funcga.coupled(lambda params, x, y: means, lambda params, s: loss, n=8, fold=funcga.mean())"),
     "batch normalisation": ((TORCH,), two_args(batch_normal), ["batch statistics"], "LayerNorm"),
@@ -399,7 +404,7 @@ MISTAKES = {
     "neighbours": ((TORCH,), two_args(neighbours), ["row order"], "one row"),
     "products of rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).sum() ** 2) * 0.01), ["coupled rows"], "s: loss, n=8, fold=funcga.sum())"),
     "dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5), HEAD), ["randomness"], "module.eval()"),
-    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0)"),
+    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0, 0)"),
     "a seed in the loss": ((TORCH,), torch_seeded, ["randomness"], "split it with the batch"),
     "a counter": (BOTH, counter_state, ["state"], "funcga.CARRY"),
     "a value that becomes NaN": ((TORCH,), nan_at_last, ["state"], "funcga.CARRY"),

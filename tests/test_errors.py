@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
@@ -85,6 +87,23 @@ MADE = [
         function(accumulate, len, batch_size=8)),
     (f"accumulate{HERE}use_grad_mean'. Here that is `fold`: accumulate(grad_fn, fold=funcga.mean()).",
         function(accumulate, len, use_grad_mean=8)),
+    (f"accumulate{HERE}use_grad_mean'. Here that is `fold`: accumulate(grad_fn, fold=funcga.sum()).",
+        function(accumulate, len, use_grad_mean=False)),
+    (f"accumulate{HERE}reduction'. Here that is `fold`: accumulate(grad_fn, fold=(funcga.concat(), funcga.sum())).",
+        function(accumulate, len, reduction=("none", "sum"))),
+    (f"accumulate{HERE}accum_steps'. Here that is `n`: accumulate(grad_fn, n=8).",
+        function(accumulate, len, accum_steps=8)),
+    (f"accumulate{HERE}num_real_microbatches'. Here that is `weight`: accumulate(grad_fn, weight=lambda batch: "
+        'batch["is_real"].sum()).', function(accumulate, len, num_real_microbatches=8)),
+    ("Here that is `grad_fn`, the first argument: accumulate(grad_fn, ...).", function(accumulate, fun=len, n=2)),
+    (f"multi_steps{HERE}use_grad_mean'. Here that is `fold`: multi_steps(tx, fold=funcga.sum(dtype=\"float32\")).",
+        function(funcga.multi_steps, len, 2, use_grad_mean=False, accumulator_dtype=jnp.float32)),
+    (f"multi_steps{HERE}accumulator_dtype'. Here that is `fold`: multi_steps(tx, fold=funcga.mean(dtype=\"bfloat16\")).",
+        function(funcga.multi_steps, len, 2, accumulator_dtype=jnp.dtype("bfloat16"))),
+    (f"multi_steps{HERE}should_skip_update_fn'. Here that is `drop`: multi_steps(tx, drop=\"microbatch\").",
+        function(funcga.multi_steps, len, 2, should_skip_update_fn=optax.skip_not_finite)),
+    ('drop="microbatch", drop_if=lambda grads: optax.global_norm(grads) > 100).',
+        function(funcga.multi_steps, len, 2, should_skip_update_fn=len)),
     (f"accumulate{HERE}axis_name'. Here that is `across`: accumulate(grad_fn, across=...).",
         function(accumulate, len, axis_name=8)),
     (f"accumulate{HERE}nonsense'. Its parameters are grad_fn, n, microbatch_size, fold, weight, in_axes, across, totals, "
@@ -163,10 +182,12 @@ GIVEN = {
         "the batch has 0 rows (`x` is empty): there is nothing to fold."),
     "unequal rows": (lambda kit, x: lambda: accumulate(lambda params, batch, labels: 1 / 0, 2)(x, {"x": x}, x[:5]),
         "the split arguments have different numbers of rows: `batch['x']` has 6 (axis 0 of float32[6, 2]); `labels` has "
-        "5 (axis 0 of float32[5, 2]). Micro-batches cut all of them alike. Pass what has no rows whole: in_axes with "
-        "None in its place."),
+        "5 (axis 0 of float32[5, 2]); micro-batches cut all of them alike. Pass what has no rows whole: in_axes with "
+        "None in its place. Parameters come first, step(params, *batch); where grad_fn takes them last, write "
+        "in_axes=(0, 0, None)."),
     "a scalar": (split(lambda x: {"k": x[0, 0]}), f"`batch['k']` is float32[], a scalar: it has no axis 0 to split. {WHOLE}, "
-        "or as a keyword argument."),
+        "or as a keyword argument. Parameters come first, step(params, *batch); where grad_fn takes them last, write "
+        "in_axes=(0, None)."),
     "a string": (split(lambda x: "s"), "`batch` is of type str, and in_axes splits it on axis 0: only {kit} arrays can be "
         "split. Make it a tree of arrays, such as a dict or a dataclass, or pass it whole: in_axes with None in its place."),
     "a float": (split(lambda x: 1.0), "`batch` is of type float, and in_axes splits it on axis 0:"),
@@ -294,6 +315,16 @@ def test_arrays_of_no_framework_or_of_two():
         "in one framework. Convert first: `funcga.to_torch(batch)`."
     )
     check_refused(text, step, {"w": x}, {"x": funcga.to_jax(X)})
+    # What is converted is what does not run in grad_fn's framework, or in that of the params.
+    params, batch = {"w": jnp.ones(2)}, {"x": torch.ones(6, 2), "y": torch.ones(6)}
+    loss_fn = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+    for made in (jax.value_and_grad(loss_fn), jax.jit(jax.grad(loss_fn)), funcga.value_and_grad(loss_fn)):
+        text = "Convert first: `funcga.to_jax(x)` and `funcga.to_jax(y)`."
+        check_refused(text, accumulate(made, 2), params, batch["x"], batch["y"])
+        accumulate(made, 2)(params, funcga.to_jax(batch["x"]), funcga.to_jax(batch["y"]))
+    check_refused("`funcga.to_jax(params)`.", accumulate(jax.grad(loss_fn), 2), {"w": x}, *[jnp.asarray(X)] * 2)
+    made = torch.func.grad(lambda params, batch: (batch @ params["w"]).sum())
+    check_refused("Convert first: `funcga.to_torch(params)`.", accumulate(made, 2), params, batch["x"])
     text = (
         "`batch` is a NumPy array float32[6, 2], and in_axes splits it on axis 0: only torch arrays can be split. Convert "
         "it, `funcga.to_torch(batch)`, or pass it whole: in_axes with None in its place."
@@ -368,6 +399,30 @@ def test_a_framework_that_is_not_installed(tmp_path):
         f"`import torch_backend` finds {tmp_path}/torch_backend.py, which is not funcga's: it hides the backend."
         in python("import sys; sys.path.insert(0, '.')\nimport funcga\nfuncga.to_torch([1])", cwd=tmp_path)
     )
+
+
+WITHOUT_NUMPY = {
+    "funcga.verify": "funcga.verify",
+    "from funcga import watch": "funcga.watch",
+    "funcga.compare(w, w)": "funcga.compare",
+    "funcga.to_numpy(w)": "this call",
+    "funcga.trees.match(w, w)": "this call",
+    "funcga.checks.Report": "funcga.checks.Report",
+}
+
+
+def test_torch_needs_no_numpy_and_what_needs_it_says_so():
+    """numpy is hidden before torch is imported; the answers are printed one a line."""
+    code = "import sys, warnings\nwarnings.simplefilter('ignore')\nsys.modules['numpy'] = None\nimport torch, funcga\n"
+    code += "w = {'w': torch.ones(2)}\nassert torch.equal(funcga.to_torch(w)['w'], w['w'])\n"
+    code += "step = funcga.accumulate(funcga.grad(lambda w, x: (w['w'] * x).mean()), 2)\nstep(w, torch.ones(4, 2))\n"
+    for line in WITHOUT_NUMPY:
+        code += f"try: {line}\nexcept Exception as error: print(type(error).__name__, error, file=sys.stderr)\n"
+    found = [line for line in python(code).splitlines() if "numpy is not installed" in line]
+    assert found == [
+        f"FuncgaError numpy is not installed, and {name} needs it. Install it: pip install numpy"
+        for name in WITHOUT_NUMPY.values()
+    ]
 
 
 # --- calls that another signature would take
@@ -458,12 +513,12 @@ def test_a_window_of_dicts_is_no_batch(kit):
 @pytest.mark.parametrize(
     ("item", "reason", "line"),
     [
-        ("text", "`batch` is of type str", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        (3, "`batch` is of type int", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        (None, "it has no array", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        (np.ones((), "float32"), "`batch` is float32[], a scalar", "lambda batch: ...) with what it weighs, 1 where all weigh alike."),
-        ({"x": X, "id": "a"}, "`batch['id']` is of type str", "lambda batch: ...) with what it weighs, len(batch['x']), or 1 "),
-        ({"x": X, "y": X[:3]}, "`batch['x']` has 6 (axis 0 of float32[6, 2]); `batch['y']` has 3", "lambda batch: ...) with what it weighs, len(batch['x']), or 1 "),
+        ("text", "`batch` is of type str", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        (3, "`batch` is of type int", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        (None, "it has no array", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        (np.ones((), "float32"), "`batch` is float32[], a scalar", "stream(grad_fn, weight=lambda batch: 1), or with what else a micro-batch weighs, where they do not weigh alike."),
+        ({"x": X, "id": "a"}, "`batch['id']` is of type str", "stream(grad_fn, weight=lambda batch: len(batch['x'])), or with what else a micro-batch weighs, 1 where all weigh alike."),
+        ({"x": X, "y": X[:3]}, "`batch['x']` has 6 (axis 0 of float32[6, 2]); `batch['y']` has 3", "stream(grad_fn, weight=lambda batch: len(batch['x'])), or with what else a micro-batch weighs, 1 where all weigh alike."),
     ],
     ids=["str", "int", "None", "scalar", "dict", "ragged"],
 )  # fmt: skip
@@ -476,4 +531,38 @@ def test_micro_batches_whose_rows_cannot_be_counted(kit, item, reason, line):
     start = "the rows of a micro-batch are its weight unless weight= says it, and they cannot be counted: "
     assert message.startswith(start + reason)
     assert line in message
-    assert float(funcga.stream(gradient, weight=lambda batch: 1)(params, [item])[0]) == 2
+    # The line is run as it is printed.
+    step = eval(message.partition("Write ")[2].partition(", or")[0], {"stream": stream, "grad_fn": gradient})
+    assert float(step(params, [item])[0]) == 2
+
+
+def by_names(params, images, boxes):
+    return sum((params["w"] * box).sum() for box in boxes)
+
+
+OF_MODULE = lambda model, images, boxes: by_names({"w": model.weight}, images, boxes)
+EXAMPLES = {
+    "a function": (funcga.grad(by_names), "images, boxes"),
+    "without names": (funcga.grad(lambda *args: by_names(*args)), "x0, x1"),
+    "pure_loss": (funcga.grad(torch_backend.pure_loss(LINEAR, lambda m, images, boxes: OF_MODULE(m, images, boxes))), "images, boxes"),
+    "a module": (torch_backend.module_value_and_grad(LINEAR, OF_MODULE), "images, boxes"),
+    "an axis": (funcga.grad(by_names), "images, boxes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_line_for_lists_of_examples_is_run(name):
+    """As a user pastes it: a weight of micro-batches, which takes what is split, under the names of the user's loss."""
+    grad_fn, names = EXAMPLES[name]
+    params = (
+        () if name == "a module" else ({"weight": LINEAR.weight} if name == "pure_loss" else {"w": torch.ones(1, 2)},)
+    )
+    batch = torch.ones(4, 2), [torch.ones(3, 2), torch.ones(2, 2), torch.ones(1, 2), torch.ones(2, 2)]
+    message = check_refused("and these look like examples", accumulate(grad_fn, 2), *params, *batch)
+    line = message.partition("of them with ")[2].partition(". If")[0]
+    assert line == f"weight=lambda {names}: len({names.rpartition(', ')[2]})"
+    weight = eval(f"dict({line})")["weight"]
+    seen = []
+    noted = lambda *split: seen.append(weight(*split)) or seen[-1]
+    stream(grad_fn, weight=noted)(*params, [batch])
+    assert seen == [4]

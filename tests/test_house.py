@@ -19,14 +19,14 @@ MOST = {
     "tokens of tools": 90_000,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
-    "attributes of a class": 16,
+    "attributes of a class": 17,
     "fmt: skip": 0,
     "Any": 700,
     "getattr": 120,
     "files of tests that import what is private": 15,
 }
 # Functions entered, calls of them, and files that they are in.
-CALLS = {"torch, warm": (54, 116, 15), "JAX, first": (116, 217, 21), "torch multi_steps, warm": (47, 91, 10)}
+CALLS = {"torch, warm": (59, 122, 15), "JAX, first": (122, 232, 21), "torch multi_steps, warm": (47, 93, 10)}
 
 
 def beyond(found, limits):

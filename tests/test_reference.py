@@ -37,6 +37,23 @@ PUBLIC = [
     if package not in MODULES or not hasattr(importlib.import_module(package.__name__.split(".")[0]), name)
 ]
 
+
+def test_every_fold_is_exported_and_on_its_pages():
+    """A new one in funcga/folds.py is in no list by itself; what is missing says where to add it."""
+    reference, howto = (REFERENCE / "folds.md").read_text(), (REFERENCE.parent / "howto" / "folds.md").read_text()
+    own = [f for f in vars(funcga.folds).values() if inspect.isfunction(f) and f.__module__ == "funcga.folds"]
+    folds = [function.__name__ for function in own if not function.__name__.startswith("_")]
+    is_in_table = lambda name: re.search(rf"^\|.*\b{name}\(", howto, re.MULTILINE)
+    missing = {
+        "the imports of funcga/__init__.py": [name for name in folds if not hasattr(funcga, name)],
+        "__all__ in funcga/__init__.py": [name for name in folds if name not in (*funcga.__all__, "max", "min", "sum")],
+        "docs/reference/folds.md": [name for name in folds if f"autofunction:: funcga.{name}\n" not in reference],
+        "a table of docs/howto/folds.md": [name for name in folds if not is_in_table(name)],
+    }
+    assert not any(missing.values()), missing
+    assert len(folds) >= 11
+
+
 # The imports that the examples take for granted, as the first page of the reference says.
 IMPORTS = {
     "F": F, "dist": dist, "funcga": funcga, "jax": jax, "jax_backend": jax_backend, "jnp": jnp, "nn": nn, "np": np,

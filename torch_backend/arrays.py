@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
@@ -43,14 +43,24 @@ def is_array(leaf: object) -> bool:
 
 
 def as_array(leaf: object) -> torch.Tensor:
-    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
+    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else.
+
+    Numbers are made on the host, wherever torch makes new tensors by default: there they can be
+    read without waiting, and they go together with arrays of any device.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf
     if type(leaf) is bool:
-        return torch.full((), leaf)
+        return torch.full((), leaf, device="cpu")
     if isinstance(leaf, int | float | complex):
-        return torch.as_tensor(leaf)
+        return torch.as_tensor(leaf, device="cpu")
     raise TypeError(type(leaf).__name__)
+
+
+def has_lazy(leaves: Iterable[object]) -> bool:
+    """Whether one of them belongs to a lazy module, and has no shape yet."""
+    lazy = UninitializedParameter, UninitializedBuffer
+    return any(issubclass(kind, lazy) for kind in {*map(type, leaves)})
 
 
 def describe(leaf: Any) -> str:
@@ -184,7 +194,7 @@ def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
     extremes = [*_extremes(shards)]
     if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
         extremes = [extreme.to(shards[0].device, torch.float64) for extreme in extremes]
-    all_finite = torch.stack(extremes).isfinite().all() if extremes else torch.tensor(True)
+    all_finite = torch.stack(extremes).isfinite().all() if extremes else as_array(True)
     meshes = {array.device_mesh for array in present if is_dtensor(array)}
     return _everywhere(all_finite, meshes) if meshes else all_finite
 
@@ -248,10 +258,11 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if not isinstance(weight, torch.Tensor):
         # `full` takes half the time of `tensor`, which can read any sequence.
-        high = torch.full((), weight, dtype=torch.float64 if wide else torch.float32)
-        return (
-            (high,) if wide else (high, torch.full((), weight - high.item(), dtype=torch.float32))
-        )
+        if wide:
+            return (torch.full((), weight, dtype=torch.float64, device="cpu"),)
+        high = torch.full((), weight, dtype=torch.float32, device="cpu")
+        rest = weight - high.item()
+        return high, torch.full((), rest, dtype=torch.float32, device="cpu")
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
@@ -267,7 +278,7 @@ def integer(number: Scalar) -> torch.Tensor:
     """A count as a 0-d int32 array."""
     if isinstance(number, torch.Tensor):
         return number.to(torch.int32)
-    return torch.full((), number, dtype=torch.int32)
+    return torch.full((), number, dtype=torch.int32, device="cpu")
 
 
 # --- What is differentiated -----------------------------------------------------------------------

@@ -438,5 +438,6 @@ class _SecondPass:
             (leaf * cotangent).sum(dtype=arrays.accumulator_dtype(leaf.dtype))
             for leaf, cotangent in pairs
         ]
-        loss = sum([term.to(self.loss.device) for term in terms], torch.zeros(()))
+        device = self.loss.device
+        loss = sum([term.to(device) for term in terms], torch.zeros((), device=device))
         return (loss, cotangents.threaded(output)) if cotangents.outputs.threads else loss

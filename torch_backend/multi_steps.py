@@ -17,7 +17,7 @@ from torch_backend.former.layout import Layout
 from torch_backend.parameters import added as added
 from torch_backend.parameters import narrowed
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.replicas import Replicas
 
 
@@ -35,7 +35,7 @@ def widened(
     for leaf_index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor | int | float | complex):
             continue
-        array = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+        array = arrays.as_array(leaf)
         if array.requires_grad and not tracked:
             array = array.detach()
         wide = array if array.dtype is torch.float32 else array.to(_dtype_of_update(array))
@@ -94,6 +94,12 @@ def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
     )
 
 
+def unknown(compute: Callable[[], Tree]) -> Tree:
+    """The tree of arrays that `compute` returns, with NaN in place of each number."""
+    leaves, structure = trees.flatten(compute())
+    return trees.unflatten(structure, [torch.full_like(leaf, float("nan")) for leaf in leaves])
+
+
 def check_gradients(
     leaves: Sequence[Array],
     accumulators: Sequence[Reduced],
@@ -116,7 +122,11 @@ def check_gradients(
 
 def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
     """The window merged over all replicas."""
-    reduction = Reduction(memory.keep(Progress, memory.step), replicas)
+    reduction = Reduction(progress_of(memory), replicas)
+    if memory.failed:
+        # The others have made the last update, and this replica has not: its header says so.
+        reduction.history.finished -= 1
+        memory.failed = False
     total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(unit, torch.Tensor) or any(
@@ -164,21 +174,31 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
         # It is continued by the first replica; an empty one is the same for everybody.
         is_empty = not (int(windows[0].tally.steps) or int(windows[0].rejected))
         return [*windows[:1]] if replicas is None or replicas.rank == 0 or is_empty else []
-    count = max(count for _, count in saved)
-    wanted, instead = (
-        [(rank, count) for rank in range(count)],
-        "an update takes the state of every replica, each once",
-    )
     if replicas is not None:
-        wanted, instead = (
-            [(replicas.rank, replicas.count)],
-            f"this is replica {replicas.rank} of {replicas.count}",
-        )
-    if sorted(saved) != wanted:
-        raise _incomplete(saved, instead)
-    # In the order of the replicas, on the devices of the first: each has saved its window on its
-    # own.
-    first, *others = [windows[saved.index(mark)] for mark in wanted]
+        if saved != [(replicas.rank, replicas.count)]:
+            raise _incomplete(saved, f"this is replica {replicas.rank} of {replicas.count}")
+        return [*windows]
+    return _parts_of_all(windows, saved)
+
+
+def _parts_of_all(windows: Sequence[Window], saved: Sequence[tuple[int, int]]) -> list[Window]:
+    """The parts that the states of all replicas have, in the order of these, on the devices of the
+    first: each has saved its window on its own.
+    """
+    parts = {mark: window for mark, window in zip(saved, windows, strict=True) if mark != _WHOLE}
+    count = max(count for _, count in parts)
+    # A replica that has added nothing to the window still has what all began with. The first
+    # replica goes on from that, so it is counted once, unless the part of the first has it.
+    began_with = [window for mark, window in zip(saved, windows, strict=True) if mark == _WHOLE]
+    if (
+        len(windows) != count
+        or len(parts) + len(began_with) != count
+        or {*parts} - {(rank, count) for rank in range(count)}
+    ):
+        raise _incomplete(saved, "an update takes the state of every replica, each once")
+    if (0, count) not in parts:
+        parts[0, count] = began_with[0]
+    first, *others = [parts[mark] for mark in sorted(parts)]
     return [first, *(_beside(window, first) for window in others)]
 
 

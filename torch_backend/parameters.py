@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from funcga._backend.prefixes import PrefixError, leaf_paths, outline, paths_apart, subtrees
-from funcga._grad import uninitialised
 from funcga._types import Array, Tree
-from funcga.errors import FuncgaError, similar
+from funcga.errors import FuncgaError, similar, uninitialised
 from torch_backend import arrays, trees
 from torch_backend.arrays import with_strides_of, without_overlap
 from torch_backend.dtensor import is_dtensor, without_partials
@@ -241,6 +240,8 @@ def _check_settable(path: str, parameter: object, grad: object) -> None:
             "optimizer would look at. Give the module, or the parameters that the optimizer was "
             "given: dict(module.named_parameters())."
         )
+    if is_lazy(parameter):
+        raise uninitialised(f"params{path}")
     if grad is None or parameter.requires_grad:
         return
     if isinstance(parameter, nn.Parameter):

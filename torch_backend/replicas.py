@@ -191,6 +191,13 @@ def names_leaves(across: Any) -> bool:
     return not is_of_all and (is_function or bool(trees.children(across)))
 
 
+def are_processes(across: Any) -> bool:
+    """Whether `across=` names processes of torch, and not axes of a mesh of JAX."""
+    if isinstance(across, Replicas | InTurn) or (callable(across) and dist.is_initialized()):
+        return True
+    return any(map(is_group, trees.flatten(across, is_group)[0]))
+
+
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which have these accumulators."""
     device = next(
@@ -243,7 +250,7 @@ class Channel:
         """Begins to tell all processes these numbers, as many as they tell; returns what waits
         for those of each.
         """
-        received = self._all_gather(torch.tensor(mine, dtype=torch.float64))
+        received = self._all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
         return lambda: received().tolist()
 
     def _all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -272,8 +279,8 @@ class Channel:
         # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
         # padded to the longest.
         data = _pickled(mine)
-        lengths = self._all_gather(torch.tensor(data.numel()))().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor(data.numel(), device="cpu"))().tolist()
+        padded = data.new_zeros(max(lengths))
         padded[: data.numel()] = data
         rows = self._all_gather(padded)()
         return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
@@ -282,10 +289,10 @@ class Channel:
         """What one replica says: any object that can be pickled."""
         with explained():
             data = _pickled(mine)
-            length = torch.tensor([data.numel()])
+            length = torch.tensor([data.numel()], device="cpu")
             self.group.broadcast(length, source).wait()
             if self.rank != source:
-                data = torch.zeros(int(length), dtype=torch.uint8)
+                data = data.new_zeros(int(length))
             self.group.broadcast(data, source).wait()
         return _unpickled(data)
 
@@ -459,7 +466,12 @@ def as_bytes(array: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
-def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> None:
+def check_alike(
+    descriptions: Sequence[dict[str, str] | None],
+    problem: str,
+    remedy: str = "They are merged leaf by leaf: build the model, the batch and the fold alike on "
+    "every rank.",
+) -> None:
     """Raises FuncgaError if two replicas describe the same path differently.
 
     Each replica has a description for every path, or None if it has nothing to say. `problem` goes
@@ -475,8 +487,7 @@ def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str) -> 
         if differences:
             more = f"; and {len(differences) - 4} more" if differences[4:] else ""
             raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. They are merged leaf "
-                "by leaf: build the model, the batch and the fold alike on every rank."
+                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. {remedy}"
             )
 
 

@@ -6,6 +6,7 @@ about its arrays, its loop and its gradients.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -190,6 +191,14 @@ class Loop(Protocol):
         """The gradient function for a call outside of any window."""
         ...
 
+    def telling(
+        self, programs: Sequence[Program], backend: "Backend"
+    ) -> AbstractContextManager[object] | None:
+        """The context of a call that folds these programs one after the other, in which other
+        processes are told of an error; None if they are folded by one process, or one program.
+        """
+        ...
+
     def is_traced(self, tree: Tree) -> bool:
         """Whether these arguments belong to a program that is being compiled."""
         ...
@@ -325,6 +334,10 @@ class Transforms(Protocol):
 
         And whether it held. `donate`: the zeros need no memory, and then are not to be written to.
         """
+        ...
+
+    def unknown(self, compute: Callable[[], Tree]) -> Tree:
+        """The tree of arrays that `compute` returns, with NaN in place of each number."""
         ...
 
     def check_gradients(

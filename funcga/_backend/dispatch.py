@@ -68,13 +68,15 @@ def _imported_frameworks() -> tuple[str, ...]:
 _imported_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Backend:
+def backend_of(
+    trees: Sequence[Tree], names: Callable[[], Sequence[str]], grad_fn: object = None
+) -> Backend:
     """The backend that owns the array leaves of some trees, asked only of frameworks already
     imported.
 
     NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none
     and it is imported. Raises FuncgaError, which calls the trees by their `names()`, if two
-    frameworks own leaves, or none does.
+    frameworks own leaves, or none does; `grad_fn` is what they are given to.
     """
     loaded = [_LOADED[framework] for framework in _imported_frameworks()]
     # With one framework nothing can be mixed.
@@ -94,7 +96,7 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
                     for leaf in of_each_type
                     if not is_own(leaf)
                 ):
-                    raise _mixed(trees, names(), loaded)
+                    raise _mixed(trees, names(), loaded, grad_fn)
                 return backend
     raise _without_arrays(trees, names(), [backend.name for backend in loaded])
 
@@ -135,21 +137,37 @@ def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[st
     )
 
 
-def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
-    # The first array of each framework: its path and its argument.
-    owned: dict[str, tuple[str, str]] = {}
-    for backend in loaded:
-        for name, tree in zip(names, trees, strict=True):
-            for path, leaf in zip(
-                leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True
-            ):
+def _mixed(
+    trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend], grad_fn: object
+) -> FuncgaError:
+    # The path of the first array of each framework, and the arguments that hold some.
+    first: dict[str, str] = {}
+    holding: dict[str, list[str]] = {}
+    for name, tree in zip(names, trees, strict=True):
+        for backend in loaded:
+            leaves = backend.trees.flatten(tree)[0]
+            for path, leaf in zip(leaf_paths(tree, backend.trees, name), leaves, strict=True):
                 if backend.arrays.owns(leaf):
-                    owned.setdefault(backend.name, (path, name))
+                    first.setdefault(backend.name, path)
+                    if name not in holding.setdefault(backend.name, []):
+                        holding[backend.name].append(name)
     articles = {"torch": "a torch tensor", "jax": "a JAX array"}
     what = " and ".join(
-        f"`{path}` is {articles[framework]}" for framework, (path, _) in owned.items()
+        f"`{first[backend.name]}` is {articles[backend.name]}"
+        for backend in loaded
+        if backend.name in first
     )
+    # What runs grad_fn; or the framework of the first argument, which are the parameters.
+    target = _framework_of(grad_fn) or next(iter(first))
+    others = [name for framework, found in holding.items() if framework != target for name in found]
+    lines = " and ".join(f"`funcga.to_{target}({name})`" for name in dict.fromkeys(others))
     return FuncgaError(
         f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
-        f"`funcga.to_{loaded[0].name}({owned[loaded[-1].name][1]})`."
+        f"{lines}."
     )
+
+
+def _framework_of(function: object) -> str | None:
+    """The framework that made a function, such as jax.value_and_grad(loss); None if none did."""
+    made_in = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(str(made_in).split(".")[0])

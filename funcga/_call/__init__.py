@@ -5,10 +5,11 @@ options, checked.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from funcga import reducers
+from funcga import normalizers, reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
@@ -27,11 +28,28 @@ from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._observe import Observers
 from funcga._observe.readings import Readings, locate
 from funcga._replicas import Step, check_one_for_all, step_of
+from funcga._reproducible import plain
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
+
+# What stock folds lift and normalize by without a look at the weight. A user's own function may
+# look at it.
+_WITHOUT_WEIGHT = {
+    *(each.lift for each in (reducers.pairs, reducers.pooled, reducers.logsumexp, reducers.carry)),
+    *(
+        each.apply
+        for each in (
+            normalizers.identity,
+            normalizers.ratio,
+            normalizers.pooled,
+            normalizers.logsumexp,
+            normalizers.carry,
+        )
+    ),
+}
 
 
 class KnownGradient:
@@ -60,6 +78,11 @@ class OwningGradient(KnownGradient):
         """Saves what a window writes besides its result; calling the result restores it."""
         return lambda: None
 
+    @property
+    def options(self) -> dict[str, str]:
+        """Its options that have to be the same on all replicas, as texts."""
+        return {}
+
     def parameters(self) -> Sequence[Array]:
         """The parameters, which also say in which framework it runs."""
         raise NotImplementedError
@@ -77,10 +100,13 @@ class OwningGradient(KnownGradient):
 @dataclass(eq=False)
 class Memory:
     """What a backend caches from one call of a step to the next. `step` identifies the step
-    across replicas.
+    across replicas, and `options` are those that have to be the same on all of them, as texts.
+    `failed`: whether what came after the last merge has raised an error here.
     """
 
     step: Step | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
     def keep(self, kind: type[Kept], *args: object) -> Kept:
@@ -120,8 +146,20 @@ class Program:
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
         return backend_of(
-            [*args, *kwargs.values()], lambda: [*argument_names(self.grad_fn, len(args)), *kwargs]
+            [*args, *kwargs.values()],
+            lambda: [*argument_names(self.grad_fn, len(args)), *kwargs],
+            self.grad_fn,
         )
+
+    def telling(self, *later: "Program") -> AbstractContextManager[object]:
+        """The context of a call, in which other processes that fold it are told of an error.
+        `later`: what the call folds after this program.
+        """
+        owner = owner_of(self.grad_fn)
+        if self.across is None and (owner is None or owner.kind == MODULE):
+            return nullcontext()
+        told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
+        return next((context for context in told if context is not None), nullcontext())
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""
@@ -153,9 +191,33 @@ class Program:
         By default it is the number of rows; with `rows` None they are counted in the arguments.
         """
         if self.weight is None:
-            return arguments.rows(streamed=True) if rows is None else rows
+            return self._count_rows(arguments) if rows is None else rows
         return check_weight(
             weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays
+        )
+
+    def _count_rows(self, arguments: Arguments) -> int:
+        """The rows of a micro-batch that came split; 1 if they cannot be counted and no fold asks
+        for a weight.
+        """
+        try:
+            return arguments.rows(streamed=True)
+        except FuncgaError:
+            if self._uses_weights(arguments.backend):
+                raise
+            return 1
+
+    def _uses_weights(self, backend: Backend) -> bool:
+        """Whether the result may depend on the weights, as that of sum() does not."""
+        # An observer measures each gradient in units of its weight.
+        if self.observers is not None:
+            return True
+        of_leaves = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
+        folds = [plain(fold) for fold in of_leaves if isinstance(fold, Fold)]
+        return not all(
+            (fold.reducer.unweighted or fold.reducer.lift in _WITHOUT_WEIGHT)
+            and (fold.normalizer.divides_by == "steps" or fold.normalizer.apply in _WITHOUT_WEIGHT)
+            for fold in folds
         )
 
     def weighs_all(self, backend: Backend) -> bool:
@@ -289,7 +351,9 @@ class _Counting:
             across=backend.replicas.of_window(
                 program.across if owner is None else owner.merged_over(program.across)
             ),
-            memory=Memory(totals.step),
+            memory=Memory(
+                totals.step, {**program.memory.options, "totals=": "given, and counted first"}
+            ),
             totals=None,
             observers=None,
             dropping=None,
@@ -365,8 +429,8 @@ def read_program(
         "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
     }
     used = [feature for feature, is_used in features.items() if is_used]
+    owner = owner_of(grad_fn)
     if used:
-        owner = owner_of(grad_fn)
         check_supported(used, ANY if owner is None else owner.kind)
     dropping = None
     if (drop, drop_if) != (None, None):
@@ -389,13 +453,31 @@ def read_program(
         microbatch_size,
         device,
         across,
-        Memory(step),
+        Memory(step, options_of(observers, drop, drop_if, totals, owner)),
         default_in_axes,
         counted,
         observers,
         dropping,
         fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
     )
+
+
+def options_of(
+    observers: Observers | None,
+    drop: object,
+    drop_if: object,
+    totals: object = None,
+    owner: OwningGradient | None = None,
+) -> dict[str, str]:
+    """What replicas have to be given alike: with other options they send other messages."""
+    observed = [] if observers is None else [each.fold.name for each in observers.all]
+    own = {} if owner is None else owner.options
+    return own | {
+        "observe=": ", ".join(f"an Observer of ({name})" for name in observed) or "None",
+        "drop=": repr(drop),
+        "drop_if=": "None" if drop_if is None else "given",
+        "totals=": "None" if totals is None else "given",
+    }
 
 
 def _is_exact(folds: Tree) -> bool:

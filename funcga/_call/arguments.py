@@ -4,7 +4,7 @@ are.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -147,15 +147,19 @@ class Arguments:
             args.append(unflatten(part.structure, pieces))
         return tuple(args)
 
-    def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
-        """The split arguments of a micro-batch, for the function that was given as `option`."""
+    def are_split(self) -> list[bool]:
+        """Whether each argument is split: what `weight=` and `totals=` are called with."""
         # In JAX None has no leaf. It counts as split all the same, as in torch.
-        split = [
+        return [
             any(isinstance(axis, int) for axis in part.axes)
             if part.axes
             else isinstance(part.in_axes, int)
             for part in self.parts
         ]
+
+    def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
+        """The split arguments of a micro-batch, for the function that was given as `option`."""
+        split = self.are_split()
         if not any(split):
             raise FuncgaError(
                 f"{option} is called with the arguments that are split, and in_axes splits none. "
@@ -299,6 +303,7 @@ def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, stre
             raise FuncgaError(f"{scalar} {_KEYS}")
         raise FuncgaError(
             f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument."
+            f"{_params_first(arguments)}"
         )
     if not -rank <= axis < rank:
         raise FuncgaError(
@@ -328,18 +333,27 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
         return
     names = argument_names(arguments.grad_fn, len(arguments.parts))
     split = {
-        name: part.value for name, part in zip(names, arguments.parts, strict=True) if part.axes
+        name: part.value
+        for name, part, is_split in zip(names, arguments.parts, arguments.are_split(), strict=True)
+        if is_split
     }
     examples: Examples | None = find_examples(split, rows, even, backend)
     if examples is None:
         return
     entry = backend.trees.flatten(examples.entries[0])[0][0]
     axes = tuple(0 if part.axes else None for part in arguments.parts)
+    parameters = as_parameters([*split])
+    # The same path in the body of a lambda with these parameters.
+    counted = next(
+        parameter + examples.path[len(name) :]
+        for name, parameter in zip(split, parameters, strict=True)
+        if examples.path.startswith(name)
+    )
     raise FuncgaError(
         f"`{examples.path}` is a list of {len(examples.entries)}, the first "
         f"{backend.arrays.describe(entry)}: axis 0 of each would be taken for the rows, and these "
         "look like examples. If they are, stack them, or stream micro-batches of them with "
-        f"weight=lambda {', '.join(split)}: len({examples.path}). If axis 0 is the rows, say so: "
+        f"weight=lambda {', '.join(parameters)}: len({counted}). If axis 0 is the rows, say so: "
         f"in_axes={axes}."
     )
 
@@ -347,23 +361,19 @@ def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
 def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
     """The error for a streamed micro-batch whose rows, which are its weight, cannot be counted."""
     names = argument_names(arguments.grad_fn, len(arguments.parts))
-    split = [
-        name for name, part in zip(names, arguments.parts, strict=True) if part.in_axes is not None
-    ]
+    split = [name for name, is_split in zip(names, arguments.are_split(), strict=True) if is_split]
     is_array = arguments.backend.arrays.is_array
     leaves = zip(arguments.paths(), arguments, strict=True)
     # Whose rows it could be.
     paths = [path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape]
-    takes = ", ".join(split) if split and all(map(str.isidentifier, split)) else "*item"
-    counted = (
-        f"len({paths[0]}), or 1 where all weigh alike"
-        if paths and takes != "*item"
-        else "1 where all weigh alike"
-    )
+    has_names = split and all(map(str.isidentifier, split))
+    takes = ", ".join(split) if has_names else "*item"
+    weight = f"len({paths[0]})" if paths and has_names else "1"
+    other = "1 where all weigh alike" if weight != "1" else "where they do not weigh alike"
     return FuncgaError(
         "the rows of a micro-batch are its weight unless weight= says it, and they cannot be "
-        f"counted: {reason}. Write stream(grad_fn, weight=lambda {takes}: ...) with what it "
-        f"weighs, {counted}."
+        f"counted: {reason}. Write stream(grad_fn, weight=lambda {takes}: {weight}), or with what "
+        f"else a micro-batch weighs, {other}."
     )
 
 
@@ -387,8 +397,20 @@ def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> Func
                 f"`{arguments.path(leaf_index)}` looks like random keys of JAX. {_KEYS}"
             )
     return FuncgaError(
-        f"the split arguments have different numbers of rows: {listed}. Micro-batches cut all of "
-        "them alike. Pass what has no rows whole: in_axes with None in its place."
+        f"the split arguments have different numbers of rows: {listed}; micro-batches cut all of "
+        f"them alike. Pass what has no rows whole: in_axes with None in its place."
+        f"{_params_first(arguments)}"
+    )
+
+
+def _params_first(arguments: Arguments) -> str:
+    """The line to write if params and batch may have been swapped, as the default takes it."""
+    if not arguments.assumed or len(arguments.parts) < 2:
+        return ""
+    axes = (*(0,) * (len(arguments.parts) - 1), None)
+    return (
+        f" Parameters come first, step(params, *batch); where grad_fn takes them last, write "
+        f"in_axes={axes}."
     )
 
 
@@ -408,6 +430,20 @@ def _check_cut(
                 "dense and padded; or cut it yourself, and stream the micro-batches: "
                 "funcga.stream(grad_fn)(params, microbatches)."
             ) from error
+
+
+def as_parameters(names: Sequence[str]) -> list[str]:
+    """The names of arguments, as parameters of a lambda: those of *args, which have none, are x0,
+    x1 and so on.
+    """
+    spelled = list[str]()
+    for arg_index, name in enumerate(names):
+        if not name.isidentifier():
+            name = f"x{arg_index}"
+            while name in names or name in spelled:
+                name += "_"
+        spelled.append(name)
+    return spelled
 
 
 def argument_names(function: Callable[..., object], count: int) -> list[str]:

@@ -165,7 +165,7 @@ def check_totals(totals: object, grad_fn: GradFn) -> None:
         return
     takes = {parameter.kind for parameter in parameters.values()}
     if "totals" not in parameters and inspect.Parameter.VAR_KEYWORD not in takes:
-        raise _no_parameter(f"grad_fn takes ({', '.join(parameters)})")
+        raise _no_parameter(f"grad_fn takes ({', '.join(parameters)})", _with_totals(grad_fn))
 
 
 def check_takes_totals(error: TypeError) -> None:
@@ -179,10 +179,24 @@ def check_takes_totals(error: TypeError) -> None:
         ) from error
 
 
-def _no_parameter(found: str) -> FuncgaError:
+def _with_totals(grad_fn: GradFn) -> str:
+    """The parameters of the loss that a user has written, of a module or of its parameters, and
+    `totals`.
+    """
+    loss_fn: Any = grad_fn
+    while hasattr(loss_fn, "loss_fn"):
+        loss_fn = loss_fn.loss_fn
+    parameters = inspect.signature(loss_fn).parameters.values()
+    by_position = [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
+    by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    star = next((f"*{p.name}" for p in parameters if p.kind is p.VAR_POSITIONAL), "*")
+    return ", ".join([*by_position, star, *by_keyword, "totals"])
+
+
+def _no_parameter(found: str, parameters: str = "params, batch, *, totals") -> FuncgaError:
     return FuncgaError(
         f"totals= was given, and {found}: it has no parameter `totals` for what is counted. Add "
-        "it: def loss_fn(params, batch, *, totals)."
+        f"it: def loss_fn({parameters})."
     )
 
 

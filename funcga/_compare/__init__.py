@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from funcga._trees.rules import Rule, as_rules, pairs, permuted
 from funcga._types import Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, needs_numpy
 
 if TYPE_CHECKING:
     from funcga._compare.report import Report
@@ -68,18 +68,11 @@ def compare(
     _check(rtol, atol, reduction, names)
     rules = as_rules(rules)
     # NumPy is not needed to install funcga, so only what compares imports it.
-    try:
+    with needs_numpy("funcga.compare"):
         from funcga._compare.report import Report
         from funcga._compare.row import Row, row_of
         from funcga._compare.tolerances import TERMS
         from funcga.trees import as_numpy, by_path
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        raise FuncgaError(
-            "numpy is not installed, and compare computes with it. Install it: pip install "
-            "'funcga[parity]'"
-        ) from error
     # The rules say which left leaf is compared with which path on the right, whether there is one
     # or not.
     lefts, rights = by_path(left, names[0]), by_path(right, names[1])

@@ -67,7 +67,7 @@ class Ledger:
         """Elements of the gradients; 0 where there is no gradient."""
         parts = [_elements(param, ELEMENTS // len(self.params)) for param in self.params]
         parts = [part.to(parts[0].device, non_blocking=True) for part in parts]
-        return torch.cat(parts or [torch.zeros(1)]).float()
+        return torch.cat(parts or [torch.zeros(1, device="cpu")]).float()
 
     def look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
         now, versions = self.sketch(), self.version()

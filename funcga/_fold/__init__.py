@@ -214,6 +214,10 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype of results."""
+        if self.fold.normalizer.wide and self.arrays.kind(self.result_dtype) == "float":
+            # Integers as floats of the result, but at least float32.
+            floats = self.arrays.accumulator_dtype(self.result_dtype)
+            reduced = _each(lambda part: self._as_float(part, floats), reduced)
         dtype, beside = (
             self.accumulator_dtype,
             largest(reduced) if isinstance(reduced, tuple) else reduced,
@@ -248,6 +252,9 @@ class LeafFold:
         """The result in memory of its own."""
         parts = parts_of(reduced)
         return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
+
+    def _as_float(self, part: Array, dtype: Dtype) -> Array:
+        return self.arrays.cast(part, dtype) if self.arrays.kind(part.dtype) == "int" else part
 
     def _cast(self, result: Array) -> Array:
         kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
@@ -324,11 +331,12 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
     if normalizer.dtype is not None:
         return _named(normalizer.dtype, arrays)
     if normalizer.wide:
-        return (
-            arrays.as_dtype("float32")
-            if arrays.kind(accumulator_dtype) == "int"
-            else accumulator_dtype
-        )
+        if arrays.kind(accumulator_dtype) != "int":
+            return accumulator_dtype
+        # What the framework makes of a quotient: float64 for integers of 64 bits in JAX, torch's
+        # default dtype in torch. Of at least 32 bits, as counts in bfloat16 would be rounded.
+        quotient = arrays.cast(arrays.integer(1), accumulator_dtype) / 1
+        return arrays.accumulator_dtype(quotient.dtype)
     # A maximum of bools is a bool, a sum of them a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
     keeps_kind = arrays.kind(leaf_dtype) == arrays.kind(accumulator_dtype)

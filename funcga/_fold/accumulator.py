@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
+from funcga._backend.prefixes import check_initialised
 from funcga._exact import format_of
 from funcga._fold import Tally, check_narrow, check_weight, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
@@ -269,12 +270,13 @@ class Accumulator:
             >>> state = accumulator.init({"w": torch.zeros(2)})  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
+        check_initialised(like, "like", backend.trees)
         outputs, leaves = bind_outputs(self.fold, like, backend)
         # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
         # jit.
-        zeros = backend.arrays.xp.zeros
+        zero, zeros_like = backend.arrays.integer(0), backend.arrays.xp.zeros_like
         dtype_marks = [
-            None if dtype is None else zeros((), dtype=dtype) for dtype in outputs.dtypes
+            None if dtype is None else zeros_like(zero, dtype=dtype) for dtype in outputs.dtypes
         ]
         window = empty(outputs, outputs.identities(leaves))
         return _state_of(window, outputs.structure_of(dtype_marks))

@@ -209,12 +209,14 @@ def _accumulation(findings: Findings) -> Iterator[str]:
     if _is_in_one(findings):
         yield (
             f"The other framework's is exact: the loss of {labels[0]} divides by something else, "
-            "or couples its rows."
+            f"or couples its rows. Change the loss of {labels[0]}; or, if that is the right one, "
+            "the other one, and then fold= and weight= of the Problem, which are for both."
         )
     # Both frameworks usually have the same causes, which are said once.
     causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
     for cause in causes.values():
-        yield f"{cause.what} To fix it: {cause.fix}"
+        line = f"For the loss of {labels[0]} alone" if _is_in_one(findings) else "To fix it"
+        yield f"{cause.what} {line}: {cause.fix}"
 
 
 def _model(findings: Findings) -> Iterator[str]:

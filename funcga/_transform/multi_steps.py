@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import check_initialised
+from funcga._call import options_of
 from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
-from funcga._grad import is_uninitialised, uninitialised
 from funcga._observe import Observers, ObserverTree
 from funcga._replicas import check_one_for_all, step_of
 from funcga._transform import (
@@ -98,7 +98,8 @@ class MultiSteps(Transform):
         Args:
             state: What `init` or an earlier call returned.
             params: The parameters, for the wrapped transform.
-            **extra: Further arguments of the wrapped transform.
+            **extra: Further arguments of the wrapped transform, which are those of the window: the
+                loss of all its micro-batches, say, that an Accumulator has folded.
 
         Returns:
             (updates, state).
@@ -153,16 +154,19 @@ class MultiSteps(Transform):
         that divides theirs; for any other number of devices write tx.merge([state],
         replicas=number), outside of shard_map.
 
+        The replicas may have been given other numbers of micro-batches since the last update. The
+        state has the largest of these as `offered`.
+
         Args:
-            states: The states of all replicas after the same call.
+            states: The states of all replicas after the same update.
             replicas: In JAX, on how many devices the state goes on.
 
         Returns:
             The state of the whole window.
 
         Raises:
-            FuncgaError: A replica's state is missing or there twice, the states are not of one
-                moment, or there are several without across=.
+            FuncgaError: A replica's state is missing or there twice, the states have made other
+                numbers of updates, or there are several without across=.
 
         Example:
             >>> sgd = torch_backend.from_optimizer(torch.optim.SGD)
@@ -180,12 +184,12 @@ class MultiSteps(Transform):
                 "there are no states to merge. Give those of all replicas: tx.merge(states)."
             )
         backend, first = _backend_of_state(states[0]), states[0]
-        times = [(int(state.updates), int(state.offered)) for state in states]
-        if len({*times}) > 1:
-            listed = ", ".join(f"{offered} after update {updates}" for updates, offered in times)
+        updates = [int(state.updates) for state in states]
+        if len({*updates}) > 1:
             raise FuncgaError(
-                "the states to merge are not of one moment: they have been given so many "
-                f"micro-batches: {listed}. Save them after the same call on every replica."
+                "the states to merge are not of one moment: they have made so many updates: "
+                f"{', '.join(map(str, updates))}. Save them between the same two updates on every "
+                "replica."
             )
         if backend.replicas.names_leaves(update.across):
             raise _of_different_experts()
@@ -196,7 +200,13 @@ class MultiSteps(Transform):
         )
         nothing = _as_window(whole.emptied(), None)
         windows = [_as_window(whole, None), *[nothing] * (replicas - 1)]
-        return first._replace(window=backend.transforms.as_part(windows, None, is_empty=False))
+        # In a window that some replica has added to, all may flush.
+        latest = max(states, key=lambda state: int(state.offered))
+        return first._replace(
+            window=backend.transforms.as_part(windows, None, is_empty=False),
+            offered=latest.offered,
+            updated=latest.updated,
+        )
 
     @property
     def across(self) -> Any:
@@ -227,7 +237,9 @@ def multi_steps(
 
     Its functions:
 
-    - `update(grads, state, params, weight=1, **extra) -> (updates, state)`. `extra` goes to tx.
+    - `update(grads, state, params, weight=1, **extra) -> (updates, state)`. `extra` goes to tx, of
+      the call that makes the update alone: a `loss=` is that of the last micro-batch, not of the
+      window. Fold it with an Accumulator, and pass it to `flush(state, params, loss=...)`.
     - `accumulate(grads, state, weight=1) -> state` and `flush(state, params) -> (updates, state)`,
       its two halves, for code that knows when a window ends. `flush` also ends a partial window.
     - `has_updated(state)`: whether the last call made an update. `state.updates` counts them.
@@ -251,9 +263,10 @@ def multi_steps(
             "window": there is no update. `state.dropped` counts both.
         drop_if: A test of your own in place of that one: a function of the gradients that returns a
             bool, or a 0-d array of one.
-        across: The replicas to merge over, as in `accumulate`, once an update. All make the same
-            number of calls. In JAX this is inside shard_map, with jax_backend.state_specs(tx) as
-            the specs of the state.
+        across: The replicas to merge over, as in `accumulate`, once an update. For `update` all
+            make the same number of calls, as n counts these. With `accumulate` each adds as many
+            micro-batches as it has, at least one, and all call `flush`. In JAX this is inside
+            shard_map, with jax_backend.state_specs(tx) as the specs of the state.
         observe: As in `accumulate`; `state.observed` has what the last update's window gave. Not
             with gradient_norms(), whose list would grow in the state.
         donate: In torch, whether a call may reuse the memory of the state that it is given, which
@@ -289,7 +302,8 @@ def multi_steps(
             "out: it skips such windows itself."
         )
     step = None if across is None else step_of(read.update)
-    folding = Folding(fold, step, None if observe is None else Observers(observe))
+    observers = None if observe is None else Observers(observe)
+    folding = Folding(fold, step, observers, options_of(observers, drop, drop_if))
     dropping = DroppingUpdates(drop, drop_if)
     update = MultiStepsUpdate(read, check_target(n), folding, dropping, across, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.
@@ -342,9 +356,7 @@ class MultiStepsUpdate(UpdateFunction):
         """Raises FuncgaError for uninitialised params, and for options or transforms of another
         framework.
         """
-        for leaf_index, leaf in enumerate(backend.trees.flatten(params)[0]):
-            if is_uninitialised(leaf):
-                raise uninitialised(leaf_paths(params, backend.trees, "params")[leaf_index])
+        check_initialised(params, "params", backend.trees)
         if self.donate:
             check_donates(backend)
         for other in load_imported():
@@ -371,7 +383,8 @@ class MultiStepsUpdate(UpdateFunction):
         """(updates, state): zeros until the window is full, and then the update of what was folded.
 
         grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or
-        a 0-d array >= 0. params and extra go to the wrapped transform. Raises FuncgaError if the
+        a 0-d array >= 0. params and extra go to the wrapped transform; of extra only what the call
+        is given that makes the update. Raises FuncgaError if the
         gradients have another structure, or the weight is seen to be negative.
         """
         return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
@@ -499,6 +512,7 @@ class MultiStepsUpdate(UpdateFunction):
         try:
             result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
         except Exception:
+            self.folding.memory.failed = True  # other replicas may have made this update
             # Donated sums were divided in place: restored, up to rounding.
             if step.owned and replicas is None:
                 for total, gradient, tally in zip(accumulators, gradients, tallies, strict=True):

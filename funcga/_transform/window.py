@@ -4,7 +4,7 @@ dropped.
 Design note: docs/concepts/inside_multi_steps.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -73,7 +73,7 @@ class MultiStepsState(NamedTuple):
         updated: Whether the last call was one.
         dropped: How many micro-batches and windows have been dropped.
         observed: What the observers of `observe=` have said of the last update's window; NaN before
-            the first. Empty without observers.
+            the first, or 0 under jax_debug_nans, which allows no NaN. Empty without observers.
 
     Example:
         >>> params = {"w": jnp.ones(2)}
@@ -106,7 +106,13 @@ class Folding:
 
     readings: Readings  # for gradients like the last ones
 
-    def __init__(self, fold: FoldTree, step: Step | None, observers: Observers | None):
+    def __init__(
+        self,
+        fold: FoldTree,
+        step: Step | None,
+        observers: Observers | None,
+        options: Mapping[str, str],
+    ):
         if observers is not None and any(
             each.reducer.monoid.axis is not None for each in observers.folds
         ):
@@ -116,14 +122,14 @@ class Folding:
                 "dropped it counts anyway: read state.dropped. Observe what is summed, as "
                 "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
-        self.fold, self.memory, self.observers = fold, Memory(step), observers
+        self.fold, self.memory, self.observers = fold, Memory(step, options), observers
         # Of the last call: the types of its gradients, their Outputs, and those of (rejected,
         # gradients).
         self.last: tuple[list[object], Outputs, Outputs] | None = None
 
     def __reduce__(self) -> Any:
         """Pickled without caches."""
-        return Folding, (self.fold, self.memory.step, self.observers)
+        return Folding, (self.fold, self.memory.step, self.observers, self.memory.options)
 
     def bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
         """The Outputs of a window with accumulators, or gradients, like these leaves. Raises
@@ -206,11 +212,12 @@ class Folding:
         if self.observers is None:
             return ()
         outputs, backend = empty.outputs, empty.outputs.backend
-        nothing = backend.sums.finish(outputs.folds, empty.accumulators, empty.tallies, False)
-        leaves, structure = backend.trees.flatten(self.observed(outputs.structure_of(nothing)))
-        return backend.trees.unflatten(
-            structure, [backend.arrays.xp.full_like(leaf, float("nan")) for leaf in leaves]
-        )
+
+        def of_nothing() -> Tree:
+            folded = backend.sums.finish(outputs.folds, empty.accumulators, empty.tallies, False)
+            return self.observed(outputs.structure_of(folded))
+
+        return backend.transforms.unknown(of_nothing)
 
 
 def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:

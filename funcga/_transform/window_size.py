@@ -2,6 +2,7 @@
 sizes.
 """
 
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,16 +128,31 @@ def _scheduled(
         return target
     if of_weight:
         _check_target(seen)
-    elif (
-        isinstance(seen, bool)
-        or not isinstance(seen, numbers.Real)
-        or not 1 <= float(seen) < float("inf")
-    ):
+    else:
+        _check_scheduled(seen, target, updates)
+    return target
+
+
+def _check_scheduled(number: object, target: object, updates: Scalar) -> None:
+    """Raises FuncgaError if the `number` that a schedule returned, as `target`, is no size."""
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not is_number or not 1 <= float(number) < float("inf"):  # type: ignore[arg-type]
         raise FuncgaError(
             f"the schedule of n returned {target!r} after {updates} updates: it must be a number "
             "of micro-batches, at least 1, or a 0-d array of one."
         )
-    return target
+
+
+def scheduled_size(schedule: Callable[[Any], Scalar], updates: int) -> int:
+    """How many micro-batches the window after so many updates has, by a schedule; FuncgaError if it
+    returns no such number.
+    """
+    target = schedule(updates)
+    number = _as_number(target)
+    _check_scheduled(number, target, updates)
+    # A window is full when it has at least as many.
+    size: int = math.ceil(number)
+    return size
 
 
 def is_full(

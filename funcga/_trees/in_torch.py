@@ -4,12 +4,15 @@ new memory once.
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import dlpack
 
 from funcga._trees import ExportError, Extent, Transfer, extent
 from funcga._types import Array
+from funcga.errors import needs_numpy
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
@@ -51,6 +54,11 @@ def _check_exportable(leaf: torch.Tensor) -> None:
         raise ExportError(
             f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() "
             "does not"
+        )
+    if is_lazy(leaf):
+        raise ExportError(
+            "a parameter of a lazy module, which has no shape yet. Run the module once before: "
+            "with torch.no_grad(): module(x)"
         )
     if leaf.layout is not torch.strided:
         raise ExportError(
@@ -99,6 +107,9 @@ _DTYPES = _EXTENSIONS | {
 def _as_numpy(tensor: torch.Tensor) -> Array:
     """NumPy's view of a tensor on the CPU."""
     name = _name(tensor.dtype)
+    # Without it a tensor only says that it is not available.
+    with needs_numpy("this call"):
+        import_module("numpy")
     try:
         if name not in _EXTENSIONS:
             return tensor.numpy()
@@ -149,11 +160,11 @@ def import_arrays(
 
 def _imported(export: Transfer) -> Transfer:
     """The array as a tensor where it lies."""
-    import numpy as np
-
     array, copied = export
     if isinstance(array, torch.Tensor):
         return Transfer(array.detach(), copied)
+    import numpy as np
+
     if not isinstance(array, np.ndarray):
         return Transfer(dlpack.from_dlpack(array), copied)
     # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of

@@ -6,8 +6,9 @@ Two halves, read in this order:
   function with any rows of the batch.
 - `causes/`: *why not?* Questions in one table, `LOSS` below for a loss and `STEP` for a step of
   `coupled`. Each tests for its causes and yields those it finds; their texts are in the TOML file
-  beside it. `causes/groups.py` (what kind of function is it?) and `causes/counts.py` (what in the
-  batch does it count?) are shared by several questions.
+  beside it. `causes/groups.py` (what kind of function is it?) and `counted.py` (what in the batch
+  does it count?) are shared by several questions, and so is `causes/lines.py`: what is printed can
+  be pasted.
 
 `in_torch.py` and `in_jax.py` contain what only one framework can answer. The package can be
 removed: the library has its name, `funcga.verify`, and only `parity` and the command line import
@@ -18,9 +19,10 @@ it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of th
 - `GradientFunction`: which arguments are differentiated, and where the gradient is
 - `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer` and `.normalizer`
 - `leaf_paths` and a Backend's `arrays` and `trees`
-- in torch `recording_loss`, `PureLoss` and `modules_in`
+- in torch `recording_loss`, `PureLoss`, `ModuleGradient` and `modules_in`
 """
 
+import importlib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -71,6 +73,7 @@ LOSS: tuple[Question, ...] = (
     outputs.unused_parameters,
     counts.of_totals,
     folds.explain,
+    folds.weightless_rows,
     division.divided_by_n,
     outputs.wrong_gradient,
     outputs.remarks,
@@ -176,7 +179,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 def cause_lines(number: int, cause: Cause) -> Iterator[str]:
     """A cause as lines of a report, after an empty one."""
     # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
-    line, *sentences = re.split(r"\. (?=[A-Z])", cause.fix, maxsplit=1)
+    line, *sentences = re.split(r"\. (?=[A-Z])|; ", cause.fix, maxsplit=1)
     yield from ("", f"{number}. {cause.name}", *wrapped(cause.what), f"   Fix: {line}")
     yield from wrapped("".join(sentences))
     yield from wrapped(f"Seen: {cause.evidence}")
@@ -238,10 +241,12 @@ def verify(
     several times, with whatever it prints or stores.
 
     Args:
-        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`; or a step of
-            `coupled`, which brings its n, fold, weight, in_axes and totals.
-        *args: Parameters and one batch of about 16 rows. More rows show no more, as long as the
-            rows vary as they do in training.
+        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`, or
+            `torch_backend.module_value_and_grad(module, loss_fn)` of a module that nothing wraps,
+            whose buffers stay as they are; or a step of `coupled`, which brings its n, fold,
+            weight, in_axes and totals.
+        *args: Parameters, unless grad_fn is that of a module, and one batch of about 16 rows. More
+            rows show no more, as long as the rows vary as they do in training.
         n: The number of micro-batches to verify, or several. Default: 3, or that of the step.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
@@ -278,6 +283,12 @@ def verify(
         grad_fn = job.program.grad_fn
         instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
     if owner_of(grad_fn) is not None:
+        own = importlib.import_module("funcga._verify.in_torch").of_parameters(grad_fn)
+        if own is not None and job is None:
+            grad_fn, parameters = own
+            options["in_axes"] = _with_parameters(in_axes, args)
+            args = (parameters, *args)
+    if owner_of(grad_fn) is not None:
         raise FuncgaError(
             "verify evaluates a gradient function, or a step, with parameters of its own choice, "
             f"and this one brings its own. Give it {instead}, with the module that was wrapped."
@@ -292,7 +303,7 @@ def verify(
         check_no_totals(kwargs)
     probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
-    _check_finite(probe, args, kwargs)
+    _check_finite(probe, args[probe.brings_parameters :], kwargs)
     if job is not None:
         counts = counts or _counts_of(job, probe.rows)
     questions = LOSS if job is None else STEP
@@ -328,6 +339,15 @@ def _check_options(options: dict[str, object]) -> None:
                 f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
                 f"funcga.verify(step, params, *batch)."
             )
+
+
+def _with_parameters(in_axes: Tree, args: tuple[Tree, ...]) -> Tree:
+    """The in_axes of a gradient function of a module, which splits all of its arguments, for one
+    that gets the parameters before them.
+    """
+    if isinstance(in_axes, tuple | list):
+        return (None, *in_axes)
+    return (None, *[0 if in_axes is None else in_axes] * len(args))
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:

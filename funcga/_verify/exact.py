@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._types import Array
+from funcga._verify.counted import counts
 from funcga._verify.probe import Leaves, Probe, Rows, Trace
 from funcga.errors import FuncgaError, TooFewRowsError
 
@@ -137,6 +138,8 @@ def first_line(error: Exception) -> str:
 # The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has
 # as many.
 GROUP = 4
+# How many random orders are looked at for one in which each group has something of each count.
+_TRIES = 60
 
 
 # Until the first call.
@@ -164,13 +167,44 @@ class Case:
     def orders(self, times: int) -> list[Rows]:
         """The rows in this many random orders."""
         random = np.random.default_rng([self.seed, times])
-        return [tuple(random.permutation(self.probe.rows).tolist()) for _ in range(times)]
+        return [self._spread(random) for _ in range(times)]
+
+    def _spread(self, random: np.random.Generator) -> Rows:
+        """The rows in a random order, in which groups of them have something of what few rows
+        have, such as positives: a group without any shows nothing of a loss that divides by them.
+        """
+        rows, size = self.probe.rows, self.group
+        first = random.permutation(rows)
+        if not self._rare:
+            return tuple(first.tolist())
+        of_rows = np.stack(self._rare, 1)
+        # The three groups, and the smaller of the two uneven parts.
+        starts = {0, size, min(2 * size, rows - size), rows - size}
+
+        def lacks(order: Array) -> int:
+            groups = np.stack([order[start : start + size] for start in starts])
+            return int((of_rows[groups].sum(1) == 0).sum())
+
+        others = [random.permutation(rows) for _ in range(_TRIES)]
+        return tuple(min([first, *others], key=lacks).tolist())
+
+    @cached_property
+    def _rare(self) -> list[Array]:
+        """What the counts of the batch count in each row, of those that are 0 in some rows."""
+        every = [(row,) for row in self.probe.all_rows]
+        of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
+        return [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
+
+    @property
+    def group(self) -> int:
+        """The rows of one of three groups."""
+        return max(1, min(GROUP, self.probe.rows // 3))
 
     @cached_property
     def parts(self) -> tuple[Rows, Rows]:
         """Two uneven parts of the rows, in another order."""
         (order,), rows = self.orders(1), self.probe.rows
-        cut = rows - max(1, min(GROUP, rows // 3))
+        cut = rows - self.group
         return order[:cut], order[cut:]
 
     @property

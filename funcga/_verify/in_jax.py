@@ -107,6 +107,16 @@ def batch_normalisers(function: Callable[..., object]) -> list[str]:
     return []  # functions have no parts that could be seen from outside
 
 
+def of_parameters(function: GradFn) -> None:
+    """(the same gradient as a function of parameters, the parameters); None without a module."""
+    return  # models are functions of their parameters
+
+
+def brings_parameters(function: Callable[..., object]) -> bool:
+    """Whether the user's function has parameters of its own, and is called without them."""
+    return False
+
+
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
     """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     return None  # there is no pure_loss

@@ -8,11 +8,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import modules_in
+from torch_backend.modules import PureLoss, pure_loss, trainable
+from torch_backend.modules.checks import called, modules_in, nothing_to_train
+from torch_backend.wrapped.gradient import ModuleGradient
 
 
 def precision(precise: bool) -> AbstractContextManager[None]:
@@ -109,10 +111,35 @@ def batch_normalisers(function: Callable[..., object]) -> list[str]:
     ]
 
 
+class _OfModule(GradientFunction):
+    """What module_value_and_grad made, as a gradient function of the parameters."""
+
+
+def of_parameters(function: GradFn) -> tuple[GradientFunction, dict[str, torch.Tensor]] | None:
+    """(the same gradient as a function of parameters, the parameters) for the gradient function of
+    a module that nothing wraps; None for any other one.
+    """
+    if type(function) is not ModuleGradient:
+        return None
+    pure = pure_loss(function.module, function.loss_fn)
+    gradient = _OfModule(pure, 0, function.has_aux, True, function.scaled, {True})
+    parameters = trainable(function.module)
+    if not parameters:
+        raise nothing_to_train(function.module)
+    return gradient, dict(parameters)
+
+
+def brings_parameters(function: Callable[..., object]) -> bool:
+    """Whether the user's function has parameters of its own, and is called without them."""
+    return isinstance(function, _OfModule)
+
+
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
     """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     pure = _pure_loss(function)
-    return None if pure is None or pure.buffers else pure.loss_fn
+    if pure is None or pure.buffers:
+        return None
+    return called(pure.loss_fn)
 
 
 def _pure_loss(function: Callable[..., object]) -> PureLoss | None:

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import check_initialised, leaf_paths
 from funcga._call import Program
+from funcga._call.arguments import argument_names
 from funcga._coupled import Coupled, coupled
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
@@ -72,6 +73,8 @@ class Probe:
         self.framework = importlib.import_module(f"funcga._verify.in_{self.backend.name}")
         gradient = grad_fn if job is None else job.gradient
         self.gradient = gradient if isinstance(gradient, GradientFunction) else None
+        for arg, name in zip(args, argument_names(grad_fn, len(args)), strict=True):
+            check_initialised(arg, name, self.backend.trees)
         self.args, self.kwargs = self._copied((args, kwargs))
         self.arguments = program.read(self.args, self.backend)
         self.all_rows: Rows = tuple(range(self.arguments.rows()))
@@ -104,6 +107,13 @@ class Probe:
     def rows(self) -> int:
         """The rows of the batch."""
         return len(self.all_rows)
+
+    @property
+    def brings_parameters(self) -> bool:
+        """Whether the first argument is the parameters of a module, with which the user's function
+        is not called.
+        """
+        return bool(self.framework.brings_parameters(self.grad_fn))
 
     @property
     def has_state(self) -> bool:
@@ -262,6 +272,19 @@ class Probe:
         except FuncgaError:
             return None
         return self.with_attributes(args=tuple(args), arguments=arguments, _values={})
+
+    def with_rows_apart(self, seed: int) -> "Probe":
+        """A copy in which the rows of each array are in an order of its own: what two arrays count
+        alike they no longer do.
+        """
+        random = np.random.default_rng(seed)
+
+        def take(array: Array, axis: int, rows: list[int], size: int) -> Array:
+            return self.framework.take(array, axis, random.permutation(rows).tolist())
+
+        args = self.arguments.cut([*self.all_rows], self.rows, self.arguments.state, take)
+        arguments = self.program.read(args, self.backend)
+        return self.with_attributes(args=args, arguments=arguments, _values={})
 
     # --- leaves
 

@@ -67,6 +67,33 @@ def test_what_it_promises(seed):
     assert packs == funcga.pack(lengths, budget, replicas=replicas, cost=cost)
 
 
+@pytest.mark.parametrize("unit", [0.1, 0.7, 1 / 3, 1e-9, 1.1e12])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fractions_that_fill_the_budget_take_no_more_micro_batches(unit, replicas):
+    """Costs of k units, in a budget of units, against the packs of the whole numbers k."""
+    for seed in range(60):
+        r = random.Random(seed)
+        lengths, budget = [r.randint(1, 9) for _ in range(40)], r.randint(9, 30)
+        if seed % 3 == 0:  # of equal rows, which fill it exactly
+            lengths, budget = [seed % 7 + 1] * 40, 5 * (seed % 7 + 1)
+        whole = funcga.pack(lengths, budget, replicas=replicas)
+        packs = funcga.pack(lengths, budget * unit, replicas=replicas, cost=lambda k, u=unit: k * u)
+        assert len(packs[0]) == len(whole[0]), (seed, unit)
+        assert all(sum(lengths[row] for row in rows) <= budget for pack in packs for rows in pack)
+    # a row that costs the budget, but for its rounding
+    assert funcga.pack([3], 0.3, cost=lambda k: k * 0.1) == [[[0]]]
+    with pytest.raises(funcga.FuncgaError, match="fits into no micro-batch"):
+        funcga.pack([1], 1.0, cost=lambda k: 1 + 1e-9)
+
+
+def test_whole_numbers_are_exact_however_large():
+    for number in (int, float):
+        with pytest.raises(funcga.FuncgaError, match="fits into no micro-batch"):
+            funcga.pack([2**52 + 1], number(2**52))
+        packs = funcga.pack([2**51, 2**51 + 1], number(2**52), cost=number)
+        assert sorted(map(len, packs[0])) == [1, 1]
+
+
 def test_against_the_best_known():
     """On the lengths of the page's table: none takes fewer micro-batches."""
     for by in packing.rows(packing.DRAWN, updates=2, size=128).values():

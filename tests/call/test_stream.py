@@ -29,7 +29,33 @@ def test_windows_take_nothing_ahead(kit):
     weigh = lambda k: kit.arrays(np.array(k + 1, "int32"))
     assert next(funcga.windows(items(), funcga.transforms.TargetWeight(3), weight=weigh)) == [0, 1]
     assert taken == [0, 1, 2, 0, 1]
-    assert [*funcga.windows([], 3)] == []
+    growing = funcga.windows(items(), lambda windows: 1 + windows)
+    assert [next(growing), next(growing)] == [[0], [1, 2]]
+    assert taken[5:] == [0, 1, 2]
+    assert [*funcga.windows([], 3)] == [*funcga.windows([], [].__getitem__)] == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda k: 1 + k, lambda k: 1 + 0.6 * k, [1, 3, 2, 5].__getitem__],
+    ids=["by one", "by a part", "a table"],
+)
+def test_windows_of_a_schedule_are_those_of_multi_steps(kit, schedule):
+    """The table ends with the data, and the last window is whole or partial."""
+    scheduled = lambda k: (
+        kit.arrays(np.array(schedule(int(k)), "float32")) if isinstance(schedule(0), float) else schedule(int(k))
+    )
+    params, found = {"w": kit.arrays(np.zeros(1, "float32"))}, []
+    tx = funcga.multi_steps(
+        funcga.transforms.Transform(lambda params: (), lambda grads, state, params=None: (grads, state)), scheduled
+    )
+    state = tx.init(params)
+    for k in range(11):
+        _, state = tx.update(params, state, params)
+        if tx.has_updated(state) or k == 10:
+            found.append(k + 1 - sum(found))
+    assert [*map(len, funcga.windows(range(11), scheduled))] == found
+    assert sum(found) == 11
 
 
 def test_one_microbatch_is_held_at_a_time(kit):
@@ -120,6 +146,11 @@ def test_micro_batches_are_copied_ahead(pinned):
     [
         (funcga.transforms.TargetWeight(4), None, "weight is None, and n is a TargetWeight(weight=4): say what a micro-batch weighs, such as its rows, weight=lambda x, y: len(x)."),
         (4, len, "weight is given, and n is 4: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
+        (lambda windows: 2, len, "weight is given, and n is a function: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
+        (lambda windows: 0, None, "the schedule of n returned 0 after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
+        (lambda windows: True, None, "the schedule of n returned True after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
+        (0, None, "n is 0: it must be at least 1. Write n=1 for one micro-batch."),
+        ("8", None, "n is '8': it must be an int, at least 1. Write n=8, a function of the number of windows so far, or funcga.transforms.TargetWeight(256)."),
         (funcga.transforms.TargetWeight(4), lambda item: 5, "the first micro-batch weighs 5, and the target is 4: an update cannot be of less than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."),
         (funcga.transforms.TargetWeight(4), lambda item: -1, "the weight of a micro-batch is -1; it must be finite and at least 0, such as the number of rows or tokens in it."),
         (funcga.transforms.TargetWeight(lambda updates: 0), lambda item: 1, "the target weight is 0: it must be a finite number above 0, such as the tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the number of updates that returns one."),

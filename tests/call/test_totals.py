@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import funcga
+import torch_backend
 from tests import objectives
 from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
 from tests.test_errors import check_refused
@@ -114,6 +115,75 @@ def test_a_step_with_totals_is_jitted_vmapped_and_differentiated():
 # --- refusals
 
 
+def ragged(kit, sizes=(3, 1, 4)):
+    """Micro-batches whose rows cannot be counted: arrays of several lengths, and a list."""
+    r = np.random.default_rng(4)
+    edges = lambda size: [r.normal(size=2), r.normal(size=2)][: 1 + size % 2]
+    return [
+        kit.arrays({"x": r.normal(size=(size, 2)), "ends": np.arange(2 * size), "edges": edges(size)}) for size in sizes
+    ]
+
+
+def of_graph(params, batch, *, totals):
+    nodes, edges = ((batch["x"] @ params["w"]) ** 2).sum(), sum((edge * params["w"]).sum() for edge in batch["edges"])
+    return nodes / totals["nodes"] + edges / totals["edges"]
+
+
+WITHOUT_WEIGHTS = {
+    "sum": funcga.sum(),
+    "a tree": (funcga.sum(), funcga.sum()),
+    "exact": funcga.reproducible(funcga.sum()),
+    "by steps": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps),
+    "a maximum": (funcga.max(), funcga.sum()),
+    "rows": (funcga.logsumexp(), funcga.sum()),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+def test_a_fold_without_weights_asks_for_none(kit, name):
+    """Of graphs, lists and strings no rows can be counted, and a sum divides by none."""
+    fold, window, params = WITHOUT_WEIGHTS[name], ragged(kit), {"w": kit.arrays(np.array([0.5, -2.0]))}
+    totals = lambda batch: {"nodes": batch["x"].shape[0], "edges": len(batch["edges"])}
+    options = {"fold": fold, "totals": totals}
+    without, with_weight = (
+        funcga.stream(funcga.value_and_grad(of_graph), **options, **more)(params, window)
+        for more in ({}, {"weight": lambda batch: 1})
+    )
+    assert difference(kit, without, with_weight) == 0
+    if name == "sum":
+        w = params["w"]
+        nodes = sum(2 * batch["x"].T @ (batch["x"] @ w) for batch in window) / 8
+        edges = sum(sum(batch["edges"]) for batch in window) / 5
+        assert difference(kit, without[1]["w"], nodes + edges) < LIMIT
+
+
+def test_a_fold_that_weighs_asks_for_a_weight(kit):
+    params, gradient = {"w": kit.arrays(np.ones(2))}, funcga.value_and_grad(of_graph)
+    own = funcga.Fold(
+        funcga.reducers.sum, funcga.normalizers.Normalizer(lambda xp, reduced, tally: reduced / tally.weight)
+    )
+    for options in (
+        {"fold": funcga.mean()},
+        {"fold": funcga.per_weight()},
+        {"fold": (funcga.sum(), funcga.mean())},
+        {"fold": own},
+        {"fold": funcga.reproducible(funcga.per_weight())},
+        {"fold": funcga.sum(), "observe": funcga.gradient_noise()},
+    ):
+        totals = lambda batch: {"nodes": batch["x"].shape[0], "edges": len(batch["edges"])}
+        step = funcga.stream(gradient, totals=totals, **options)
+        window = [{**batch, "edges": tuple(batch["edges"])} for batch in ragged(kit)]
+        check_refused("the rows of a micro-batch are its weight unless weight= says it", step, params, window)
+
+
+def test_strings_are_streamed_without_a_weight():
+    loss = lambda params, texts, *, totals: (params["w"] * sum(map(len, texts["text"]))).sum() / totals["characters"]
+    totals = lambda texts: {"characters": sum(map(len, texts["text"]))}
+    step = funcga.stream(funcga.grad(loss), fold=funcga.sum(), totals=totals)
+    window = [{"text": ["a", "bcd"]}, {"text": ["ef"]}]
+    assert step({"w": torch.ones(2)}, window)["w"].tolist() == [1, 1]
+
+
 def refused(text, kit, totals=len, loss=None, **call):
     loss = loss or (lambda w, x, *, totals: (w * x).sum())
     step = funcga.accumulate(funcga.grad(loss), 2, fold=funcga.sum(), totals=totals)
@@ -134,6 +204,21 @@ def test_grad_fn_must_take_them():
     for grad_fn in (loss, funcga.grad(loss), torch.func.grad(loss), jax.grad(loss)):
         check_refused(text, funcga.accumulate, grad_fn, 2, totals=len)
         check_refused(text, funcga.stream, grad_fn, totals=len)
+
+
+@pytest.mark.parametrize(
+    ("grad_fn", "parameters"),
+    [
+        (funcga.grad(lambda w, x, *, scale=2.0: w), "w, x, *, scale, totals"),
+        (funcga.grad(lambda w, *batch: w), "w, *batch, totals"),
+        (funcga.grad(torch_backend.pure_loss(torch.nn.Linear(2, 1), lambda model, x, y: x)), "model, x, y, *, totals"),
+        (torch_backend.module_value_and_grad(torch.nn.Linear(2, 1), lambda model, x: x), "model, x, *, totals"),
+    ],
+)
+def test_the_line_for_totals_has_the_names_of_the_loss(grad_fn, parameters):
+    text = f"Add it: def loss_fn({parameters})."
+    check_refused(text, funcga.accumulate, grad_fn, 2, fold=funcga.sum(), totals=len)
+    compile(f"def loss_fn({parameters}): pass", "loss", "exec")
 
 
 def test_totals_are_scalars(kit):

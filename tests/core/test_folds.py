@@ -161,6 +161,28 @@ def test_integers_bools_and_complex_numbers(kit, way):
     assert abs(numbers["complex"] - 1j * (2**24 + 7) / 4) < 1
 
 
+MANY_OF_MANY = 10**14 + 1, 3 * 10**14  # float32 has 24 bits of it
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_ratio_of_integers_is_what_their_quotient_is(kit, x64, way):
+    """As of 64 bits in JAX; in torch in its default dtype, though not in fewer than 32 bits, and in the one asked for."""
+    counts, exact = kit.arrays(np.array([[*MANY_OF_MANY]] * 3)), MANY_OF_MANY[0] / MANY_OF_MANY[1]
+    ratio = lambda **options: WAYS[way](lambda x: x.sum(0), 3, in_axes=0, fold=funcga.ratio(**options))(counts)
+    defaults = [torch.float64] if kit is JAX else [torch.float64, torch.float32, torch.bfloat16]
+    for default in defaults:
+        torch.set_default_dtype(default)
+        try:
+            found = ratio()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        is_wide = default is torch.float64
+        assert str(found.dtype).endswith("float64" if is_wide else "float32")
+        assert abs(float(found) / exact - 1) < (1e-15 if is_wide else 3e-7)
+    assert float(ratio(out_dtype="float64")) == exact
+    assert float(ratio(out_dtype="bfloat16")) == float(torch.tensor(exact).bfloat16())
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "Accumulator"])
 @pytest.mark.parametrize("check", properties.WITHOUT_PARAMETERS, ids=lambda check: check.__name__)
 def test_property(kit, way, check):
@@ -223,6 +245,15 @@ def test_a_common_weight_of_any_size_and_kind_changes_nothing(kit, weight):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_says_whether_a_micro_batch_counts(kit, way):
+    """A bool, which only the device knows. JAX compares no bool with a number under strict promotion."""
+    x = kit.arrays(np.arange(1.0, 7.0, dtype="float32"))
+    for fold, want in ((funcga.mean(), 4.5), (funcga.moments(), (4.5, 1.0))):
+        step = WAYS[way](lambda x: x.mean(), 3, in_axes=0, fold=fold, weight=lambda x: x[0] > 2)
+        np.testing.assert_allclose([kit.numpy(part) for part in kit.leaves(step(x))], np.ravel(want), rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
     """The sum of 64 rows of 1e37, each weighed by its rows, would be infinite."""
     x = kit.arrays(np.full((64, 1), 1e37, "float32"))
@@ -233,6 +264,18 @@ def test_great_values_are_not_multiplied_out_of_their_range(kit, way):
         for weight in weights:
             found = WAYS[way](lambda x: x.mean(0), n, in_axes=0, fold=funcga.mean(), weight=weight)(x)
             np.testing.assert_allclose(kit.numpy(found), 1e37, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("light", ["first", "last", "amid"])
+def test_a_light_micro_batch_changes_nothing_for_heavy_ones(kit, way, light):
+    """Weights of which one is a millionth of the others: sums in its unit would be infinite."""
+    weights = np.full(6, 1e6, "float32")
+    weights[{"first": 0, "last": 5, "amid": 2}[light]] = 1
+    x = np.stack([np.full(6, 1e34, "float32"), weights], 1)
+    of = lambda x: x[:, 0].mean()
+    found = WAYS[way](of, 6, in_axes=0, fold=funcga.mean(), weight=lambda x: x[0, 1])(kit.arrays(x))
+    np.testing.assert_allclose(float(found), np.average(np.float64(x[:, 0]), weights=weights), rtol=1e-6)
 
 
 def test_collected_rows_along_any_axis(kit):

@@ -126,6 +126,24 @@ def test_when_a_window_ends(kit, n, ends):
     assert [index for index, (_, ended) in enumerate(found) if ended] == ends
 
 
+@pytest.mark.parametrize("sizes", [(5, 1, 2), (1, 6), (4,)], ids=str)
+def test_the_loss_of_the_window_reaches_the_wrapped_transform(kit, sizes):
+    """The documented way: `update(loss=)` would pass on the last one. The windows are whole or partial."""
+    rows, told = np.random.default_rng(0).normal(size=8).astype("float32"), []
+
+    def update(grads, state, params=None, *, loss):
+        told.append(float(loss))
+        return grads, state
+
+    tx, losses = funcga.multi_steps(funcga.transforms.Transform(lambda params: (), update), 9), funcga.Accumulator()
+    state, of_window = tx.init(tree(kit, 1)), losses.init(kit.arrays(np.float32(0)))
+    for part in np.split(rows, np.cumsum(sizes))[: len(sizes)]:
+        state = tx.accumulate(tree(kit, 2), state, weight=len(part))
+        of_window = losses.update(of_window, kit.arrays(part.mean()), weight=len(part))
+    tx.flush(state, tree(kit, 1), loss=losses.finalize(of_window))
+    assert abs(told[0] - rows[: sum(sizes)].astype("float64").mean()) < LIMIT
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_micro_batch_is_dropped_with_its_weight(kit, value):
     grads, weights = grads_of(kit, 6), [1, 2, 100, 100, 100, 4]

@@ -43,6 +43,32 @@ def test_far_from_zero_a_sum_of_squares_fails(kit):
     assert (np.abs(by_squares - exact) > 0.5 * exact).any()
 
 
+def test_large_values(kit):
+    """Their squares are beyond float32, and their variance is not, or is infinite; against float64."""
+    least = float(np.finfo("float32").smallest_normal)
+    for values in ([0, 3e19], [3e19, 0, -1e19], [2e19] * 5, [1e38, -1e38, 3e38], [-3e38, 3e38], [1e-12, 3e19]):
+        x, weights = np.array(values, "float32"), np.arange(len(values)) * 1000.0 + 1
+        exact = x.astype("float64")
+        mean = np.average(exact, weights=weights)
+        with np.errstate(over="ignore"):
+            want = np.array([mean, np.average((exact - mean) ** 2, weights=weights)]).astype("float32")
+        accumulator = funcga.Accumulator((funcga.moments(), funcga.pooled()))
+        states = []
+        for value, weight in zip(x, weights, strict=True):
+            pooled = np.array([weight, value, 0], "float32")
+            state = accumulator.init(kit.arrays((value, pooled)))
+            states.append(accumulator.update(state, kit.arrays((value, pooled)), weight=weight))
+        for order in (states, states[::-1]):
+            state = order[0]
+            for other in order[1:]:
+                state = accumulator.merge(state, other)
+            moments, pooled = accumulator.finalize(state)
+            for found in (moments, pooled[1:]):
+                # sums of a few float32 numbers
+                found = [float(kit.numpy(part)) for part in found]
+                np.testing.assert_allclose(found, want, rtol=1e-6, atol=4e-7 * abs(exact).max() + least)
+
+
 def test_a_count_of_zero_adds_nothing(kit):
     x = rows(dtype="float32")
     nothing = funcga.statistics.batch_moments(
@@ -54,6 +80,22 @@ def test_a_count_of_zero_adds_nothing(kit):
     assert difference(kit, found, expected) == 0
     empty = accumulator.finalize(accumulator.update(accumulator.init(nothing), nothing))
     assert all((part == 0).all() for part in kit.leaves(empty))
+
+
+def test_the_order_of_keys_is_that_of_the_old(kit):
+    old = kit.arrays(
+        {
+            "b": {"var": np.ones(2, "float32"), "mean": np.zeros(2, "float32")},
+            "a": {"mean": np.zeros(2, "float32"), "var": np.ones(2, "float32")},
+        }
+    )
+    new = funcga.normalizers.Pooled(
+        *kit.arrays((np.ones(2, "float32"), np.full(2, 5.0, "float32"), np.ones(2, "float32")))
+    )
+    after = funcga.statistics.running_statistics(old, {"a": new, "b": new}, share=0.5, unbiased=False)
+    assert [*after] == ["b", "a"] or kit.name == "jax"
+    for layer in after.values():
+        assert [float(layer[name][0]) for name in ("mean", "var")] == [2.5, 1]
 
 
 def running(kit, **options):

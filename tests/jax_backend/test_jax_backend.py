@@ -229,3 +229,68 @@ def test_one_random_key_is_not_split():
             funcga.FuncgaError, match=r"`key` looks like random keys of JAX\. Give each row a key of its"
         ):
             funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), keys)
+
+
+def weighed(calls, runs):
+    """A weight of rows that says how often it was traced, and run."""
+
+    def weight(x):
+        calls.append(1)
+        jax.debug.callback(lambda first: runs.append(first), x[0])
+        return (x > -1).sum()
+
+    return weight
+
+
+@pytest.mark.parametrize("fold", [funcga.mean(), (funcga.mean(), funcga.max())], ids=["means", "others"])
+@pytest.mark.parametrize(("n", "sizes"), [(4, 1), (3, 2)])
+def test_a_weight_is_evaluated_once_for_each_micro_batch(n, sizes, fold):
+    gradient = jax.value_and_grad(lambda w, x: jnp.mean((w * x) ** 2))
+    w, x = jnp.float32(1), jnp.arange(8.0)
+    calls, runs = [], []
+    funcga.accumulate(gradient, n, fold=fold, weight=weighed(calls, runs))(w, x)
+    jax.effects_barrier()
+    assert (len(calls), sorted(map(float, runs))) == (sizes, [float(part[0]) for part in np.array_split(x, n)])
+    calls.clear(), runs.clear()
+    parts = [(part,) for part in np.array_split(x, n)]
+    funcga.stream(gradient, fold=fold, weight=weighed(calls, runs))(w, parts)
+    jax.effects_barrier()
+    assert (len(calls), len(runs)) == (sizes, n)
+
+
+def test_a_number_of_many_values_is_warned_of():
+    """Outside of jit each compiles a program."""
+
+    def loss_fn(params, x, *, rate=1.0, name=""):
+        return jnp.mean((params["w"] * x) ** 2) * rate * params.get("c", 1.0)
+
+    params, x = {"w": jnp.float32(1)}, jnp.arange(8.0)
+    gradient = jax.value_and_grad(loss_fn)
+    step, summary = funcga.accumulate(gradient, 4), lambda params, x, *, rate: (params["w"] * x).mean() * rate
+    calls = {
+        "rate": [
+            lambda rate: step(params, x, rate=rate, name="same"),
+            lambda rate: stream(params, [x[:4], x[4:]], rate=rate),
+            lambda rate: both(params, x, rate=rate),
+            lambda rate: exact(params, x, rate=rate),
+        ],
+        "params['c']": [lambda rate: step({**params, "c": rate}, x)],
+    }
+    stream, both = funcga.stream(gradient), funcga.coupled(summary, lambda params, s: s**2, 2, fold=funcga.mean())
+    exact = funcga.accumulate(gradient, 2, fold=funcga.reproducible(funcga.mean()))
+    for path, functions in calls.items():
+        for call in functions:
+            for rate in (1.0, 2.0, 2.0, 3.0, 4.0):
+                call(rate)
+            with pytest.warns(UserWarning, match="different numbers") as caught:
+                call(5.0)
+            assert [str(each.message) for each in caught] == [
+                f"`{path}` was 5 different numbers, and each has compiled the step anew: outside of jit a Python number "
+                f"is part of the program. Pass an array, jnp.asarray({path}), or call the step inside of jax.jit."
+            ]
+            assert caught[0].filename == __file__
+            call(6.0)  # only once
+    fresh = funcga.accumulate(gradient, 4)
+    for number in range(7):
+        fresh(params, x, rate=jnp.asarray(float(number)))
+        jax.jit(lambda rate: fresh(params, x, rate=rate))(float(number))

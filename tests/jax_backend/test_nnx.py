@@ -181,3 +181,34 @@ def test_a_batch_that_grad_fn_takes_apart():
         for _ in range(2):
             assert float(kind(jnp.float32(1), {"x": x}, options=options)) == 7
     assert options == {"scale": 2.0}
+
+
+def test_batch_statistics_of_a_module():
+    """Pooled over micro-batches, and the running ones after them, in a State as it came; against the whole batch."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norms = nnx.List([nnx.BatchNorm(5, momentum=0.0, rngs=rngs)])
+            self.out = nnx.Linear(5, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.norms[0](x))
+
+    graph, params, stats, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat, ...)
+    x = 3 + jax.random.normal(jax.random.key(0), (30, 5))
+
+    def loss_fn(params, x):
+        model = nnx.merge(graph, params, stats, rest, copy=True)
+        loss = jnp.mean(model(x) ** 2)
+        return loss, funcga.statistics.batch_moments(nnx.state(model, nnx.BatchStat), len(x))
+
+    fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+    (_, pooled), _ = funcga.accumulate(funcga.value_and_grad(loss_fn, has_aux=True), 4, fold=fold)(params, x)
+    update = funcga.statistics.running_statistics
+    for running in (update, jax.jit(update, static_argnames=("share", "unbiased"))):
+        after = running(stats, pooled, share=0.1, unbiased=False)
+        assert jax.tree.structure(after) == jax.tree.structure(stats)
+        mean, variance = (after["norms"][0][name][...] for name in ("mean", "var"))
+        exact = np.asarray(x, "float64")
+        np.testing.assert_allclose(mean, 0.1 * exact.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(variance, 0.9 + 0.1 * exact.var(0), rtol=1e-5)

@@ -40,3 +40,20 @@ def test_estimates_are_unbiased_and_their_errors_are_not_too_small(signal, x64):
             assert ratio < 2.5
         if signal == 0:
             assert ratio < 1.5
+
+
+def test_large_gradients(kit):
+    """Fourth powers of the norm are beyond float32: the errors are infinite, and the estimates are right."""
+    values = np.array([1e12, -2e12, 4e12, 3e12])
+    step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 4, observe=funcga.gradient_noise())
+    _, noise = step(kit.arrays(np.float32(1)), kit.arrays(values.astype("float32")))
+    assert abs(float(noise.trace) / values.var(ddof=1) - 1) < 1e-5  # a few roundings of float32
+    assert abs(float(noise.norm_squared) / (values.mean() ** 2 - values.var(ddof=1) / 4) - 1) < 1e-5
+    assert float(noise.trace_error) == float(noise.norm_squared_error) == np.inf
+    # Such a window does not stay in an average for ever.
+    usual = type(noise)(*kit.arrays(tuple(np.float32(number) for number in (8, 2, 4, 1, 1, 2))))
+    _, state = funcga.observers.averaged(noise, None, 0.9)
+    for window in (noise, usual, noise):
+        average, state = funcga.observers.averaged(window, state, 0.9)
+    assert all(np.isfinite(float(number)) for number in state)
+    assert abs(float(average.trace) - 8) < 1e-5

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import funcga
 import jax_backend
@@ -30,18 +31,19 @@ def problem(dtype="float64"):
     return JAX.arrays(jax.tree.map(lambda leaf: leaf.astype(dtype), (params, generator.normal(size=(ROWS, 4)))))
 
 
-def expected(params, x):
-    parts = oracle.apart(ROWS, [ROWS // (N * DEVICES)] * (N * DEVICES))
+def expected(params, x, replicas):
+    size = ROWS // (N * replicas)
+    parts = oracle.apart(ROWS, [size] * (N * replicas))
     each = [jax.jit(jax.grad(loss_fn))(params, x[part]) for part in parts]
     weights = [1] * len(parts)
     flats = {name: [oracle.flat([gradient[name]]) for gradient in each] for name in params}
     whole = [oracle.flat(jax.tree.leaves(gradient)) for gradient in each]
     # The estimates are in rows.
-    return {name: oracle.noise(flats[name], [2] * len(parts)) for name in params}, oracle.norms(whole, weights)
+    return {name: oracle.noise(flats[name], [size] * len(parts)) for name in params}, oracle.norms(whole, weights)
 
 
-def check(observed, params, x):
-    noise, (norms, mean) = expected(params, x)
+def check(observed, params, x, replicas):
+    noise, (norms, mean) = expected(params, x, replicas)
     for name, (trace, norm_squared) in noise.items():
         assert abs(observed["noise"][name].trace / trace - 1) < LIMIT
         assert abs(observed["noise"][name].norm_squared / norm_squared - 1) < LIMIT
@@ -50,14 +52,17 @@ def check(observed, params, x):
 
 
 @pytest.mark.usefixtures("x64")
-def test_replicas_are_observed():
+@pytest.mark.parametrize("axes", [(4,), (2, 2)], ids=str)
+def test_replicas_are_observed(axes):
+    """Over all axes of a mesh, or one, where the other is left to the compiler."""
     params, x = problem()
-    step = jax_backend.replicated(
-        funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=OBSERVE), mesh(DEVICES)
-    )
+    names = ("data", "model")[: len(axes)]
+    devices = jax.make_mesh(axes, names, axis_types=(AxisType.Auto,) * len(axes))
+    step = funcga.accumulate(funcga.grad(loss_fn), N, across="data", observe=OBSERVE)
+    step = jax_backend.replicated(step, devices, axis="data")
     grads, observed = step(params, x)
     assert difference(JAX, grads, jax.grad(loss_fn)(params, x)) < LIMIT
-    check(observed, params, x)
+    check(observed, params, x, axes[0])
 
 
 def test_no_collective_more():

@@ -73,6 +73,22 @@ def test_a_state_has_what_the_last_window_has_said(kit, options):
         check(state.observed, window, WEIGHTS)
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_state_passes_under_debug_nans(is_jitted):
+    """No NaN is in it before the first update: it passes through jit, and has the same structure after."""
+    largest = funcga.observers.Observer(funcga.max(), lambda xp, observed: 1 / xp.sqrt(observed.folded))
+    tx = funcga.multi_steps(optimizer(JAX), 5, observe={**OBSERVE, "inverse": largest})
+    jitted = jax.jit if is_jitted else lambda function: function
+    with jax.debug_nans(True):
+        start = state = jitted(tx.init)(params(JAX))
+        for gradient, weight in zip(numbers(), WEIGHTS, strict=True):
+            before = state.observed
+            assert all((leaf == 0).all() for leaf in jax.tree.leaves(before))
+            _, state = jitted(tx.update)(JAX.arrays(gradient), state, params(JAX), weight=weight)
+    check(state.observed, numbers(), WEIGHTS)
+    assert jax.tree.map(jax.typeof, start.observed) == jax.tree.map(jax.typeof, state.observed)
+
+
 def test_what_is_dropped_is_not_observed(kit):
     gradients, weights = numbers(), [*WEIGHTS]
     bad = {name: leaf * np.nan for name, leaf in gradients[1].items()}

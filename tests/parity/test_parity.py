@@ -242,7 +242,16 @@ WRONG = {
     "another normaliser in one": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) * len(x), optimizers=())",
         r"^The models differ, in float64: .* Accumulation is not exact for the loss of JAX with mean\(\).* The other "
-        r"framework's is exact: the loss of JAX divides by something else, or couples its rows\.",
+        r"framework's is exact: the loss of JAX divides by something else, or couples its rows\. Change the loss of JAX; or, "
+        r"if that is the right one, the other one, and then fold= and weight= of the Problem, which are for both\. The loss "
+        r"is a sum over rows.* For the loss of JAX alone: fold=funcga\.per_weight\(\)\. ",
+        {"model", "accumulation"},
+    ),
+    "other weights in one": (
+        "count = lambda x, y: (y > 0).sum()\n"
+        "problem = funcga.checks.Problem(params, (x, y), lambda p, x, y: ((torch.tanh(x @ p['hidden']) @ p['out'] - y) ** 2 * (y > 0)).sum() / (y > 0).sum(), jax_loss, weight=lambda x, y: len(x), optimizers=())",
+        r"Accumulation is not exact for the loss of torch with mean\(\).* Change the loss of torch; or, if that is the right "
+        r"one, .* For the loss of torch alone: weight=lambda ",
         {"model", "accumulation"},
     ),
     "in float32 alone": (

@@ -123,5 +123,6 @@ class Events:
         """Notes which line has waited: the innermost one of the library, or of the test."""
         frames = [frame for frame in traceback.extract_stack() if "/simulated/__init__" not in frame.filename]
         ours = [frame for frame in frames if "/funcga/" in frame.filename or "/torch_backend/" in frame.filename]
-        frame = (ours or frames)[-1]
-        self.sites[f"{name.decode()} in {frame.filename}:{frame.lineno} {frame.name}"] += 1
+        # autograd's thread of a device has no frame of Python
+        site = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in (ours or frames)[-1:]]
+        self.sites[f"{name.decode()} in {site[0] if site else 'a thread of autograd'}"] += 1

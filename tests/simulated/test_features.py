@@ -1,5 +1,8 @@
 """Every feature on a device: the host's numbers, and as many launches and waits as the docs say."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
@@ -47,6 +50,34 @@ def test_devices_have_the_numbers_of_one_process(name):
     backend = "simulated" if simulated.is_installed() else "nccl"
     for found in processes(torch.cuda.device_count(), backend).run(_merged, name):
         close(found, wanted)
+
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "howto" / "mixed_precision.md"
+
+
+@pytest.mark.simulated
+@pytest.mark.filterwarnings(
+    "ignore:An output with one or more elements was resized"
+)  # by mse_loss of the simulated device
+def test_a_window_of_the_page_on_mixed_precision_waits_once():
+    """GradScaler reads whether all gradients are finite. Its scale is on the device, so nothing is copied."""
+    source = "".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+    program, loop = (
+        source.split("for _ in range(3):\n")[0],
+        source.split("for _ in range(3):\n")[1].split("\nwhole =")[0],
+    )
+    on_device = program.replace("nn.Linear(64, 1))", "nn.Linear(64, 1)).cuda()").replace(
+        "torch.randn(64, 1)", "torch.randn(64, 1).cuda()"
+    )
+    on_device = on_device.replace("torch.randn(64, 20)", "torch.randn(64, 20).cuda()")
+    names = {}
+    exec(on_device, names)
+    window = "if True:\n" + loop
+    exec(window, names)
+    exec(window, names)
+    with simulated.Events() as events:
+        exec(window, names)
+    assert (events.waits, events.copied.total()) == (1, 0)
 
 
 @pytest.mark.simulated

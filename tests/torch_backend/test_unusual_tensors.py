@@ -62,6 +62,72 @@ def lazy():
     return torch_backend.pure_loss(module, of_module), dict(module.named_parameters())
 
 
+def of_lazy(statistics=False):
+    """A lazy module, its own gradient function and its loss, and its parameters."""
+    module = (
+        nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False))
+        if statistics
+        else nn.Sequential(nn.LazyLinear(1))
+    )
+    loss = torch_backend.pure_loss(module, of_module)
+    return torch_backend.module_value_and_grad(module, of_module), loss, dict(module.named_parameters())
+
+
+BATCH = torch.ones(4, 3)
+# Every way to ask for numbers before the module has run, and what the error calls its parameter.
+OF_LAZY = {
+    "a module, alone": (lambda own, *_: own(BATCH), "0.weight"),
+    "a module": (lambda own, *_: funcga.accumulate(own, 2)(BATCH), "0.weight"),
+    "a module, stream": (lambda own, *_: funcga.stream(own)([BATCH, BATCH]), "0.weight"),
+    "a module, auto": (lambda own, *_: funcga.accumulate(own, "auto")(BATCH), "0.weight"),
+    "a module, drop": (lambda own, *_: funcga.accumulate(own, 2, drop="microbatch")(BATCH), "0.weight"),
+    "a module, coupled": (lambda own, *_: funcga.coupled(own, lambda module, of: of.std(), 2)(BATCH), "0.weight"),
+    "a module, plan": (lambda own, *_: funcga.plan(own, BATCH, in_axes=0), "0.weight"),
+    "pure_loss": (lambda own, loss, params: loss(params, BATCH), "0.weight"),
+    "pure_loss, the others are lazy": (lambda own, loss, params: loss({}, BATCH), "0.weight"),
+    "pure_loss, any function": (
+        lambda own, loss, params: funcga.accumulate(torch.func.grad(loss), 2)(params, BATCH), "params['0.weight']"),
+    "verify": (
+        lambda own, loss, params: funcga.verify(funcga.value_and_grad(loss), params, BATCH, n=2), "params['0.weight']"),
+    "plan": (lambda own, loss, params: funcga.plan(funcga.grad(loss), params, BATCH), "0.weight"),
+    "Accumulator": (lambda own, loss, params: funcga.Accumulator().init(params), "like['0.weight']"),
+    "assign_grads": (
+        lambda own, loss, params: torch_backend.assign_grads(params, dict.fromkeys(params, BATCH)), "params['0.weight']"),
+}  # fmt: skip
+
+
+def test_a_lazy_module_that_has_run_is_any_module():
+    """What the error says works, for one and the same step."""
+    own, loss, params = of_lazy()
+    step, pure = funcga.accumulate(own, 2), funcga.accumulate(funcga.value_and_grad(loss), 2)
+    for call in (lambda: step(BATCH), lambda: pure(params, BATCH)):
+        refusal(call)
+    with torch.no_grad():
+        own.module(BATCH)
+    own.module(BATCH).mean().backward()
+    for grads in (step(BATCH)[1], pure(params, BATCH)[1]):
+        for name, parameter in own.module.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def test_a_lazy_parameter_is_converted_to_nothing():
+    text = "is a parameter of a lazy module, which has no shape yet. Run the module once before: with torch.no_grad(): module(x)."
+    params = of_lazy()[2]
+    assert refusal(lambda: funcga.to_numpy(params)) == f"`tree['0.weight']` {text}"
+    assert refusal(lambda: funcga.compare(params, params)) == f"`0.weight` {text}"
+
+
+def test_buffers_of_a_lazy_module():
+    """Where they have to be copied before they are there, they are refused; else the module makes them."""
+    text = "`1.running_mean` has no shape yet: it belongs to a lazy module"
+    assert refusal(lambda: funcga.accumulate(of_lazy(True)[0], 2, drop="microbatch")(BATCH)).startswith(text)
+    assert refusal(lambda: funcga.accumulate(of_lazy(True)[0], "auto")(BATCH)).startswith(text)
+    own, loss, params = of_lazy(True)
+    assert refusal(lambda: loss(params, BATCH)).startswith(text)
+    funcga.accumulate(own, 2)(BATCH)
+    assert own.module[1].num_batches_tracked == 2
+
+
 def freezes(params, x):
     params["w"].requires_grad_(False)
     return (x @ params["w"]).sum() + params["b"].sum()
@@ -134,6 +200,8 @@ REFUSED = {
         lambda: torch_backend.pure_loss(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(3, 1), X)), of_module),
         f"the part `1` of the module {SCRIPT}"),
     "lazy": (lambda: accumulated(*lazy()), LAZY),
+    **{f"lazy, {door}": (lambda call=call: call(*of_lazy()), LAZY.replace("params['0.weight']", name))
+       for door, (call, name) in OF_LAZY.items()},
     "lazy, multi_steps": (lambda: funcga.multi_steps(SGD, 2).init(lazy()[1]), LAZY),
     "freezes": (lambda: accumulated(freezes, TWO), FREEZES),
     "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), FREEZES),

@@ -1,5 +1,7 @@
 """`multi_steps(across=)` in torch: each process folds what it has, and an update merges them, once."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,13 +196,99 @@ def test_the_part_of_another_replica_is_refused():
     ):
         with pytest.raises(funcga.FuncgaError, match=f"as the part of replica {listed}"):
             tx.merge(states)
-    later = second._replace(offered=second.offered + 1)
-    with pytest.raises(funcga.FuncgaError, match=r"not of one moment: .* 2 after update 0, 3 after update 0"):
+    later = second._replace(updates=second.updates + 1)
+    with pytest.raises(
+        funcga.FuncgaError, match=r"not of one moment: they have made so many updates: 0, 1\. Save them"
+    ):
         tx.merge([first, later])
     with pytest.raises(funcga.FuncgaError, match="there are no states to merge"):
         tx.merge([])
     merged = tx.merge([second, first])
     assert tx.merge([merged, merged]).window.tally.steps == merged.window.tally.steps  # both are of all replicas
+
+
+def raises_after_the_merge(group, kind):
+    """What each rank has in three updates, of which rank 1 raises in the second: its optimizer, or its observer."""
+    params, rows = problem()
+    rank, update = group.rank(), 0
+
+    def fails(value):
+        if rank == 1 and update == 1:
+            raise OSError("disk full")
+        return value
+
+    observe, tx = None, sgd()
+    if kind == "observer":
+        observe = funcga.observers.Observer(funcga.mean(), lambda xp, observed: fails(observed.result))
+    else:
+        tx = Transform(lambda params: (), lambda g, s, p=None: (fails(g), s))
+    tx = funcga.multi_steps(tx, 1, across=group, observe=observe)
+    state, found = tx.init(params), []
+    for update in range(4):  # noqa: B007 - fails reads it
+        try:
+            _, state = tx.update(gradient(params, rows), state, params)
+            found.append("nothing")
+        except (OSError, funcga.FuncgaError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "observer"])
+def test_an_error_after_the_merge_ends_the_next_update_on_all(kind):
+    first, second = processes().run(raises_after_the_merge, kind, size=2)
+    assert first[:2] == ["nothing"] * 2
+    assert second[:2] == ["nothing", "disk full"]
+    assert first[2:] == second[2:]
+    assert all(text.startswith("the replicas are out of step") for text in first[2:])
+
+
+def requests(group, state, bounds):
+    """The state of each rank after as many requests as it gets: rows of the batch, from one bound to the next."""
+    params, rows = problem()
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    state = tx.init(params) if state is None else state
+    own = bounds[group.rank()]
+    for start, stop in itertools.pairwise(own):
+        state = tx.accumulate(gradient(params, rows[start:stop]), state, weight=stop - start)
+    return state
+
+
+def flushed(group, state):
+    tx = funcga.multi_steps(sgd(), 1, across=group)
+    return tx.flush(state, problem()[0])[0]
+
+
+# How many requests each rank gets, before the states are saved and after that, on as many ranks.
+UNEVEN = [
+    ([[0, 2, 5, 6], [6, 12]], [[12, 16, 20, 24], [24]]),
+    ([[0, 2, 5, 12], [12]], [[12], [12, 20, 24]]),
+    ([[0], [0, 2, 5, 12]], [[12, 24], [24]]),
+    ([[0], [0], [0, 2, 12]], [[12], [12], [12, 24]]),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), UNEVEN)
+def test_states_of_replicas_with_other_numbers_of_requests_are_merged(before, after):
+    """Twice: what a replica has not added to since a state was loaded is counted once."""
+    params, rows = problem()
+    tx, alone = funcga.multi_steps(sgd(), 1, across=dist.group.WORLD), funcga.multi_steps(sgd(), 1)
+    states = processes().run(requests, None, before, size=len(before))
+    merged = tx.merge(states)
+    assert int(merged.offered) == max(map(len, before)) - 1
+    assert int(merged.window.tally.steps) == sum(map(len, before)) - len(before)
+    of_all = torch.cat([rows[each[0] : each[-1]] for each in before])
+    for found in (alone.flush(merged, params)[0], *processes().run(flushed, merged, size=3)):
+        for name, expected in gradient(params, of_all).items():
+            torch.testing.assert_close(found[name], -expected, rtol=1e-12, atol=1e-14)
+    states = processes().run(requests, merged, after, size=len(after))
+    again = tx.merge(states)
+    for found in (*processes().run(flushed, again, size=2), alone.flush(again, params)[0]):
+        for name, expected in gradient(params, rows).items():
+            torch.testing.assert_close(found[name], -expected, rtol=1e-12, atol=1e-14)
+    for wrong in (states[:1], [states[0], *states]):
+        if any(state.window.part.tolist() != [0, 0] for state in wrong):
+            with pytest.raises(funcga.FuncgaError, match="an update takes the state of every replica, each once"):
+                tx.merge(wrong)
 
 
 def saved_after_an_update(group, how):

@@ -245,3 +245,24 @@ def test_a_step_is_verified_with_what_it_brings():
     of_module = funcga.coupled(gradient, lambda m, s: (s @ s.T).mean(), 3)
     with pytest.raises(funcga.FuncgaError, match="this one brings its own"):
         funcga.verify(of_module, *args[1:])
+
+
+SUM_OVER = lambda p, x, y: {"h": ((x @ p["w"]) ** 2).sum(0) / y.sum().clamp(min=1)}
+NOTHING = torch.tensor([3, 0, 2, 1, 4, 0, 1, 2, 0, 1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fold": funcga.mean()}, {"fold": funcga.mean(), "weight": lambda x, y: y.sum()}]
+)
+def test_a_summary_over_a_count_that_may_be_0(options):
+    """As the weight of a mean the count would leave out what rows without it have."""
+    params, x, _ = data()
+    cause = funcga.verify(funcga.coupled(SUM_OVER, squares, 3, **options), params, x, NOTHING).causes[0]
+    line, _, rest = cause.fix.partition(". ")
+    assert line == "fold=funcga.per_weight(), weight=lambda x, y: y.sum()"
+    assert rest.startswith("Return the sum from the summary")
+    summed = lambda p, x, y: {"h": ((x @ p["w"]) ** 2).sum(0)}
+    step = funcga.coupled(summed, squares, 12, **options | eval(f"dict({line})", {"funcga": funcga}))
+    funcga.verify(step, params, x, NOTHING).assert_exact()
+    expected = funcga.grad(lambda p: squares(p, SUM_OVER(p, x, NOTHING)))(params)
+    funcga.compare(step(params, x, NOTHING)[1], expected).assert_close()

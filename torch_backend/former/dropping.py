@@ -22,6 +22,7 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import local
 from torch_backend.former.buffers import Buffers
 from torch_backend.former.layout import Layout
+from torch_backend.modules.checks import check_initialised
 
 NAN = float("nan")
 
@@ -183,8 +184,10 @@ def buffers_of(program: Program) -> Any:
 
 def statistics_of(module: nn.Module | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The buffers of a module, such as running statistics, and copies of them."""
-    buffers = () if module is None else module.buffers()
-    return [(buffer, buffer.detach().clone()) for buffer in buffers]
+    if module is None:
+        return []
+    check_initialised(module)
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
 
 def put_back(

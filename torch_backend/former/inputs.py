@@ -18,19 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import CARRY, Argument, Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import Array, GradFn, Structure, Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, uninitialised
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor
 from torch_backend.former.foreign_leaves import GradsWatch, Surroundings, gradients_aside
 from torch_backend.gradients import put_hooks
 from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import check_no_params, check_unfrozen
+from torch_backend.modules.checks import check_initialised, check_no_params, check_unfrozen
 from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.modules.visits import IN_USE
 
@@ -233,7 +234,7 @@ class DifferentiatedArguments(Inputs):
             # which cannot be differentiated at all; the others are copied.
             self.gradient.check_leaves(tree, index, self.backend)
             copies = [
-                leaf if leaf is None else torch.as_tensor(leaf).detach().clone()
+                leaf if leaf is None else arrays.as_array(leaf).detach().clone()
                 for leaf in originals
             ]
             leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in copies]
@@ -290,6 +291,7 @@ class OwnParameters(Inputs):
         self.leaves = {OWN: Leaves(params, leaves, trees.flatten(params)[1], leaves)}
         self.tensors = [*params.values()]
         if not are_plain(leaves):
+            check_initialised(self.module)
             self.hooked = put_hooks(leaves, leaves, lambda: self._paths(params, OWN))
         stack.enter_context(gradients_aside(params.values()))
         self.visit = nullcontext(partial(call_loss, self.gradient.loss_fn, self.module))
@@ -367,6 +369,9 @@ def detached(tree: Tree, recorded: bool = False) -> Tree:
         return tree
     leaves, structure = trees.flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if arrays.has_lazy(tensors):
+        lazy_index = next(index for index, leaf in enumerate(leaves) if is_lazy(leaf))
+        raise uninitialised(leaf_paths(tree, trees, "params")[lazy_index])
     if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
         return tree
     return trees.unflatten(structure, [_without_graph(leaf, recorded) for leaf in leaves])

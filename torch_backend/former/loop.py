@@ -3,7 +3,7 @@
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -41,7 +41,9 @@ from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_no_wrapped_module_in, check_unfrozen
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.replicas import Listener
+from torch_backend.reduce.agreement import progress_of
+from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.replicas import Listener, are_processes
 from torch_backend.sums import ordered
 from torch_backend.wrapped.gradient import ModuleGradient, calling
 
@@ -566,7 +568,7 @@ class Calls:
             called, named = trees.unflatten(structure, constants)
             outputs, value = program.bind(self.grad_fn(*called, **named), arguments)
             put_generator_states(devices, generators)
-            keep = torch.as_tensor(
+            keep = arrays.as_array(
                 program.dropping.keeps(outputs, program.dropping.tested(outputs), value, weight)
             )
             counts = keep if counts is None else keep & counts
@@ -643,6 +645,21 @@ class Calls:
         for reduction in self.reductions:
             reduction.begin(buffers, leaves)
         return self._merged(buffers, state)
+
+
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
+    """The context of a call that folds these programs one after the other, in which other
+    processes are told of an error; None if they are folded by one process, or one program.
+    """
+    program = programs[0]
+    if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
+        return None
+    if program.totals is not None:
+        programs = [program.counting(backend), *programs]
+    context: AbstractContextManager[object] = untraced(telling_windows)(
+        [(progress_of(each.memory), partial(window_of, each, backend)) for each in programs]
+    )
+    return context
 
 
 def is_traced(tree: Any) -> bool:

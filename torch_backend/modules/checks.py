@@ -5,20 +5,22 @@ Only torch has this file: in JAX nothing reduces gradients but the program, and 
 """
 
 import functools
+import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
-from funcga.errors import FuncgaError, similar
+from funcga.errors import FuncgaError, similar, uninitialised
 from torch_backend import _private, arrays, trees
 
 Tensors = Mapping[str, torch.Tensor]
@@ -69,6 +71,13 @@ def check_no_params(args: tuple[Tree, ...], module: nn.Module) -> None:
             "module_value_and_grad uses the module's own. Pass the batch alone: step(x, y), or "
             "stream's f(microbatches)."
         )
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises FuncgaError for a parameter, or a buffer, that has no shape yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise uninitialised(name)
 
 
 def check_not_scripted(module: nn.Module) -> None:
@@ -201,6 +210,34 @@ class ModuleLoss:
     loss_fn: LossFn
     buffers: bool
     statistics: bool
+
+    @property
+    def __signature__(self) -> inspect.Signature | None:
+        """That of loss_fn, with the parameters in the place of the module."""
+        return signature_with(self.loss_fn, ["params", "buffers"] if self.buffers else ["params"])
+
+
+def called(loss_fn: LossFn) -> LossFn:
+    """The function that has the parameters of a loss: of an nn.Module its forward."""
+    return loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+
+
+def signature_with(loss_fn: LossFn, names: Sequence[str]) -> inspect.Signature | None:
+    """The signature of loss_fn(module, *batch) with parameters of these names in the place of the
+    module; None if it has none.
+    """
+    try:
+        signature = inspect.signature(called(loss_fn))
+    except (TypeError, ValueError):
+        return None
+    parameters = [*signature.parameters.values()]
+    # loss_fn(*args) takes the module as one of them.
+    has_name = parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
+    positional = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+    kind = (parameters.pop(0) if has_name else positional).kind
+    taken = {parameter.name for parameter in parameters}
+    replaced = [inspect.Parameter(name + "_" * (name in taken), kind) for name in names]
+    return signature.replace(parameters=[*replaced, *parameters])
 
 
 def modules_in(function: object) -> Iterator[nn.Module]:

@@ -5,7 +5,7 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -19,6 +19,7 @@ from torch_backend.modules.checks import (
     Tensors,
     by_what_they_replace,
     check_hooks_called,
+    check_initialised,
     check_not_wrapped,
 )
 from torch_backend.modules.layers import (
@@ -113,6 +114,7 @@ class Visit:
         spaces = self.parts.spaces
         check_no_max_norm(self.parts.owners)
         self.own = own_of(self.parts)
+        self._check_initialised(self.own.entries.values)
         places = self.walk.places_of(self.params, self.own)
         # The engine puts the hooks of a parameter on its leaf, and autograd calls them there.
         # torch.func calls none.
@@ -138,6 +140,11 @@ class Visit:
         if self.loss.statistics and self.watch is None:
             self.watch = Watch(self.loss.module)
         self.is_prepared = True
+
+    def _check_initialised(self, parameters: Sequence[object]) -> None:
+        buffers = [buffer for space in self.parts.spaces for buffer in space[BUFFERS].values()]
+        if arrays.has_lazy([*parameters, *buffers]):
+            check_initialised(self.loss.module)
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are

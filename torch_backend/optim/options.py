@@ -215,7 +215,9 @@ class Schedule:
             return [deepcopy({name: group[name] for name in began}) for group, began in groups]
 
     def _begun(self, began_with: list[Group], defaults: Group) -> _Running:
-        groups = [{"params": [torch.zeros(1)], **deepcopy(group)} for group in began_with]
+        groups = [
+            {"params": [torch.zeros(1, device="cpu")], **deepcopy(group)} for group in began_with
+        ]
         optimizer = _OnlyOptions(groups, defaults)
         scheduler = self.make(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):

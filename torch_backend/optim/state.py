@@ -67,7 +67,7 @@ def _stored(name: str, value: object) -> object:
     if value is None or isinstance(value, torch.Tensor):
         return value
     if type(value) in _DTYPES:
-        return Number(torch.tensor(value, dtype=_DTYPES[type(value)]))
+        return Number(torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu"))
     raise FuncgaError(
         f"the optimizer keeps `{name}` of type {type(value).__name__} for a parameter, which is no "
         "tensor and cannot be put into a state. Keep optimizer.step() and give it gradients: "
@@ -124,9 +124,13 @@ def _mapped(function: Callable[[object], object], value: object) -> object:
 
 def initial_state(params: Tree, slots: Sequence[Slot], has_weight: bool) -> OptimizerState:
     """The state before the first update, with these slots; with a `weight` if it has one."""
-    count, started = torch.zeros((), dtype=torch.int32), torch.zeros(len(slots), dtype=torch.bool)
-    weight = torch.tensor(torch.nan, dtype=torch.float64) if has_weight else ()
+    count, started = arrays.integer(0), torch.zeros(len(slots), dtype=torch.bool, device="cpu")
+    weight = _as_weight(torch.nan) if has_weight else ()
     return OptimizerState(count, trees.unflatten(trees.flatten(params)[1], slots), started, weight)
+
+
+def _as_weight(weight: float) -> torch.Tensor:
+    return torch.full((), weight, dtype=torch.float64, device="cpu")
 
 
 class UpdateArguments:
@@ -222,9 +226,11 @@ class UpdateArguments:
                 slot = self.slots[position]
                 slots[position] = slot if owned else on_tensors(torch.clone, slot)
         # Flags are kept in the order of the paths: a file may return dicts in another order.
-        flags = torch.tensor(_in_order_of_paths(started, self.params), dtype=torch.bool)
+        flags = torch.tensor(
+            _in_order_of_paths(started, self.params), dtype=torch.bool, device="cpu"
+        )
         has_weight = isinstance(self.state.weight, torch.Tensor) and weight is not None
-        kept = torch.tensor(float(weight), dtype=torch.float64) if has_weight else self.state.weight  # type: ignore[arg-type]
+        kept = _as_weight(float(weight)) if has_weight else self.state.weight  # type: ignore[arg-type]
         return OptimizerState(self.state.count + 1, self.tree(slots, {}), flags, kept)
 
     def differences(self, copies: list[torch.Tensor]) -> list[torch.Tensor]:

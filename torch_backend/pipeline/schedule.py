@@ -83,7 +83,7 @@ class Pipeline:
             with torch.enable_grad():  # also under the user's torch.no_grad()
                 self.schedule.step(
                     *(inputs if self.has_first else ()),
-                    target=torch.arange(self.count) if self.has_last else None,
+                    target=torch.arange(self.count, device="cpu") if self.has_last else None,
                     return_outputs=False,
                 )
         finally:

@@ -32,7 +32,7 @@ from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.pipeline.schedule import Pipeline
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.reduce.agreement import Progress
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
@@ -68,19 +68,19 @@ class PipelineWindow:
 
     def __init__(self, program: Program, gradient: "PipelineGradient", backend: Backend):
         self.program, self.gradient = program, gradient
-        walk = program.memory.keep(Walk)
-        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
-        self.detached = self.passes.inputs.detached
-        # micro-batches of a step of the schedule; None if all of the window are one.
-        self.count = gradient.n_microbatches or program.n
         across = gradient.merged_over(program.across)
         self.reductions: list[Reduction] = []
         if across is not None:
             self.reductions = reductions_of(replace(program, across=across), backend)
         # The processes that have the stages merge nothing, and meet before each step of the
         # schedule.
-        progress = program.memory.keep(Progress, program.memory.step)
+        progress = progress_of(program.memory)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
+        walk = program.memory.keep(Walk)
+        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
+        self.detached = self.passes.inputs.detached
+        # micro-batches of a step of the schedule; None if all of the window are one.
+        self.count = gradient.n_microbatches or program.n
         wrapper, every = gradient.wrapper, [self.stages, *self.reductions]
         self.grads = OwnGrads(
             program,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -33,7 +34,9 @@ from torch_backend.reduce.agreement import (
     Progress,
     Rebuild,
     agree,
+    check_options,
     check_weighed,
+    progress_of,
     propose,
 )
 from torch_backend.reduce.header import Report, check_in_step, digest_of, exchange_reports
@@ -55,6 +58,9 @@ class Reduction:
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
+        if progress.of_call is not None:
+            # Without a reference: a window may free what it holds before the call ends.
+            progress.of_call.append(ref(self))
         # Every window counts, merged or not. Replicas that are out of step notice it by different
         # counts.
         self.history.begun += 1
@@ -71,10 +77,12 @@ class Reduction:
         self.unsent: deque[Callable[[], Receive]] | None = None
         self.unreceived = deque[Receive]()
         # It travels in the last message of sums: not 0 if any replica has raised an error.
-        self.mark = torch.zeros(1)
+        self.mark = torch.zeros(1, device="cpu")
         # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the
         # weights of the micro-batches, if their unit does not tell whether they differ.
         self.unweighed, self.weights = False, set[Scalar]()
+        # Whether the replicas were given other options, and so may have other windows in a call.
+        self.differs = False
         # Whether it is merged, or all replicas raise the same error, or it was given up here.
         self.is_over = False
 
@@ -130,8 +138,7 @@ class Reduction:
         reports = exchange_reports(
             self.replicas.channel, Report(*self._counts, digest=1, steps=is_last)
         )()
-        with self._over_if_refused():
-            check_in_step(reports)
+        self._check(reports)
         return all(report.steps for report in reports)
 
     def announce(self) -> None:
@@ -147,8 +154,8 @@ class Reduction:
             self.replicas.channel.send_owed()
             self.exchange = exchange_reports(self.replicas.channel, self._report())
         self.reports = self.exchange()
+        self._check(self.reports)
         with self._over_if_refused():
-            check_in_step(self.reports)
             self.agreement = agree(
                 self.history, self.proposal, self.rebuild, self.reports, self.replicas
             )
@@ -158,6 +165,14 @@ class Reduction:
         units = {report.unit for report in self.reports} - {0.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units)) if units else 1.0
         self.exchange = None
+
+    def _check(self, reports: list[Report]) -> None:
+        """Raises FuncgaError, on all replicas, if one has failed, or they do not do the same."""
+        with self._over_if_refused():
+            check_in_step(reports)
+            self.differs = len({report.options for report in reports}) > 1
+            if self.differs:
+                check_options(self.history, self.replicas)
 
     @contextmanager
     def _over_if_refused(self) -> Iterator[None]:
@@ -171,12 +186,13 @@ class Reduction:
             raise
 
     @property
-    def _counts(self) -> tuple[int, int, int]:
-        """What every Report begins with: the step, and how many windows have begun and are
-        finished.
+    def _counts(self) -> tuple[int, int, int, int]:
+        """What every Report begins with: the step, how many windows have begun and are finished,
+        and the options.
         """
-        step = self.history.step
-        return 0 if step is None else digest_of(tuple(step)), self.window, self.history.finished
+        history, step = self.history, self.history.step
+        number = 0 if step is None else digest_of(tuple(step))
+        return number, self.window, history.finished, digest_of([*history.options.items()])
 
     def _report(self) -> Report:
         """What this replica has folded."""
@@ -230,8 +246,13 @@ class Reduction:
     def give_up(self) -> None:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
+
+        If these have the result already, the next window is refused on all of them.
         """
         if self.is_over:
+            # By what each header says of the windows that are finished.
+            if self.history.finished == self.window:
+                self.history.finished -= 1
             return
         self.is_over = True
         if self.unit:
@@ -369,7 +390,7 @@ class Reduction:
                 r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
             ]
             buffers.sums.accumulators[leaf] = torch.tensor(
-                sum(addends), dtype=buffers.folds[leaf].accumulator_dtype
+                sum(addends), dtype=buffers.folds[leaf].accumulator_dtype, device="cpu"
             )
 
 
@@ -401,7 +422,7 @@ def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
     # A wrapper of a module says itself what it is merged over.
     across = program.across
     several = across if isinstance(across, InTurn) else [program.replicas(backend)]
-    progress = program.memory.keep(Progress, program.memory.step)
+    progress = progress_of(program.memory)
     return [Reduction(progress, replicas) for replicas in several]
 
 

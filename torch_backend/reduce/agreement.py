@@ -7,14 +7,15 @@ names the structure.
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from funcga._backend.prefixes import named_by_leaf
+from funcga._call import Memory
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
@@ -61,6 +62,7 @@ class History:
     """The windows of one step over one group, as this replica has seen them."""
 
     step: Step | None
+    options: Mapping[str, str] = field(default_factory=dict)
     begun: int = 0
     finished: int = 0
     # On the last structures.
@@ -72,16 +74,34 @@ class History:
         return known[-1] if known else None
 
 
+class GivesUp(Protocol):
+    """What merges a window, and can tell other replicas that it has ended here."""
+
+    differs: bool
+
+    def give_up(self) -> None:
+        """Unblocks the other replicas."""
+        ...
+
+
 @dataclass(eq=False)
 class Progress:
     """How far a step has come on this replica, kept from one of its windows to the next."""
 
     step: Step | None
+    options: Mapping[str, str] = field(default_factory=dict)
     groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
+    # What merges the windows of the call that is under way; None outside of a call.
+    of_call: list[Callable[[], "GivesUp | None"]] | None = None
 
     def over(self, group: dist.ProcessGroup) -> History:
         """The windows that are merged over a group."""
-        return self.groups.setdefault(group, History(self.step))
+        return self.groups.setdefault(group, History(self.step, self.options))
+
+
+def progress_of(memory: Memory) -> Progress:
+    """How far the step with this memory has come."""
+    return memory.keep(Progress, memory.step, memory.options)
 
 
 # -------------------------------------------------------------------------- what a replica proposes
@@ -314,14 +334,7 @@ def agree(
         return known
     said: list[_Statement] = replicas.channel.all_gather(_statement_of(history.step, mine, reports))
     if known is not None or _are_mixed_up(said):
-        spelled = "; ".join(
-            f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
-        )
-        raise FuncgaError(
-            f"the replicas call different steps at the same time: {spelled}. What they fold would "
-            "be added up all the same. Make and call the steps in one order on every rank, from a "
-            "list rather than a set."
-        )
+        raise _mixed_up(said)
     check_alike([each.description for each in said], "fold different structures")
     _check_groups([each.groups for each in said], replicas)
     structure = next((each.structure for each in said if each.structure is not None), None)
@@ -330,6 +343,33 @@ def agree(
     assert mine is not None
     mine.steps = steps
     return mine
+
+
+def check_options(history: History, replicas: Replicas) -> None:
+    """Raises FuncgaError on replicas that were given other options, by their headers. These come
+    before anything that depends on an option.
+    """
+    said: list[_Statement] = replicas.channel.all_gather(
+        _Statement(history.step, steps_made(), {**history.options})
+    )
+    if _are_mixed_up(said):
+        raise _mixed_up(said)
+    check_alike(
+        [each.description for each in said],
+        "were given different options",
+        "With other options they send each other other messages: give every rank the same.",
+    )
+
+
+def _mixed_up(said: list[_Statement]) -> FuncgaError:
+    spelled = "; ".join(
+        f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
+    )
+    return FuncgaError(
+        f"the replicas call different steps at the same time: {spelled}. What they fold would be "
+        "added up all the same. Make and call the steps in one order on every rank, from a list "
+        "rather than a set."
+    )
 
 
 def _known(history: History, mine: Agreement | None, reports: list[Report]) -> Agreement | None:

@@ -147,7 +147,8 @@ def _messages(
     messages: list[Sum] = []
     for kind, leaves in kinds.items():
         # Leaves of at most so many bytes go together. One that is larger is a message of its own.
-        room = 0
+        # The first leaf begins a message even if it has no elements.
+        room = -1
         for leaf in leaves:
             nbytes = likes[leaf].numel() * (kind.dtype or likes[leaf].dtype).itemsize
             if nbytes > room:
@@ -187,7 +188,10 @@ def add(
     )
     forms = [(a.shape, a.dtype, a.device, _axes_in_memory(a)) for a in addends]
     # Not every carrier adds complex numbers.
-    parts = [torch.view_as_real(addend) if addend.is_complex() else addend for addend in addends]
+    parts = [
+        torch.view_as_real(addend.resolve_conj()) if addend.is_complex() else addend
+        for addend in addends
+    ]
     parts += [] if mark is None else [mark.clone()]
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:
@@ -213,7 +217,11 @@ def add(
             start, starts[real] = starts[real], starts[real] + width * shape.numel()
             numbers = received[real][start : starts[real]]
             if dtype.is_complex:
-                numbers = torch.view_as_complex(numbers.reshape(-1, 2))
+                # In a view the pairs have to begin at an even element; behind an odd number of
+                # reals only a copy does.
+                is_even = numbers.storage_offset() % 2 == 0
+                pairs = (numbers if is_even else numbers.clone()).view(-1, 2)
+                numbers = torch.view_as_complex(pairs)
             total = numbers.view(shape).to(device)
             # Numbers travel in the order of a contiguous array.
             if axes != sorted(axes):

@@ -7,15 +7,16 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
-from funcga._call import OwningGradient, Program
+from funcga._call import Memory, OwningGradient, Program
 from funcga._call.arguments import Arguments, argument_names
+from funcga._call.supported import MODULE
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
@@ -26,9 +27,11 @@ from torch_backend.former.inputs import OwnParameters, unsplit
 from torch_backend.former.layout import StepCache
 from torch_backend.former.passes import Pass
 from torch_backend.former.window import Engine
-from torch_backend.modules.checks import check_wrapped_before
+from torch_backend.modules.checks import check_initialised, check_wrapped_before, signature_with
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
+from torch_backend.reduce.agreement import progress_of
+from torch_backend.reduce.telling import telling
 
 
 class _Calling(threading.local):
@@ -55,11 +58,7 @@ class ModuleGradient(OwningGradient):
 
     @property
     def __signature__(self) -> inspect.Signature | None:
-        try:
-            signature = inspect.signature(self.loss_fn)
-        except (TypeError, ValueError):
-            return None
-        return signature.replace(parameters=[*signature.parameters.values()][1:])
+        return signature_with(self.loss_fn, [])
 
     def __getstate__(self) -> dict[str, object]:
         """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from
@@ -79,12 +78,21 @@ class ModuleGradient(OwningGradient):
     @cached_property
     def _alone(self) -> Program:
         """The fold of one micro-batch."""
-        return Program(self, mean())
+        return Program(self, mean(), memory=Memory(options=self.options))
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
-        backend = load("torch")
-        window = self.window(self._alone, backend, alone=True)
+        backend, program = load("torch"), self._alone
+        begin = partial(self.window, program, backend, alone=True)
+        if self.kind == MODULE:  # no other process takes part
+            return self._called(begin(), backend, args, kwargs)
+        with telling([(progress_of(program.memory), begin)]):
+            return self._called(begin(), backend, args, kwargs)
+
+    def _called(
+        self, window: Window, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        """What a call returns, in a window of its own."""
         arguments = unsplit(args, self, backend)
         # There are no in_axes here, so the first tensor tells how many rows the batch has.
         rows = _rows(args)
@@ -107,6 +115,7 @@ class ModuleGradient(OwningGradient):
         """The buffers as they are now, such as BatchNorm's running statistics; calling it puts
         them back.
         """
+        check_initialised(self.module)
         tables = [part.__dict__[_private.BUFFERS] for part in self.module.modules()]
         buffers = [
             (table, name, buffer, None if buffer is None else buffer.detach().clone())

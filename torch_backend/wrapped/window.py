@@ -60,6 +60,11 @@ class WrappedGradient(ModuleGradient):
         """Its row of the table of what is supported."""
         return self.wrapper.kind
 
+    @property
+    def options(self) -> dict[str, str]:
+        """When it reduces."""
+        return {"sync=": repr(self.wrapper.sync)}
+
     @cached_property
     def other_modules(self) -> list[nn.Module]:
         """The other modules that loss_fn is seen to close over, such as a GAN's discriminator."""
@@ -106,11 +111,12 @@ class ModuleWindow:
 
     def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
         self.program, self.gradient, self.wrapper = program, gradient, gradient.wrapper
+        # First, as other replicas are told of any error from here on.
+        across = gradient.merged_over(program.across)
+        self.reductions = reductions_of(replace(program, across=across), backend)
         walk = program.memory.keep(Walk)
         self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
         self.detached = self.passes.inputs.detached
-        across = gradient.merged_over(program.across)
-        self.reductions = reductions_of(replace(program, across=across), backend)
         self.grads = OwnGrads(
             program,
             self.passes,

@@ -11,10 +11,12 @@ from math import inf
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import Argument, argument_names
 from funcga._fold.outputs import broadcast_folds
 from funcga._verify.causes import Answer, Cause, cause, note, stop
+from funcga._verify.causes.lines import axes_line
 from funcga._verify.exact import Case, limit_of
-from funcga._verify.probe import Leaves, Trace
+from funcga._verify.probe import Leaves, Probe, Trace
 from funcga.errors import FuncgaError
 
 
@@ -54,10 +56,14 @@ def repeatable(case: Case) -> Iterator[Answer]:
         case.trace = probe.trace_call(args)
         case.limit = limit_of(case.trace.epsilon)
         # Writing to arguments comes first, as it explains a second call that differs.
-        paths = leaf_paths(call, probe.backend.trees)
+        names = argument_names(probe.grad_fn, len(args))
+        named = [*zip(names, args, strict=True), ("kwargs", probe.kwargs)]
+        paths = [
+            path for name, tree in named for path in leaf_paths(tree, probe.backend.trees, name)
+        ]
         for path, x, y in zip(paths, before, probe.numbers(call), strict=True):
             if not np.array_equal(x, y, equal_nan=True):
-                yield cause("state: arguments", path=path.removeprefix("[0]"))
+                yield cause("state: arguments", path=path)
                 yield stop("no comparison")
                 return
         distance = _distance(case, probe.trace_call(args))
@@ -99,10 +105,21 @@ def by_position(case: Case) -> Iterator[Answer]:
 
 def of_position(case: Case, difference: float, where: str) -> Cause:
     """The Cause for a result that depends on a row's position in its micro-batch."""
-    key = "row order"
-    if case.trace.draws:
-        key = f"randomness: by position, {case.probe.backend.name}"
-    return cause(key, subject=case.probe.subject, difference=difference, where=where)
+    probe = case.probe
+    words = {"subject": probe.subject, "difference": difference, "where": where}
+    if not case.trace.draws:
+        return cause("row order", **words)
+    keys = {index: "0" for index, part in enumerate(probe.arguments.parts) if _is_key(probe, part)}
+    return cause(
+        f"randomness: by position, {probe.backend.name}", line=axes_line(probe, keys), **words
+    )
+
+
+def _is_key(probe: Probe, part: Argument) -> bool:
+    """Whether an argument that is passed whole is a random key of JAX."""
+    leaves = [] if part.axes else probe.backend.trees.flatten(part.value)[0]
+    kinds = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
+    return bool(kinds) and all(kind.startswith(("key<", "uint32")) for kind in kinds)
 
 
 # How many orders of the micro-batches have to have the same bits.

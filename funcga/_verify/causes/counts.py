@@ -1,144 +1,17 @@
-"""Counts: the expressions of a batch that losses divide by; and totals=.
-
-`groups` tests each expression: a mean weighs two groups of rows by what it counts in them.
-"""
+"""Counts as totals=: what several terms are divided by, and totals that a step has already."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import argument_names
 from funcga._types import Array
 from funcga._verify.causes import Answer, Cause, cause
+from funcga._verify.causes.lines import signature
+from funcga._verify.counted import Count
 from funcga._verify.exact import Case
-from funcga._verify.probe import Leaves, Probe, Rows
-
-# --- the counts in a batch
-
-
-class Count(NamedTuple):
-    """A count of rows, and its expression: the body of a lambda with these parameters."""
-
-    parameters: str
-    expression: str
-    of: Callable[[Rows], float]
-
-    @property
-    def line(self) -> str:
-        """The fix for a loss that divides by this count."""
-        if self.is_of_rows:
-            return "drop weight=: by default a micro-batch weighs as many as it has rows"
-        return f"weight=lambda {self.parameters}: {self.expression}"
-
-    @property
-    def is_of_rows(self) -> bool:
-        """Whether it is the number of rows, which is the default weight."""
-        return self.of is len
-
-
-def counts(probe: Probe) -> Iterator[Count]:
-    """The usual counts of every leaf that is split: the rows, then those of labels, then all
-    others, simplest first.
-
-    Labels come first, since they say which items a loss is a mean over. An attention mask may count
-    the same items in this batch and others in the next one.
-    """
-    leaves = [*_split_leaves(probe)]
-    # Of a batch of complex numbers alone there is no name.
-    named = [(leaf.parameters, leaf.rows) for leaf in leaves] or [("", "")]
-    yield Count(*named[0], len)
-    is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
-    for leaf in sorted(leaves, key=is_other):
-        for expression, counted in _expressions(leaf):
-            total = lambda rows, counted=counted: float(counted[[*rows]].sum())
-            yield Count(leaf.parameters, expression, total)
-
-
-def form(probe: Probe) -> Count:
-    """An example of a count, for a loss whose count was not found: of labels, if the batch seems
-    to have any.
-    """
-    leaves = [*_split_leaves(probe)]
-    whole = [leaf for leaf in leaves if _is_whole(leaf.values)]
-    named = [(leaf.parameters, leaf.name) for leaf in whole or leaves[-1:]]
-    parameters, name = (named or [("batch", 'batch["labels"]')])[0]
-    return Count(parameters, f"({name} != -100).sum()", lambda rows: 0)
-
-
-class _Leaf(NamedTuple):
-    """A leaf that is split: its values, with the rows on axis 0, and its name in the body of a
-    lambda with these parameters.
-    """
-
-    values: Array
-    name: str
-    axis: int
-    parameters: str
-
-    @property
-    def rows(self) -> str:
-        """The expression of its number of rows."""
-        return f"{self.name}.shape[{self.axis}]" if self.axis else f"len({self.name})"
-
-
-def with_names(names: Sequence[str]) -> list[str]:
-    """The names of arguments; those of *args, which have none, are x0, x1 and so on."""
-    return [name if name.isidentifier() else f"x{i}" for i, name in enumerate(names)]
-
-
-def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
-    # weight= is called with every argument that is split, so these are the parameters of the
-    # lambda.
-    arguments = zip(
-        argument_names(probe.grad_fn, len(probe.args)), probe.arguments.parts, strict=True
-    )
-    split = [pair for pair in arguments if any(isinstance(axis, int) for axis in pair[1].axes)]
-    names = with_names([name for name, _ in split])
-    for name, (_, part) in zip(names, split, strict=True):
-        paths = leaf_paths(part.value, probe.backend.trees, name)
-        for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):
-            if isinstance(axis, int) and values.ndim and not np.iscomplexobj(values):
-                rows_first = np.moveaxis(values, axis, 0)
-                yield _Leaf(rows_first, path, axis % values.ndim, ", ".join(names))
-
-
-def _is_whole(values: Array) -> bool:
-    return bool(np.equal(values, np.round(values)).all())
-
-
-def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
-    """Pairs of an expression and the array whose sum it is."""
-    values, name = leaf.values, leaf.name
-    # Numbers that are not whole are weights themselves, or masks of some kind.
-    if values.size == 0 or not _is_whole(values):
-        if (values >= 0).all():
-            yield f"{name}.sum()", values
-            yield f"({name} != 0).sum()", values != 0
-        yield f"({name} ** 2).sum()", values**2
-        return
-    shifted = [(name, values)]
-    # A language model counts from the second token on, or up to the last but one.
-    if leaf.axis == 0 and values.ndim > 1 and values.shape[1] > 1:
-        shifted += [(f"{name}[:, 1:]", values[:, 1:]), (f"{name}[:, :-1]", values[:, :-1])]
-    for spelled, part in shifted:
-        unique, frequency = np.unique(part, return_counts=True)
-        if (part >= 0).all():
-            yield f"{spelled}.sum()", part
-        # The sum of a mask is what it counts already.
-        if {*unique} <= {0, 1}:
-            continue
-        # The usual values of what is ignored, then the most frequent one and the largest, which
-        # padding may be.
-        for ignored in dict.fromkeys((-100, 0, -1, unique[frequency.argmax()], unique[-1])):
-            if ignored in unique:
-                yield f"({spelled} != {int(ignored)}).sum()", part != ignored
-        if (part < 0).any():
-            yield f"({spelled} >= 0).sum()", part >= 0
-        yield f"({spelled} > 0).sum()", part > 0
-
+from funcga._verify.probe import Leaves, Probe
 
 # --- the counts of several terms, as totals=
 
@@ -157,11 +30,10 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
         total = f'totals["{name}"]'
         # There is a row in every window, and there may be nothing else.
         terms.append(f"{name}_sum / {total if name == 'rows' else at_least_one(probe, total)}")
-    parameters = argument_names(probe.grad_fn, len(probe.args))
     body = ", ".join(f'"{name}": {expression}' for name, expression in entries.items())
     return {
         "line": f"totals=lambda {chosen[0].parameters}: {{{body}}}",
-        "signature": f"({', '.join(filter(str.isidentifier, parameters))}, *, totals)",
+        "signature": signature(probe),
         "terms": " + ".join(terms),
     }
 
@@ -196,9 +68,17 @@ def of_totals(case: Case) -> Iterator[Answer]:
 
 def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[Cause]:
     for path, x, y, both in zip(paths, *counted, strict=True):
-        if abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both)):
+        apart = abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both))
+        if apart and not _counts_micro_batches(x, y, both):
             yield cause("totals not additive", path=path, parts=float(x + y), whole=float(both))
             return
+
+
+def _counts_micro_batches(*of_parts: Array) -> bool:
+    """Whether a total is 1 for any rows, as {"one": 1} is, by which a term is divided that is to
+    count once in a window.
+    """
+    return all(total == 1 for total in of_parts)
 
 
 def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Cause]:
@@ -215,6 +95,8 @@ def _not_finite_at_zero(
     probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
 ) -> Iterator[Cause]:
     for path, *of_parts in zip(paths, *counted, strict=True):
+        if _counts_micro_batches(*of_parts):
+            continue
         shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
         # What every row has as much of, such as a count of rows, is never 0.
         if np.allclose(shares, shares[0], rtol=1e-6, atol=0):

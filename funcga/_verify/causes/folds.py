@@ -14,9 +14,11 @@ import numpy as np
 
 from funcga._verify.causes import Answer, Cause, Question, cause, causes_in, note
 from funcga._verify.causes.calls import by_position
-from funcga._verify.causes.counts import counts, form, totals_line
-from funcga._verify.causes.groups import Evidence, compare_groups
+from funcga._verify.causes.counts import totals_line
+from funcga._verify.causes.groups import Evidence, compare_groups, leaves_out
+from funcga._verify.causes.lines import fold_line, signature
 from funcga._verify.causes.rows import of_means, of_statistics, of_sums
+from funcga._verify.counted import counts, form
 from funcga._verify.exact import Case
 from funcga._verify.probe import Probe
 from funcga.folds import Fold
@@ -66,7 +68,8 @@ def causes_of(evidence: Evidence) -> list[Cause]:
     kind, of_kind = evidence.kind.name, _OF_KIND.get(evidence.kind.name)
     is_by_steps = evidence.divides_by == "steps"
     if is_by_steps and kind in ("sum", "sum and constant", "mean"):
-        return [evidence.cause("by steps")]
+        line = _line(evidence, "funcga.mean()" if kind == "mean" else "funcga.per_weight()")
+        return [evidence.cause("by steps", line=line)]
     return [*of_kind(evidence)] if of_kind else []
 
 
@@ -80,8 +83,11 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
     for terms, number in {"two means": 2, "sum and mean": 1}.items() if is_precise else ():
         chosen = evidence.fitting(number, has_sum=number == 1)
         if chosen:
-            ratio, *_, other = (count.of(evidence.a) / count.of(evidence.b) for count in chosen * 2)
+            ratio, *_, other = (
+                count.of(evidence.a) / (count.of(evidence.b) or math.nan) for count in chosen * 2
+            )
             words = totals_line(evidence.probe, chosen, has_sum=number == 1)
+            words["line"] += f", {_fold_line(evidence, 'funcga.sum()')}"
             yield evidence.cause(f"other normaliser: {terms}", ratio=ratio, other=other, **words)
             return
     yield of_statistics(evidence)
@@ -98,12 +104,22 @@ def _of_power(evidence: Evidence) -> Iterator[Cause]:
 
 def _of_sum(evidence: Evidence) -> Iterator[Cause]:
     if evidence.fold.reducer.linear:
-        weight = " (and weight=..., if it is to be divided by tokens and not by rows)"
-        yield evidence.cause("sum under mean", weight="" if evidence.has_weight else weight)
+        is_summary = evidence.probe.subject == "summary"
+        line, other = (
+            _fold_line(evidence, f"funcga.{name}()")
+            for name in (("sum", "per_weight") if is_summary else ("per_weight", "sum"))
+        )
+        what = "a summary over a count" if is_summary else "the sum itself"
+        weight = " If it is to be divided by tokens and not by rows, give their count as weight=."
+        says_weight = "" if evidence.has_weight or is_summary else weight
+        yield evidence.cause("sum under mean", line=line, other=other, of=what, weight=says_weight)
     else:
         yield from _not_additive(evidence)
     if evidence.kind.name == "sum and constant":
-        yield evidence.cause("regulariser")
+        probe = evidence.probe
+        parameters = next(counts(probe)).parameters
+        line = f'totals=lambda {parameters}: {{"one": 1}}'
+        yield evidence.cause("regulariser", line=line, signature=signature(probe))
 
 
 def _of_mean(evidence: Evidence) -> Iterator[Cause]:
@@ -115,7 +131,9 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     is_right = agrees and evidence.fold.reducer.linear
     is_counted = is_right or evidence.divisor is not None
     found = ([] if is_counted else _without_count(evidence)) or [*_not_additive(evidence)]
-    if not found and not is_right:
+    if is_right:
+        found = found or [*_left_out(evidence)]
+    elif not found:
         found = [_reweighted(evidence) if evidence.fold.reducer.linear else _summed(evidence)]
     yield from found
 
@@ -123,20 +141,41 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
 def _reweighted(evidence: Evidence) -> Cause:
     """A mean under a fold for means, with weights other than those of the loss."""
     divisor, (weight_a, weight_b, _) = evidence.divisor, evidence.weights
-    if not evidence.has_weight:
-        line = (divisor or form(evidence.probe)).line
-        return evidence.cause(f"uneven tokens{'' if divisor else ': unknown'}", line=line)
-    line = divisor.line if divisor else "weight= a count of what the mean is over"
-    return evidence.cause("wrong weight", line=line, weight_a=weight_a, weight_b=weight_b)
+    name = "wrong weight" if evidence.has_weight else "uneven tokens"
+    words = {"weight_a": weight_a, "weight_b": weight_b}
+    if divisor is None:
+        return evidence.cause(f"{name}: unknown", line=form(evidence.probe).line, **words)
+    if evidence.leaves_out(divisor):
+        line = f"{_fold_line(evidence, 'funcga.per_weight()')}, {divisor.line}"
+        return evidence.cause(f"{name}: left out", line=line, count=divisor.expression, **words)
+    return evidence.cause(name, line=divisor.fix, **words)
 
 
 def _summed(evidence: Evidence) -> Cause:
     """A mean under a fold for sums."""
-    weight = f", {evidence.divisor.line if evidence.divisor else 'weight=...'}"
-    if evidence.divisor and evidence.divisor.is_of_rows and not evidence.has_weight:
-        weight = ""
-    is_divided = evidence.divides_by == "weight"
-    return evidence.cause(f"mean under {'per_weight' if is_divided else 'sum'}", weight=weight)
+    divisor = evidence.divisor
+    name = f"mean under {'per_weight' if evidence.divides_by == 'weight' else 'sum'}"
+    if divisor is not None and evidence.leaves_out(divisor):
+        line = f"{_fold_line(evidence, 'funcga.per_weight()')}, {divisor.line}"
+        return evidence.cause(f"{name}: left out", line=line, count=divisor.expression)
+    return evidence.cause(name, line=_line(evidence, "funcga.mean()"))
+
+
+def _line(evidence: Evidence, better: str) -> str:
+    """The options for a mean: another fold, and the weight that the loss divides by."""
+    line, divisor = _fold_line(evidence, better), evidence.divisor
+    if evidence.kind.name != "mean" or (divisor and divisor.is_of_rows and not evidence.has_weight):
+        return line
+    return f"{line}, {(divisor or form(evidence.probe)).line}"
+
+
+def _fold_line(evidence: Evidence, better: str) -> str:
+    """The option fold= with another fold for these leaves, and for others that fail under
+    theirs.
+    """
+    probe, fold = evidence.probe, evidence.fold
+    failed = {index for index in evidence.case.failed if probe.folds[index] == fold}
+    return fold_line(probe, better, failed | {*evidence.leaves})
 
 
 def _without_count(evidence: Evidence) -> list[Cause]:
@@ -165,7 +204,7 @@ def _not_additive(evidence: Evidence) -> Iterator[Cause]:
     if not is_used or abs(a + b - both) <= 1e-6 * max(a + b, both):
         return
     divisor = evidence.divisor if evidence.kind.name == "mean" else None
-    line = divisor.line if divisor else f"count, do not average: {form(evidence.probe).line}"
+    line = divisor.fix if divisor else f"count, do not average: {form(evidence.probe).line}"
     yield evidence.cause("weight not additive", line=line, weight_a=a, weight_b=b, both=both)
 
 
@@ -195,9 +234,38 @@ def all_weightless(case: Case) -> Iterator[Answer]:
         case.probe = probe.with_attributes(program=replace(probe.program, weight=None))
         found = causes_in(by_kind(case))
         lines = [each.fix for each in found if each.name == "uneven tokens"]
-        line = (lines or [next(counts(probe)).line])[0]
+        line = (lines or [next(counts(probe)).fix])[0]
         yield cause("wrong weight: zero", line=line, rows=probe.rows)
         yield note("without weight")
+
+
+# --- a weight that is 0 for rows that count
+
+
+def weightless_rows(case: Case) -> Iterator[Answer]:
+    """Rows of weight 0 whose gradient is not 0, in a step that is exact wherever no micro-batch
+    consists of such rows alone.
+    """
+    probe = case.probe
+    if probe.program.weight is None or probe.has_state:
+        return
+    leaves = [index for index in probe.additive() if probe.folds[index].reducer.linear]
+    found = [*_left_out(compare_groups(case, leaves, *case.parts))] if leaves else []
+    if found and case.splits.are_exact:
+        yield from found
+
+
+def _left_out(evidence: Evidence) -> Iterator[Cause]:
+    """Rows of weight 0 whose gradient is not 0: a mean leaves out a micro-batch of them."""
+    probe, leaves = evidence.probe, evidence.leaves
+    if not evidence.has_weight or not leaves_out(
+        evidence.case, leaves, lambda row: probe.weigh((row,))
+    ):
+        return
+    line, count, divisor = _fold_line(evidence, "funcga.per_weight()"), "it", evidence.divisor
+    if divisor is not None:
+        line, count = f"{line}, {divisor.line}", f"`{divisor.expression}`"
+    yield evidence.cause("wrong weight: rows left out", line=line, count=count)
 
 
 # --- what no kind explains
@@ -223,6 +291,7 @@ def unexplained(case: Case) -> Iterator[Cause]:
         "not decomposable": True,
     }
     words = {"keyword": "".join(keywords[:1]), "other": "".join(others[:1]), "rows": probe.rows}
+    words["line"] = fold_line(probe, "funcga.mean()", splits.failed)
     key = next(key for key, applies in keys.items() if applies)
     yield cause(key, split=row.split, difference=str(row), **words)
 

@@ -7,7 +7,7 @@ what the loss counts. Any other F that repetition does not change depends on sta
 batch, or is a sum of several means, which counts in the batch then explain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -17,8 +17,8 @@ import numpy as np
 
 from funcga._types import Array
 from funcga._verify.causes import Cause, cause
-from funcga._verify.causes.counts import Count, counts
-from funcga._verify.exact import GROUP, Case
+from funcga._verify.counted import Count, counts
+from funcga._verify.exact import Case
 from funcga._verify.probe import Probe, Rows
 from funcga.folds import Fold
 
@@ -116,32 +116,60 @@ class Evidence:
         """The first `number` counts such that the leaves are a sum of means over these counts, plus
         a sum if `has_sum`; () if there are none.
 
+        Where several count alike in this batch, it is those that the loss counts also when the rows
+        of one array no longer belong to those of another.
+        """
+        chosen = [*combinations(counts(self.probe), number)]
+        fits = self._fits(chosen, has_sum)
+        first = next(fits, None)
+        if first is None:
+            return ()
+        alike = [first, *fits]
+        if len(alike) > 1:
+            apart = replace(self.case, probe=self.probe.with_rows_apart(self.case.seed))
+            # The expressions are the same, as every array has its own rows.
+            others = dict(zip(chosen, combinations(counts(apart.probe), number), strict=True))
+            of_others = {others[each]: each for each in alike}
+            still = next(replace(self, case=apart)._fits([*of_others], has_sum), None)
+            first = first if still is None else of_others[still]
+        return first
+
+    def _fits(
+        self, chosen: Sequence[tuple[Count, ...]], has_sum: bool
+    ) -> Iterator[tuple[Count, ...]]:
+        """Those of the chosen counts that explain the leaves.
+
         With three groups of rows few counts fit by chance. With two, a mean over pairs of rows of
         two kinds looks like two means.
         """
-        order, size = self.case.order, max(1, min(GROUP, self.probe.rows // 3))
+        order, size = self.case.order, self.case.group
         parts = [order[:size], order[size : 2 * size], order[2 * size : 3 * size]]
         points = [point for point in product((0, 1, 2), repeat=3) if 0 < sum(point) < 4]
         vectors = _values_at(self.case, parts, self.leaves, points)
         # A loss may refuse some batches, and a few points show nothing.
-        if len(vectors) <= 3 * (number + has_sum):
-            return ()
+        if len(vectors) <= 3 * (len(chosen[0]) + has_sum):
+            return
         times = np.array([*vectors])
         # As many numbers as points have the same distances as whole gradients.
         values = np.transpose(np.linalg.qr(np.transpose([*vectors.values()]), mode="r"))
         tolerance = 100 * self.case.limit.relative * np.linalg.norm(values)
-        for chosen in combinations(counts(self.probe), number):
-            counted = [times * [count.of(part) for part in parts] for count in chosen]
-            if not all((each.sum(1) > 0).all() for each in counted):
+        for each in chosen:
+            counted = [times * [count.of(part) for part in parts] for count in each]
+            if not all((every.sum(1) > 0).all() for every in counted):
                 continue
             # The mean of several groups is the sum of their own means, each times its share of what
             # is counted. Fit those means.
-            shares = [each / each.sum(1, keepdims=True) for each in counted]
+            shares = [every / every.sum(1, keepdims=True) for every in counted]
             terms = np.concatenate([*shares, *([times] if has_sum else [])], axis=1)
             means = np.linalg.lstsq(terms, values, rcond=None)[0]
             if np.linalg.norm(terms @ means - values) <= tolerance:
-                return chosen
-        return ()
+                yield each
+
+    def leaves_out(self, count: Count) -> bool:
+        """Whether rows that count 0 have a gradient that is not 0. A micro-batch of them has the
+        weight 0, and a mean leaves it out.
+        """
+        return leaves_out(self.case, self.leaves, lambda row: count.of((row,)))
 
     def reweighs(self) -> bool:
         """Whether the ratio of A to B depends on the parameters: then the loss does not divide by
@@ -154,6 +182,19 @@ class Evidence:
         if kind.name != self.kind.name:
             return kind.name in ("statistics", "coupled")
         return abs(self.ratio - kind.ratio) > self.tolerance * (self.ratio + kind.ratio)
+
+
+def leaves_out(case: Case, leaves: Sequence[int], weigh: Callable[[int], float]) -> bool:
+    """Whether these leaves change where the rows of weight 0 are taken out, and nothing else."""
+    weights = [weigh(row) for row in case.probe.all_rows]
+    rows = tuple(row for row, weight in zip(case.probe.all_rows, weights, strict=True) if weight)
+    if not 0 < len(rows) < len(weights):
+        return False
+    some, whole = case.probe.try_values(rows), case.probe.whole
+    if some is None:
+        return False
+    differences = case.limit.differences(some, whole)
+    return max(differences[leaf] for leaf in leaves) > case.limit.relative
 
 
 def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from funcga._types import Tree
-from funcga._verify.causes import Answer, Cause, cause, note, stop
+from funcga._verify.causes import Answer, cause, note, stop
+from funcga._verify.causes.lines import fold_line, loss_names
 from funcga._verify.exact import Case, largest
 from funcga.folds import concat
 
@@ -44,7 +45,7 @@ def per_example(case: Case) -> Iterator[Answer]:
     # The splits tell of a loss that refuses some batches.
     if some is None:
         return
-    folds, found = [*probe.folds], list[Cause]()
+    folds, first = [*probe.folds], dict[str, object]()
     for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
         if x.shape == y.shape:
             continue
@@ -55,23 +56,21 @@ def per_example(case: Case) -> Iterator[Answer]:
         if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
             continue
         folds[i] = concat(axis)
-        key = "per-example output" if probe.subject == "loss" else "per-example output: summary"
-        found.append(
-            cause(
-                key if monoid.axis is None else "per-example output: axis",
-                where=probe.paths[i],
-                axis=axis or "",
-                whole=[*x.shape],
-                part=[*y.shape],
-                rows=probe.rows,
-                some=len(part),
-            )
-        )
-    if found:
-        yield found[0]
+        first = first or {
+            "key": "per-example output" + ": axis" * (monoid.axis is not None),
+            "where": probe.paths[i],
+            "whole": [*x.shape],
+            "part": [*y.shape],
+            "rows": probe.rows,
+            "some": len(part),
+        }
+    if first:
+        changed = probe.with_folds(folds)
+        # The line has concat() for all of them.
+        yield cause(str(first.pop("key")), line=fold_line(changed, "", ()), **first)
         if probe.has_state:
             yield stop("nothing else")
-        case.probe = probe.with_folds(folds)
+        case.probe = changed
 
 
 def unused_parameters(case: Case) -> Iterator[Answer]:
@@ -84,7 +83,10 @@ def unused_parameters(case: Case) -> Iterator[Answer]:
         return
     pairs = zip(probe.whole, moved.whole, strict=True)
     if all(np.array_equal(x, y, equal_nan=True) for x, y in pairs):
-        yield cause(f"params unused: {probe.backend.name}", count=len(gradients))
+        # Of a module's own parameters, or those of a function.
+        key = "module" if probe.brings_parameters else probe.backend.name
+        batch = ", ".join(["module", *loss_names(probe)[1:]])
+        yield cause(f"params unused: {key}", count=len(gradients), batch=batch)
 
 
 def wrong_gradient(case: Case) -> Iterator[Answer]:
@@ -111,7 +113,13 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
         return
     where = probe.paths[differences.index(worst)] if gradient is None else ""
     key = "wrong gradient" if gradient else "first-order step"
-    yield cause(key, where=where, difference=worst)
+    of_loss = "loss_fn", "funcga.value_and_grad(loss_fn)"
+    of_module = (
+        "torch_backend.pure_loss(module, loss_fn)",
+        "torch_backend.module_value_and_grad(module, loss_fn)",
+    )
+    loss_fn, own_way = of_module if probe.brings_parameters else of_loss
+    yield cause(key, where=where, difference=worst, loss_fn=loss_fn, own_way=own_way)
 
 
 def remarks(case: Case) -> Iterator[Answer]:

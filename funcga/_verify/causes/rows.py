@@ -13,10 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from funcga._call.arguments import argument_names
 from funcga._verify.causes import Answer, Cause, cause, note, stop
-from funcga._verify.causes.counts import with_names
 from funcga._verify.causes.groups import Evidence
+from funcga._verify.causes.lines import axes_line, loss_names
 from funcga._verify.exact import Case, first_line
 from funcga._verify.probe import Probe, Rows
 
@@ -36,9 +35,17 @@ def of_statistics(evidence: Evidence) -> Cause:
 
 
 def of_means(evidence: Evidence) -> Cause:
-    """The Cause of a loss that is a function of means over rows, as a variance is."""
-    line = coupled_line(evidence.case, "means", "funcga.mean()")
-    return evidence.cause("batch statistics", line=line)
+    """The Cause of a loss that is a function of means over rows, as a variance is, or of sums over
+    them, as a ratio with a constant in it is.
+    """
+    case, probe = evidence.case, evidence.probe
+    twice = probe.try_values(probe.all_rows * 2)
+    # A function of means alone is the same for all rows twice.
+    if twice is None or max(case.limit.differences(twice, probe.whole)) <= case.limit.relative:
+        line = coupled_line(case, "means", "funcga.mean()")
+        return evidence.cause("batch statistics", line=line)
+    line = coupled_line(case, "sums", "funcga.sum()")
+    return evidence.cause("batch statistics: sums", line=line)
 
 
 def of_sums(evidence: Evidence, growth: str = "") -> Cause:
@@ -72,9 +79,11 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
     """
     probe, gradient = case.probe, case.probe.gradient
     of_module = probe.framework.module_loss(probe.grad_fn)
-    names = with_names(argument_names(of_module or probe.grad_fn, len(probe.args)))
+    names = loss_names(probe)
     summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
-    if of_module is not None:
+    if probe.brings_parameters:
+        summary_fn = f"torch_backend.module_value_and_grad(module, {summary_fn})"
+    elif of_module is not None:
         names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
     # The second function gets what is differentiated, by default the first argument.
     arg_indices = gradient.arg_indices(len(names)) if gradient else (0,)
@@ -90,12 +99,19 @@ def _options(case: Case, fold: str) -> str:
         "n": str(case.counts[0] if case.counts else 8),
         "fold": fold,
         "weight": "weight" if probe.program.weight and fold == "funcga.mean()" else "",
-        "in_axes": probe.program.in_axes and repr(probe.program.in_axes),
+        "in_axes": _axes(probe),
     }
     if gradient is not None:
         options["argnums"] = repr(gradient.argnums) if gradient.argnums else ""
         options["has_aux"] = "True" if gradient.has_aux else ""
     return ", ".join([f"{name}={value}" for name, value in options.items() if value])
+
+
+def _axes(probe: Probe) -> str:
+    """in_axes=, where they are not the default."""
+    axes = [part.in_axes for part in probe.arguments.parts]
+    is_default = axes == [None, *[0] * (len(axes) - 1)]
+    return "" if is_default else axes_line(probe, {}).removeprefix("in_axes=")
 
 
 # --- a step of `coupled` that knows a number of rows

@@ -12,7 +12,8 @@ import numpy as np
 from funcga._types import Array
 from funcga._verify.causes import Answer, Cause, cause, causes_in, stop
 from funcga._verify.causes.calls import of_position
-from funcga._verify.causes.folds import by_kind, explain
+from funcga._verify.causes.folds import by_kind, explain, weightless_rows
+from funcga._verify.causes.lines import fold_line
 from funcga._verify.causes.outputs import per_example
 from funcga._verify.exact import Case, Splits
 from funcga._verify.probe import Leaves, Probe
@@ -46,7 +47,9 @@ def explain_step(case: Case) -> Iterator[Answer]:
         yield from found
         yield stop("nothing else")
         return
-    if not splits.are_exact:
+    if splits.are_exact:
+        yield from weightless_rows(_of_summary(case))
+    else:
         of_summary = _of_summary(case)
         yield from (
             _without_comparison(of_summary)
@@ -100,8 +103,9 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
         if difference > case.limit.relative:
             return of_position(case, difference, path)
     elif better := _better_fold(case, leaf_index):
-        place = "" if path == "summary" else f", at {path}"
-        return cause("wrong fold", where=path, better=better, place=place)
+        better_fold, *weight = better.split(", ", 1)
+        line = ", ".join([fold_line(summary, better_fold, [leaf_index]), *weight])
+        return cause("wrong fold", where=path, better=better.partition(". ")[0], line=line)
     if axis is None and not fold.reducer.additive:
         return cause("not decomposable: summary", where=path, difference=_first(case.splits))
     layers = summary.layers() or "BatchNorm in training mode or a variance"
@@ -140,5 +144,9 @@ def _better_fold(case: Case, leaf_index: int) -> str | None:
     as_mean = replace(case, probe=summary.with_folds(of_leaves))
     for each in by_kind(as_mean):
         if each.name in ("uneven tokens", "wrong weight"):
-            return f"funcga.mean(), {each.fix}"
+            # What may count 0 is the weight of sums.
+            better, (_, _, weight) = "mean", each.fix.partition("weight=")
+            if "per_weight()" in each.fix:
+                better = "per_weight"
+            return f"funcga.{better}(), weight={weight}"
     return None

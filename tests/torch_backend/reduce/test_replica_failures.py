@@ -1,6 +1,7 @@
 """What a replica may do, and what happens: nothing is silently wrong, and nobody waits for ever."""
 
 import collections
+import copy
 import datetime
 import gc
 import os
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import funcga
-from tests.processes import Failed, Processes, processes
+from tests.processes import Failed, Processes, answer, processes
 from tests.torch_backend.reduce.test_replicas import difference, layers, made, problem, refused
 from torch_backend import Replicas, module_value_and_grad
 
@@ -133,6 +134,183 @@ def test_an_error_in_the_first_window_can_be_left_out_too():
                     assert text == f"rank {ranks[0]} has raised an error in this window, and has nothing to merge"
                 else:
                     assert text == 4
+
+
+class Broken(Exception):
+    """What one rank raises, and catches."""
+
+
+def doors(group):
+    """The entry points of a step, as f(check, x, y): `check(place)` may raise there, on some rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(3, 2).double()
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    wrapped = {
+        "ddp": DistributedDataParallel(copies[0], process_group=group),
+        "fsdp": fully_shard(copies[1], mesh=DeviceMesh.from_group(group, "cpu")),
+    }
+    params = {name: p.detach() for name, p in plain.named_parameters()}
+    check, mse = [lambda place: None], torch.nn.functional.mse_loss
+
+    def loss_of(module, x, y):
+        check[0]("loss")
+        return mse(module(x), y)
+
+    def of_params(params, x, y):
+        check[0]("loss")
+        return mse(x @ params["weight"].T + params["bias"], y)
+
+    def summary_of(module, x, y):
+        check[0]("loss")
+        return {"x": module(x), "y": y}
+
+    def weight(x, y):
+        check[0]("weight")
+        return len(x)
+
+    def totals(x, y):
+        check[0]("totals")
+        return {"rows": len(x)}
+
+    def items(x, y):
+        for item in range(2):
+            check[0](f"item {item}")
+            yield x[2 * item : 2 * item + 2], y[2 * item : 2 * item + 2]
+
+    of_summary = lambda _, s: mse(s["x"], s["y"])
+    counted = lambda params, x, y, totals: of_params(params, x, y) * (len(x) / totals["rows"])
+    made, several = {}, {"weight": weight, "across": group}
+    step = funcga.stream(funcga.value_and_grad(of_params), **several)
+    made["stream"] = lambda x, y: step(params, items(x, y))
+    whole = funcga.accumulate(funcga.value_and_grad(of_params), 2, **several)
+    made["accumulate"] = lambda *batch: whole(params, *batch)
+    called = funcga.accumulate(lambda *args: funcga.value_and_grad(of_params)(*args), 2, **several)
+    made["a function"] = lambda *batch: called(params, *batch)
+    total = funcga.accumulate(funcga.value_and_grad(counted), 2, fold=funcga.sum(), totals=totals, across=group)
+    made["totals"] = lambda *batch: total(params, *batch)
+    made["module"] = funcga.accumulate(module_value_and_grad(plain, loss_of), 2, **several)
+    pure = lambda params, x, y: {"x": x @ params["weight"].T + params["bias"], "y": y + 0 * len([check[0]("loss")])}
+    twice = funcga.coupled(pure, of_summary, 2, **several)
+    made["coupled"] = lambda *batch: twice(params, *batch)
+    for name, module in wrapped.items():
+        gradient = module_value_and_grad(module, loss_of)
+        made[name] = funcga.accumulate(gradient, 2, weight=weight)
+        read = funcga.stream(gradient, weight=weight)
+        made[f"stream of {name}"] = lambda x, y, read=read: read(items(x, y))
+        made[f"{name} alone"] = gradient
+    made["coupled over ddp"] = funcga.coupled(
+        module_value_and_grad(wrapped["ddp"], summary_of), of_summary, 2, weight=weight
+    )
+    return made, params, check
+
+
+PLACES = ("nothing to read", "no tensors", "item 0", "item 1", "totals", "weight", "loss")
+
+
+def places(door):
+    """Where a rank may raise, and the others know it before they send anything else."""
+    # With FSDP a forward pass communicates: there they wait for it.
+    return PLACES[:-1] if "fsdp" in door else PLACES
+
+
+def raises_in(group, door):
+    """Rank 1 raises in windows 1 and 2 (in the first one of all, too), at each place; what each rank has in each."""
+    rank, found = dist.get_rank(group), {}
+    for place in places(door):
+        steps, params, check = doors(group)
+        seen, log = [], []
+
+        def fails(where, place=place, seen=seen):
+            seen.append(where)
+            if where == place and seen[0] == "fails":
+                raise Broken(where)
+
+        check[0] = fails
+        for window in range(4):
+            generator = torch.Generator().manual_seed(window)
+            x, y = (torch.randn(8, k, generator=generator, dtype=torch.float64) for k in (3, 2))
+            own = [x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]]
+            is_failing = rank == 1 and window in (0, 2)
+            seen[:] = ["fails" if is_failing else "works"]
+            if is_failing and place == "nothing to read":
+                own = [None, None]
+            elif is_failing and place == "no tensors":
+                own = [[1.0, 2.0], "rows"]
+            try:
+                loss, grads = steps[door](*own)
+            except Exception as error:
+                log.append(f"{type(error).__name__}: {error}")
+                continue
+            leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+            expected = torch.nn.functional.mse_loss(x @ leaves["weight"].T + leaves["bias"], y)
+            expected.backward()
+            grads = {name.removeprefix("module."): g for name, g in grads.items()}
+            grads = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+            wanted = {name: leaf.grad for name, leaf in leaves.items()}
+            log.append(max(difference(loss, expected.detach()), difference(grads, wanted)))
+        found[place] = log
+    return found
+
+
+DOORS = (
+    *("stream", "accumulate", "a function", "totals", "module", "coupled", "coupled over ddp"),
+    *("ddp", "stream of ddp", "ddp alone", "fsdp", "stream of fsdp", "fsdp alone"),
+)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_whatever_raises_in_a_call_is_told_to_the_others(door):
+    of_rank0, of_rank1 = alone(raises_in, door)
+    raised = 0
+    for place in places(door):
+        for window, (other, mine) in enumerate(zip(of_rank0[place], of_rank1[place], strict=True)):
+            if isinstance(mine, str):
+                assert window in (0, 2), (place, window, mine)
+                raised += 1
+                assert isinstance(other, str), (place, window, other)
+                assert "rank 1 has raised an error in this window" in other, (place, window, other)
+            else:
+                assert max(other, mine) <= 1e-12, (place, window, other, mine)
+    assert raised >= 4
+
+
+def observes(group, kind):
+    """An observer raises on rank 1 in window 1, when the others have the result."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, window, found = dist.get_rank(group), 0, []
+    module = torch.nn.Linear(3, 2)
+    kwargs = {"across": group}
+    if kind == "ddp":
+        module, kwargs = DistributedDataParallel(module, process_group=group), {}
+
+    def finish(xp, observed):
+        if rank == 1 and window == 1:
+            raise Broken("disk full")
+        return observed.result
+
+    gradient = module_value_and_grad(module, lambda m, x: m(x).square().mean())
+    step = funcga.accumulate(gradient, 2, observe=funcga.observers.Observer(funcga.mean(), finish), **kwargs)
+    for window in range(3):  # noqa: B007 - finish reads it
+        try:
+            step(torch.ones(4, 3))
+            found.append("nothing")
+        except (Broken, funcga.FuncgaError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["across", "ddp"])
+def test_what_raises_when_the_others_have_the_result_ends_the_next_window_on_all(kind):
+    of_rank0, of_rank1 = alone(observes, kind)
+    assert of_rank0[:2] == ["nothing"] * 2
+    assert of_rank1[:2] == ["nothing", "disk full"]
+    assert of_rank0[2] == of_rank1[2]
+    assert of_rank0[2].startswith("the replicas are out of step: rank 0 begins window 3 and has finished 2, rank 1")
 
 
 def is_killed(group, how):
@@ -414,3 +592,72 @@ def keeps(group):
 
 def test_a_kept_loss_keeps_no_bucket():
     assert processes().run(keeps, size=2) == [(4, 4)] * 2
+
+
+# ------------------------------------------------------------------------------------- other options
+
+
+def count_rows(x, y):
+    return {"rows": len(x)}
+
+
+# What rank 0 alone is given, the option that the error names, and what it is on that rank.
+OPTIONS = {
+    "observe": ({"observe": funcga.gradient_noise()}, "observe=", "an Observer of"),
+    "another observer": ({"observe": funcga.dropped()}, "observe=", "an Observer of"),
+    "drop": ({"drop": "window"}, "drop=", "'window'"),
+    "totals": ({"totals": count_rows}, "totals=", "given, and counted first"),
+    "sync": ({"sync": "every"}, "sync=", "'every'"),
+}
+KINDS = ("across", "ddp", "ddp with buffers", "fsdp", "replicate", "multi_steps", "ddp alone")
+
+
+def given_other_options(group, kind, name):
+    """The error on each rank, which comes long before the timeout of the group."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    is_first = dist.get_rank(group) == 0
+    options = {**OPTIONS[name][0]} if is_first else {}
+    if name == "another observer" and not is_first:
+        options = {"observe": funcga.gradient_noise()}
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    if kind != "ddp with buffers":
+        module = module[0]
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    if kind == "multi_steps":
+        tx = funcga.multi_steps(funcga.transforms.Transform(dict, lambda g, s, p: (g, s)), 1, across=group, **options)
+        params = {"w": torch.ones(2)}
+        return answer(tx.update, params, tx.init(params), params)[1]
+    wrapped = {
+        "across": lambda: module,
+        "fsdp": lambda: fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")),
+        "replicate": lambda: torch.distributed._composable.replicate(module, process_group=group),
+    }.get(kind, lambda: DistributedDataParallel(module, process_group=group))()
+    loss_fn = lambda m, x, y, totals=None: torch.nn.functional.mse_loss(m(x), y)
+    gradient = module_value_and_grad(wrapped, loss_fn, sync=options.pop("sync", "last"))
+    if kind == "ddp alone":
+        return answer(gradient, x, y)[1]
+    fold = {"fold": funcga.sum()} if "totals" in name else {}
+    across = {"across": group} if kind == "across" else {}
+    return answer(funcga.accumulate(gradient, 2, **fold, **across, **options), x, y)[1]
+
+
+CASES = [
+    *[(kind, "drop") for kind in KINDS[:-1]],
+    *[(kind, "observe") for kind in ("across", "ddp", "ddp with buffers", "fsdp", "multi_steps")],
+    *[(kind, "another observer") for kind in ("across", "ddp", "fsdp")],
+    *[(kind, "totals") for kind in ("across", "ddp", "fsdp")],
+    *[(kind, "sync") for kind in ("ddp", "ddp with buffers", "fsdp", "replicate", "ddp alone")],
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_options_that_differ_are_named_on_every_rank(kind, name):
+    first, second = processes().run(given_other_options, kind, name, size=2, limit=30)
+    _, option, text = OPTIONS[name]
+    assert first == second
+    assert first.startswith(f"the replicas were given different options: `{option}` is {text}"), first
+    assert first.endswith("With other options they send each other other messages: give every rank the same.")

@@ -336,6 +336,52 @@ def test_folds_of_ones_own_and_parameters_that_are_not_contiguous():
             assert calls == ["allgather_", "allreduce_"]
 
 
+# What lies in front of what: a leaf without elements, an odd number of reals, complex numbers.
+NEIGHBOURS = {
+    "empty first": {"e": (0,), "w": (3,)},
+    "empty last": {"w": (3,), "e": (0, 4)},
+    "empty alone": {"e": (0,)},
+    "complex behind an odd number": {"w": (3,), "c": (2,), "e": (0,), "d": (5,), "f": (2, 2)},
+    "complex first": {"c": (3,), "w": (3,), "f": (1,)},
+}
+
+
+def neighbours(group, name):
+    """The largest error against autograd on the whole batch; of leaves of some replicas against those rows."""
+    torch.manual_seed(0)
+    rank, rows = dist.get_rank(group), torch.randn(12, dtype=torch.float64)
+    dtype = lambda key: torch.complex128 if key in "cf" else torch.float64
+    params = {key: torch.randn(shape, dtype=dtype(key)) for key, shape in NEIGHBOURS[name].items()}
+    own, alone = rows[4 * rank : 4 * rank + 4], [dist.new_group([each]) for each in range(3)][rank]
+
+    def loss_fn(params, x):
+        each = [(p.flatten()[:, None] * x * (1 + 2j if p.is_complex() else 1)).abs().square() for p in params.values()]
+        return torch.cat(each).sum() + 0 * x.sum()
+
+    def expected(rows):
+        leaves = {key: p.clone().requires_grad_() for key, p in params.items()}
+        loss_fn(leaves, rows).backward()
+        return {key: leaf.grad / 12 for key, leaf in leaves.items()}
+
+    errors = []
+    for bucket_bytes, among in ((2**22, {}), (8, {}), (2**22, {"e": alone}), (2**22, {"c": alone, "w": alone})):
+        leaves = {key: among.get(key, group) for key in params}
+        across = Replicas(group, bucket_bytes=bucket_bytes, leaves=leaves if among else None)
+        step = funcga.accumulate(funcga.grad(loss_fn), 2, fold=funcga.per_weight(), across=across)
+        wanted, of_own, found = expected(rows), expected(own), step(params, own)
+        errors += [difference(found[key], (of_own if key in among else wanted)[key]) for key in params]
+    # as torch.func returns it, and a user's function: conjugated lazily
+    lazily = funcga.accumulate(
+        lambda x: x.sum() * torch.tensor([1j] * 3).conj(), 1, fold=funcga.sum(), in_axes=0, across=group
+    )
+    return [*errors, difference(lazily(own), -1j * rows.sum() * torch.ones(3))]
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_leaves_of_any_number_of_elements_beside_each_other(name):
+    assert max(error for errors in processes().run(neighbours, name, size=3) for error in errors) <= 1e-6
+
+
 # -- refusals, on every replica, before anything is reduced
 
 
