@@ -537,13 +537,42 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """What attributes a group and its parameters have in a window, as (object, name, value).
 
     What one replica alone has used is reduced too, and averaged whatever
-    set_gradient_divide_factor was given. Those that hold what passes without synchronisation have
-    summed have None.
+    set_gradient_divide_factor was given. What holds the sums of passes without synchronisation is
+    empty: of a group, and of each parameter. From torch 2.15 on those of parameters are the `.grad`
+    of the unsharded ones.
     """
     reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
     others = "gradient_divide_factor", "_partial_reduce_output"
     values = [*[(group, name, True) for name in reduced], *[(group, name, None) for name in others]]
-    return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
+    if hasattr(group, _OUTER_LAYOUT):
+        values.append((group, _OUTER_LAYOUT, {}))
+    params = [] if holds_sums_in_grad(group) else group.fsdp_params
+    return values + [(param, _SUM, None) for param in params]
+
+
+# What passes without synchronisation have summed, of a parameter; and where the parameters lie in
+# `_partial_reduce_output`, from torch 2.15 on.
+_SUM, _OUTER_LAYOUT = "unsharded_accumulated_grad", "_partial_reduce_output_layout"
+
+
+def holds_sums_in_grad(group: ParamGroup) -> bool:
+    """Whether passes without synchronisation sum in the `.grad` of unsharded parameters."""
+    return any(isinstance(vars(type(p)).get(_SUM), property) for p in group.fsdp_params)
+
+
+def begin_sums(group: ParamGroup) -> None:
+    """Lets parameters that have no sum yet begin with zeros, where others have one in reduce_dtype.
+
+    Before torch 2.15 zeros of unused parameters, and first gradients, are in another dtype, and the
+    two are not reduced together.
+    """
+    sums = [] if holds_sums_in_grad(group) else waiting_sums(group)
+    dtypes = {total.dtype for total in sums if total is not None}
+    for param in group.fsdp_params if dtypes else ():
+        whole = _attribute(param, "_unsharded_param", None)
+        if param.unsharded_accumulated_grad is None and whole is not None and whole.requires_grad:
+            zeros = torch.zeros_like(whole, dtype=param.reduce_dtype, requires_grad=False)
+            param.unsharded_accumulated_grad = zeros
 
 
 def holders_of_fsdp2(module: Any) -> list[object]:
@@ -563,7 +592,7 @@ def forget_unsharded(group: ParamGroup) -> None:
 
 def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
-    return [param.unsharded_accumulated_grad for param in group.fsdp_params]
+    return [_attribute(param, _SUM, None) for param in group.fsdp_params]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:

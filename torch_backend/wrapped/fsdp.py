@@ -219,6 +219,12 @@ class FSDP2(Wrapper):
         for part in self.parts:
             part.set_is_last_backward(is_last)
 
+    def synchronising(self, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Lets all parameters of a group be reduced in one dtype."""
+        for group in self.param_groups() if self.sync == "last" else ():
+            _private.begin_sums(group)
+        return super().synchronising(params)
+
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         for part in self.parts:
