@@ -28,7 +28,7 @@ from torch_backend.replacements import replacements
 T = TypeVar("T")
 
 # The versions of torch in that table, as errors name them.
-TRIED = "2.13 to 2.14"
+TRIED = "2.13 to 2.15"
 
 
 def _attribute(owner: object, path: str, otherwise: T) -> T:
@@ -527,10 +527,13 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
     return [process_group for process_group in groups if process_group is not None]
 
 
-def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
-    """What gradients are summed in before they are reduced; None for that of the parameter."""
-    policy = group.mp_policy
-    return policy.reduce_dtype or policy.param_dtype  # type: ignore[no-any-return]
+def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | None:
+    """What passes without synchronisation sum the gradients of a sharded parameter in; None for its
+    own dtype.
+    """
+    (policy,) = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
+    in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
+    return policy.reduce_dtype or in_grad or policy.param_dtype  # type: ignore[no-any-return]
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:

@@ -186,7 +186,7 @@ class FSDP2(Wrapper):
         group = next(
             g for g in self.param_groups() if any(p is param for p in _private.sharded_params(g))
         )
-        return _private.reduce_dtype(group) or param.dtype
+        return _private.dtype_of_sums(group, param) or param.dtype
 
     @contextmanager
     def window(self) -> Iterator[None]:

@@ -555,13 +555,14 @@ def half(group, wrapper, sync="last", fold=None, n=2):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     dtype = torch.bfloat16
-    exact = {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    # Without reduce_dtype torch reduces in param_dtype, and from 2.15 on in that of the parameters.
+    exact, narrow = ({"param_dtype": dtype, "reduce_dtype": reduced} for reduced in (torch.float32, dtype))
     policies = {
         "fsdp2": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(**exact)),
         "fsdp2 of 16 bits": lambda: fsdp2(
             group, made(dtype), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
         ),
-        "fsdp2 reduces in 16 bits": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)),
+        "fsdp2 reduces in 16 bits": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(**narrow)),
         "fsdp1": lambda: fsdp1_mixed(group, made()),
         "ddp": lambda: ddp(group, made(dtype)),
     }
