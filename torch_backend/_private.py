@@ -533,7 +533,7 @@ def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | Non
     """
     (policy,) = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
     in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
-    return policy.reduce_dtype or in_grad or policy.param_dtype  # type: ignore[no-any-return]
+    return policy.reduce_dtype or in_grad or policy.param_dtype
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
@@ -546,7 +546,8 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """
     reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
     others = "gradient_divide_factor", "_partial_reduce_output"
-    values = [*[(group, name, True) for name in reduced], *[(group, name, None) for name in others]]
+    values: list[tuple[Any, str, object]] = [(group, name, True) for name in reduced]
+    values += [(group, name, None) for name in others]
     if hasattr(group, _OUTER_LAYOUT):
         values.append((group, _OUTER_LAYOUT, {}))
     params = [] if holds_sums_in_grad(group) else group.fsdp_params
@@ -572,7 +573,7 @@ def begin_sums(group: ParamGroup) -> None:
     sums = [] if holds_sums_in_grad(group) else waiting_sums(group)
     dtypes = {total.dtype for total in sums if total is not None}
     for param in group.fsdp_params if dtypes else ():
-        whole = _attribute(param, "_unsharded_param", None)
+        whole: torch.Tensor | None = _attribute(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is None and whole is not None and whole.requires_grad:
             zeros = torch.zeros_like(whole, dtype=param.reduce_dtype, requires_grad=False)
             param.unsharded_accumulated_grad = zeros

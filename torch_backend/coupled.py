@@ -274,7 +274,7 @@ class _FirstPass(Calls):
         next.
         """
         if self.in_step or (self.meets_first and self.buffers is None):
-            self._meet(last)
+            self.is_last = self._meet(last)
         self.generators.append(generator_states(self.devices))
         self.weights.append(weight)
         state = super().fold(arguments, args, kwargs, weight, last)
@@ -282,22 +282,22 @@ class _FirstPass(Calls):
             self._fill_up(args, kwargs)
         return state
 
-    def _meet(self, last: bool) -> None:
-        """Waits for the other replicas before the module communicates. FuncgaError if one has
-        failed.
+    def _meet(self, last: bool) -> bool:
+        """Waits for the other replicas before the module communicates; whether no other run comes.
+        FuncgaError if one has failed.
         """
         for reduction in self.reductions:
             last = reduction.meet(last)
-        self.is_last = last or not self.in_step
+        return last or not self.in_step
 
     def _fill_up(self, args: Args, kwargs: Kwargs, runs_later: bool = False) -> None:
         """Runs the module as often as the replicas do that have more micro-batches; if it
         `runs_later`, once less.
         """
-        put_back = self.source.owner.snapshot()
-        while not self.is_last:
-            self._meet(True)
-            if not (self.is_last and runs_later):
+        put_back, is_last = self.source.owner.snapshot(), self.is_last
+        while not is_last:
+            is_last = self._meet(True)
+            if not (is_last and runs_later):
                 self.grad_fn(*args, **kwargs)
         put_back()
 
@@ -392,11 +392,8 @@ class _SecondPass:
             )
             shards = [] if wrapper is None else wrapper.leaves()
             # What is gathered of a frozen parameter is frozen, too.
-            inputs = [
-                leaf
-                for leaf in (*variables, *leaves, *shards)
-                if leaf is not None and leaf.requires_grad
-            ]
+            shards = [shard for shard in shards if shard.requires_grad]
+            inputs = [leaf for leaf in (*variables, *leaves, *shards) if leaf is not None]
             grads = (
                 torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()
             )

@@ -564,6 +564,10 @@ def masked(
     """
     hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
 
+    def mask_if_any(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        # DDP passes None on, where the loss does not use an output.
+        return None if gradient is None else mask(gradient)
+
     def watch_leaves() -> None:
         for leaf in leaves():
             if leaf.requires_grad and id(leaf) not in hooks:
@@ -572,8 +576,7 @@ def masked(
     def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
         for leaf in trees.flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                # DDP passes None on, where the loss does not use an output.
-                leaf.register_hook(lambda gradient: None if gradient is None else mask(gradient))
+                leaf.register_hook(mask_if_any)  # type: ignore[no-untyped-call]
         watch_leaves()  # FSDP2 makes them in its first forward pass
 
     watch_leaves()
