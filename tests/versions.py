@@ -29,7 +29,8 @@ TOOLS = ("equinox", "hypothesis", "pytest")
 CORE = (
     "tests/call/test_accumulate.py", "tests/call/test_grad.py", "tests/coupled/test_coupled_torch.py",
     "tests/transform/test_multi_steps.py", "tests/torch_backend/test_private.py",
-    "tests/torch_backend/test_private_wrapped.py", "tests/torch_backend/engine/test_compiled_loss.py",
+    "tests/torch_backend/test_private_wrapped.py", "tests/torch_backend/wrapped", "tests/torch_backend/reduce",
+    "tests/torch_backend/engine/test_compiled_loss.py",
     "tests/jax_backend/test_private.py", "tests/jax_backend/test_nnx.py",
 )  # fmt: skip
 

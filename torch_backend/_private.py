@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 T = TypeVar("T")
 
 # The versions of torch in that table, as errors name them.
-TRIED = "2.13 to 2.14"
+TRIED = "2.13 to 2.15"
 
 
 def _attribute(owner: object, path: str, otherwise: T) -> T:
@@ -510,23 +510,56 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
     return [process_group for process_group in groups if process_group is not None]
 
 
-def reduce_dtype(group: ParamGroup) -> torch.dtype | None:
-    """What gradients are summed in before they are reduced; None for that of the parameter."""
-    policy = group.mp_policy
-    return policy.reduce_dtype or policy.param_dtype  # type: ignore[no-any-return]
+def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | None:
+    """What passes without synchronisation sum the gradients of a sharded parameter in; None for its
+    own dtype.
+    """
+    (policy,) = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
+    in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
+    return policy.reduce_dtype or in_grad or policy.param_dtype
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     """What attributes a group and its parameters have in a window, as (object, name, value).
 
     What one replica alone has used is reduced too, and averaged whatever
-    set_gradient_divide_factor was given. Those that hold what passes without synchronisation have
-    summed have None.
+    set_gradient_divide_factor was given. What holds the sums of passes without synchronisation is
+    empty: of a group, and of each parameter. From torch 2.15 on those of parameters are the `.grad`
+    of the unsharded ones.
     """
     reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
     others = "gradient_divide_factor", "_partial_reduce_output"
-    values = [*[(group, name, True) for name in reduced], *[(group, name, None) for name in others]]
-    return values + [(param, "unsharded_accumulated_grad", None) for param in group.fsdp_params]
+    values: list[tuple[Any, str, object]] = [(group, name, True) for name in reduced]
+    values += [(group, name, None) for name in others]
+    if hasattr(group, _OUTER_LAYOUT):
+        values.append((group, _OUTER_LAYOUT, {}))
+    params = [] if holds_sums_in_grad(group) else group.fsdp_params
+    return values + [(param, _SUM, None) for param in params]
+
+
+# What passes without synchronisation have summed, of a parameter; and where the parameters lie in
+# `_partial_reduce_output`, from torch 2.15 on.
+_SUM, _OUTER_LAYOUT = "unsharded_accumulated_grad", "_partial_reduce_output_layout"
+
+
+def holds_sums_in_grad(group: ParamGroup) -> bool:
+    """Whether passes without synchronisation sum in the `.grad` of unsharded parameters."""
+    return any(isinstance(vars(type(p)).get(_SUM), property) for p in group.fsdp_params)
+
+
+def begin_sums(group: ParamGroup) -> None:
+    """Lets parameters that have no sum yet begin with zeros, where others have one in reduce_dtype.
+
+    Before torch 2.15 zeros of unused parameters, and first gradients, are in another dtype, and the
+    two are not reduced together.
+    """
+    sums = [] if holds_sums_in_grad(group) else waiting_sums(group)
+    dtypes = {total.dtype for total in sums if total is not None}
+    for param in group.fsdp_params if dtypes else ():
+        whole: torch.Tensor | None = _attribute(param, "_unsharded_param", None)
+        if param.unsharded_accumulated_grad is None and whole is not None and whole.requires_grad:
+            zeros = torch.zeros_like(whole, dtype=param.reduce_dtype, requires_grad=False)
+            param.unsharded_accumulated_grad = zeros
 
 
 def holders_of_fsdp2(module: Any) -> list[object]:
@@ -546,7 +579,7 @@ def forget_unsharded(group: ParamGroup) -> None:
 
 def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
-    return [param.unsharded_accumulated_grad for param in group.fsdp_params]
+    return [_attribute(param, _SUM, None) for param in group.fsdp_params]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:

@@ -257,10 +257,12 @@ class _FirstPass(Calls):
             program, program.grad_fn, [] if across is None else reductions_of(program, backend)
         )
         self.source, self.starts, self.weights = parameters, list[list[int]](), list[Scalar]()
-        # How often all replicas have to run a module that communicates in each forward pass; and
-        # how often it ran.
-        is_in_step = isinstance(own, WrappedGradient) and own.wrapper.meets_in_every_pass
-        self.runs, self.ran = (program.n or 0) if is_in_step else 0, 0
+        wrapper = parameters.wrapper
+        # Whether all replicas run the module equally often, because each run communicates; or meet
+        # before the first one, which may broadcast buffers.
+        self.in_step = self.looks_ahead = wrapper is not None and wrapper.meets_in_every_pass
+        self.meets_first = wrapper is not None and wrapper.begins_with_buffers
+        self.is_last = not self.in_step  # whether no replica has another micro-batch
         tensors = [*trees.flatten(args)[0], *([] if own is None else own.parameters())]
         self.devices = devices_of(tensors)
         self.generators: list[list[torch.Tensor]] = []  # before each micro-batch
@@ -271,35 +273,50 @@ class _FirstPass(Calls):
         """Folds the summary of one micro-batch in, and returns the state that is threaded to the
         next.
         """
+        if self.in_step or (self.meets_first and self.buffers is None):
+            self.is_last = self._meet(last)
         self.generators.append(generator_states(self.devices))
         self.weights.append(weight)
-        self.ran, self.last = self.ran + 1, (args, kwargs)
-        return super().fold(arguments, args, kwargs, weight, last)
+        state = super().fold(arguments, args, kwargs, weight, last)
+        if last:
+            self._fill_up(args, kwargs)
+        return state
 
-    def _pad(self, args: Args, kwargs: Kwargs) -> None:
-        """Runs the module as often as the replicas do that have more micro-batches."""
-        put_back = self.source.owner.snapshot()
-        for _ in range(self.runs - self.ran):
-            self.grad_fn(*args, **kwargs)
+    def _meet(self, last: bool) -> bool:
+        """Waits for the other replicas before the module communicates; whether no other run comes.
+        FuncgaError if one has failed.
+        """
+        for reduction in self.reductions:
+            last = reduction.meet(last)
+        return last or not self.in_step
+
+    def _fill_up(self, args: Args, kwargs: Kwargs, runs_later: bool = False) -> None:
+        """Runs the module as often as the replicas do that have more micro-batches; if it
+        `runs_later`, once less.
+        """
+        put_back, is_last = self.source.owner.snapshot(), self.is_last
+        while not is_last:
+            is_last = self._meet(True)
+            if not (is_last and runs_later):
+                self.grad_fn(*args, **kwargs)
         put_back()
-        self.ran = self.runs
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: Kwargs, state: list[Any]
     ) -> Tree:
         """The summaries of the other replicas, on one that has no micro-batch."""
         put_back = self.source.owner.snapshot()
-        if self.runs:
-            self.ran = int(len(self.reductions) > 1)  # it runs once more, to see what is folded
-            self._pad(with_a_blank_row(arguments).cut(0, 1, state), kwargs)
+        self.is_last = not (self.in_step or self.meets_first)
+        if not self.is_last:
+            blank = with_a_blank_row(arguments).cut(0, 1, state)
+            # Over several groups it runs once more, to see what is folded.
+            self._fill_up(blank, kwargs, runs_later=len(self.reductions) > 1)
         result = super().result_without_microbatches(arguments, kwargs, state)
         put_back()
         return result
 
     def _merged(self, buffers: Buffers, state: list[Any]) -> Summaries:
         """The summaries of all micro-batches, on all replicas."""
-        if self.ran < self.runs:
-            self._pad(*self.last)
         outputs = buffers.outputs
         pairs = zip(outputs.collected, outputs.collected_folds, strict=True)
         leaves = [(leaf_index, fold, fold.axis or 0) for leaf_index, fold in pairs]
@@ -374,6 +391,8 @@ class _SecondPass:
                 [*trainable(own.module).values()] if own is not None else trees.flatten(params)[0]
             )
             shards = [] if wrapper is None else wrapper.leaves()
+            # What is gathered of a frozen parameter is frozen, too.
+            shards = [shard for shard in shards if shard.requires_grad]
             inputs = [leaf for leaf in (*variables, *leaves, *shards) if leaf is not None]
             grads = (
                 torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()

@@ -31,6 +31,7 @@ from torch_backend.former.loop import (
     is_out_of_memory,
     is_traced,
     moved,
+    telling,
     untraced,
     with_totals,
 )
@@ -38,20 +39,20 @@ from torch_backend.modules.checks import check_no_params, check_wrapped_before
 from torch_backend.modules.layers import Walk
 from torch_backend.wrapped.gradient import ModuleGradient
 
-__all__ = ["accumulate", "alone", "is_out_of_memory", "is_traced", "stream"]
+__all__ = ["accumulate", "alone", "is_out_of_memory", "is_traced", "stream", "telling"]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        if _is_former(program, args):
+        flat = [*map(trees.flatten, args)]
+        if _is_former(program, flat):
             return former.accumulate(program, backend)(args, kwargs)
         if program.totals is not None:
             kwargs = with_totals(program, backend, args, kwargs)
         source = Source(program, backend)
         source.check(args)
-        flat = [*map(trees.flatten, args)]
         key = source.key(flat, kwargs)
         plans = program.memory.keep(Plans)
         plan: Plan | None = plans.get(key)
@@ -84,7 +85,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(
         leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
     ) -> Tree:
-        if _is_former(program, leading):
+        if _is_former(program, [*map(trees.flatten, leading)]):
             return former.stream(program, backend)(leading, items, kwargs)
         if program.device is not None:
             device = torch.device(program.device)
@@ -166,7 +167,7 @@ class Source:
         return Called(program, function, arguments, is_own)
 
 
-def _is_former(program: Program, args: Tree) -> bool:
+def _is_former(program: Program, flat: Sequence[tuple[list[Any], Any]]) -> bool:
     """Whether the former engine runs this: replicas, wrapped modules, what observes or drops."""
     grad_fn = program.grad_fn
     if program.across is not None or program.observers is not None or program.dropping is not None:
@@ -179,8 +180,8 @@ def _is_former(program: Program, args: Tree) -> bool:
             return True
         if isinstance(grad_fn, GradientFunction) and _private.compiled_of(grad_fn.loss_fn):
             return True
-    leaves = trees.flatten(args)[0]
-    return not {*map(type, leaves)} <= _PLAIN and any(map(is_dtensor, leaves))
+    others = [leaves for leaves, _ in flat if not _PLAIN.issuperset(map(type, leaves))]
+    return any(is_dtensor(leaf) for leaves in others for leaf in leaves)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

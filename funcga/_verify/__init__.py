@@ -282,17 +282,9 @@ def verify(
         _check_options(options | {"fold": fold != mean()})
         grad_fn = job.program.grad_fn
         instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
-    if owner_of(grad_fn) is not None:
-        own = importlib.import_module("funcga._verify.in_torch").of_parameters(grad_fn)
-        if own is not None and job is None:
-            grad_fn, parameters = own
-            options["in_axes"] = _with_parameters(in_axes, args)
-            args = (parameters, *args)
-    if owner_of(grad_fn) is not None:
-        raise FuncgaError(
-            "verify evaluates a gradient function, or a step, with parameters of its own choice, "
-            f"and this one brings its own. Give it {instead}, with the module that was wrapped."
-        )
+    grad_fn, args, options = _as_function_of_parameters(
+        grad_fn, args, options, instead, job is None
+    )
     # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
@@ -321,6 +313,25 @@ def verify(
                 probe.values(probe.all_rows)
                 found += calls.same_bits(Case(probe, counts, seed))
     return _verdict(case, found)
+
+
+def _as_function_of_parameters(
+    grad_fn: GradFn, args: tuple[Tree, ...], options: dict[str, Tree], instead: str, is_plain: bool
+) -> tuple[GradFn, tuple[Tree, ...], dict[str, Tree]]:
+    """A gradient function of a module's own parameters as one that takes them first; any other as
+    it is. `is_plain`: whether it is no step of `coupled`. Raises FuncgaError for a wrapped module.
+    """
+    if owner_of(grad_fn) is None:
+        return grad_fn, args, options
+    own = importlib.import_module("funcga._verify.in_torch").of_parameters(grad_fn)
+    if own is not None and is_plain:
+        grad_fn, parameters = own
+        in_axes = _with_parameters(options["in_axes"], args)
+        return grad_fn, (parameters, *args), {**options, "in_axes": in_axes}
+    raise FuncgaError(
+        "verify evaluates a gradient function, or a step, with parameters of its own choice, "
+        f"and this one brings its own. Give it {instead}, with the module that was wrapped."
+    )
 
 
 # --- what is refused

@@ -11,7 +11,16 @@ from tests.coupled import losses
 from tests.coupled.test_coupled_torch import Stopped, Towers, batch, infonce, loss_of, one_graph, summary_of
 from tests.kits import TORCH, difference
 from tests.processes import processes
-from tests.torch_backend.wrapped.test_wrapped import Collectives, ddp, ddp_unused, fsdp1, fsdp2, full
+from tests.torch_backend.wrapped.test_wrapped import (
+    Collectives,
+    ddp,
+    ddp_unused,
+    fsdp1,
+    fsdp2,
+    full,
+    hsdp,
+    replicated_by_fsdp,
+)
 from torch_backend import module_value_and_grad, trainable
 
 LIMIT = 1e-12
@@ -144,6 +153,65 @@ def test_wrapped_modules_with_uneven_rows_or_none(wrapper):
         assert max(found) < LIMIT, found
 
 
+def of_a_size(group, wrapper, frozen):
+    """Micro-batches of two rows, of which the replicas have other numbers or none, and a frozen layer."""
+    plain, (x, y), edges = Scaled(), batch(), [0, 8, 11, 11, 11]
+    freeze = lambda module: [p.requires_grad_(False) for p in module.towers.tower[frozen].parameters()]
+    if frozen is not None:
+        freeze(plain)
+    value = scaled_loss(plain, scaled_summary(plain, x, y))
+    value.backward()
+    module = Scaled()
+    if frozen is not None:
+        freeze(module)
+    module = {**WRAPPERS, "hsdp": hsdp, "replicated_by_fsdp": replicated_by_fsdp, "buffers": with_a_buffer}[wrapper](
+        group, module
+    )
+    options = {"microbatch_size": 2, "fold": FOLD}
+    step = funcga.coupled(module_value_and_grad(module, scaled_summary), scaled_loss, **options)
+    own = edges[group.rank()], edges[group.rank() + 1]
+    for start, end in (own, own, (11 - own[1], 11 - own[0])):  # then the last rows are on the first
+        result = step(x[start:end], y[start:end])
+    grads = [leaf.detach() for leaf in full(module, result[1])]
+    expected = [p.grad for p in plain.parameters() if p.grad is not None]
+    if wrapper == "fsdp1":
+        grads = [grad for grad, p in zip(grads, plain.parameters(), strict=True) if p.grad is not None]
+    return difference(TORCH, [result[0], *grads], [value.detach(), *expected])
+
+
+def with_a_buffer(group, module):
+    """Which DDP broadcasts before the first forward pass of a window."""
+    module.register_buffer("zero", torch.zeros(1))
+    return ddp(group, module)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "size", "frozen"),
+    [
+        ("ddp", 3, 0), ("buffers", 3, None), ("fsdp2", 2, None), ("fsdp2", 3, 0), ("replicated_by_fsdp", 3, 2),
+        ("fsdp1", 3, None), ("hsdp", 4, 0),
+    ],
+)  # fmt: skip
+def test_replicas_have_other_numbers_of_micro_batches_and_frozen_layers(wrapper, size, frozen):
+    assert max(processes().run(of_a_size, wrapper, frozen, size=size)) < LIMIT
+
+
+def all_frozen_in_a_part(group):
+    """FSDP1 has one flat parameter for each part, here of frozen ones alone."""
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    module, (x, y) = Scaled(), batch()
+    module.towers.tower[0].requires_grad_(False)
+    module = fsdp1(group, module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    loss, _ = funcga.coupled(module_value_and_grad(module, scaled_summary), scaled_loss, 3, fold=FOLD)(x, y)
+    plain, twice = Scaled(), (torch.cat([x, x]), torch.cat([y, y]))
+    return difference(TORCH, [loss], [scaled_loss(plain, scaled_summary(plain, *twice)).detach()])
+
+
+def test_a_flat_parameter_that_is_frozen():
+    assert max(processes().run(all_frozen_in_a_part, size=2)) < LIMIT
+
+
 def weighing_nothing(group):
     """Two micro-batches a rank, of which one weighs nothing, and whose summary is then 0 / 0."""
     plain, (x, y) = Scaled(), batch(8)
@@ -241,6 +309,43 @@ def broken(group, where):
 @pytest.mark.parametrize("where", [1, 4, "loss"])
 def test_an_error_on_one_rank_reaches_the_others(where):
     first, second = processes().run(broken, where, size=2, limit=60)
+    assert max(first[0], first[2], second[0], second[2]) < LIMIT
+    assert second[1] == "stopped"
+    assert "rank 1 has raised an error in this window" in first[1]
+
+
+def broken_between_passes(group, wrapper):
+    """The second window of a wrapped module, of which rank 1 raises an error after its first micro-batch."""
+    (x, y), found, calls = batch(8), [], []
+    plain = Scaled()
+    value = scaled_loss(plain, scaled_summary(plain, x, y))
+    value.backward()
+    module = {**WRAPPERS, "buffers": with_a_buffer}[wrapper](group, Scaled())
+
+    def weight(x, y):
+        calls.append(1)
+        if len(found) == group.rank() == 1 and len(calls) == 1 + (wrapper != "buffers"):
+            raise Stopped("stopped")
+        return len(x)
+
+    gradient = module_value_and_grad(module, scaled_summary)
+    step = funcga.coupled(gradient, scaled_loss, 2, fold=FOLD, weight=weight)
+    own = slice(4 * group.rank(), 4 * group.rank() + 4)
+    for _ in range(3):
+        calls.clear()
+        try:
+            loss, grads = step(x[own], y[own])
+            grads = [leaf.detach() for leaf in full(module, grads)]
+            expected = [value.detach(), *[p.grad for p in plain.parameters()]]
+            found.append(difference(TORCH, [loss, *grads], expected))
+        except (Stopped, funcga.FuncgaError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "buffers"])
+def test_an_error_between_passes_of_a_wrapped_module_reaches_the_others(wrapper):
+    first, second = processes().run(broken_between_passes, wrapper, size=2, limit=60)
     assert max(first[0], first[2], second[0], second[2]) < LIMIT
     assert second[1] == "stopped"
     assert "rank 1 has raised an error in this window" in first[1]

@@ -100,7 +100,7 @@ def test_what_fsdp_is_not_told_about_is_refused(wrapper, owner, name, label):
         assert (kind, text) == (
             "FuncgaError",
             f"{label} of torch {torch.__version__} has no `{name}`, without which its gradients cannot be summed over "
-            f"a window. Use torch 2.13 to 2.14; or let funcga reduce: accumulate(funcga.value_and_grad("
+            f"a window. Use torch 2.13 to 2.15; or let funcga reduce: accumulate(funcga.value_and_grad("
             f"torch_backend.pure_loss(module, loss_fn)), n, across=group), with the module that was wrapped.",
         )
 

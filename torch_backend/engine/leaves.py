@@ -35,7 +35,7 @@ def leaves_of(
         # Numbers, integers, or tensors that were made in inference mode. The check says which
         # cannot be differentiated at all; the others are copied.
         gradient.check_leaves(tree, index, backend)
-        copies = [None if o is None else torch.as_tensor(o).detach().clone() for o in originals]
+        copies = [None if o is None else arrays.as_array(o).detach().clone() for o in originals]
         leaves = [None if leaf is None else leaf.requires_grad_() for leaf in copies]
     if all(leaf is not None for leaf in leaves):
         return trees.unflatten(structure, leaves), leaves, originals

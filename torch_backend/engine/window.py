@@ -41,7 +41,7 @@ from torch_backend.engine.plan import OWN, Graph, Plan, plan_of
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
 from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import check_unfrozen
+from torch_backend.modules.checks import check_initialised, check_unfrozen
 from torch_backend.modules.layers import Walk, call_loss
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
@@ -278,6 +278,8 @@ class Window:
         hooked, indices = False, (OWN,)
         if self.module is not None:
             assert self.walk is not None
+            if known is None:
+                check_initialised(self.module)
             own = self.trees[OWN] = self.walk.trainable(self.module)
             self.inputs = self.originals = [*own.values()]
             if known is None or known.hooked:

@@ -25,6 +25,7 @@ from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.folds import Fold
 from torch_backend import arrays, trees
 from torch_backend.former.inputs import OwnParameters, detached, with_a_blank_row
 from torch_backend.former.passes import Pass
@@ -37,7 +38,7 @@ from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import OwnGrads, check_no_stream
+from torch_backend.wrapped.window import OwnGrads, check_no_stream, masked
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -94,7 +95,13 @@ class PipelineWindow:
         self.last_stage = LastStage(self.passes, gradient, self.grads)
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
-        self.steps = 0  # of the schedule
+        self.is_over = False  # whether no replica has another step of the schedule
+        # Whether a micro-batch of weight 0 is no part of the result, so that a row of another one
+        # can stand in for each of its own; and that row, of each input. There may be a NaN in its
+        # own rows, which a gradient of 0 does not keep out of the parameters'.
+        folds = trees.flatten(program.fold)[0]
+        self.stands_in = all(isinstance(fold, Fold) and fold.reducer.linear for fold in folds)
+        self.row: tuple[torch.Tensor, ...] | None = None
         self.arguments: Arguments | None = None  # of the first micro-batch
 
     def __enter__(self) -> Self:
@@ -129,21 +136,23 @@ class PipelineWindow:
         self.arguments = self.arguments or arguments
         self.waiting.append(self._microbatch(args, kwargs, weight))
         self.weights.append(weight)
-        if last or len(self.waiting) == self.count:
-            self._run()
+        if self._counts(weight) or isinstance(weight, torch.Tensor):
+            self.row = self._inputs(weight, tuple([part[:1] for part in self.waiting[-1].inputs]))
+        # Micro-batches of weight 0 wait for one that counts, whose row stands in.
+        is_ready = self.count is not None and (self.row is not None or not self.stands_in)
+        while self.waiting and (last or (is_ready and len(self.waiting) >= (self.count or 0))):
+            self._run(last)
         if last:
             self._fill_up(args, kwargs)
         return []
 
     def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Runs steps that add nothing while other replicas have micro-batches: wrapped stages
-        reduce in every step.
+        reduce in every step. Stages that are not wrapped run at least one.
         """
-        is_wrapped = bool(self.gradient.wrapper.wrapped)
-        steps = -(-(self.program.n or 1) // (self.count or 1)) if is_wrapped else 1
-        while self.steps < steps:
+        while not self.is_over:
             self.waiting = [self._microbatch(args, kwargs, None)]
-            self._run()
+            self._run(True)
 
     def _microbatch(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None
@@ -161,21 +170,51 @@ class PipelineWindow:
         assert self.arguments is not None
         return Microbatch(tuple(inputs), target, kwargs, weight, self.arguments)
 
-    def _run(self) -> None:
-        """Runs a step of the schedule with the waiting micro-batches, filled up."""
+    def _run(self, last: bool) -> None:
+        """Runs a step of the schedule with waiting micro-batches, filled up. `last`: whether no
+        others will come.
+        """
         wrapper, pipeline = self.gradient.wrapper, self.gradient.pipeline
-        for reduction in (self.stages, *(self.reductions if wrapper.wrapped else ())):
-            reduction.meet(False)
+        count = self.count or len(self.waiting)
+        microbatches, self.waiting = self.waiting[:count], self.waiting[count:]
+        self.stages.meet(False)
+        is_over = last and not self.waiting
+        for reduction in self.reductions if wrapper.wrapped else ():
+            is_over = reduction.meet(is_over)
         # A window that does not say how many it has is not shorter than the last one, for which a
         # schedule is built.
         at_least = max(pipeline.count, pipeline.stages[0].num_stages)
-        missing = (self.count or max(len(self.waiting), at_least)) - len(self.waiting)
-        inputs = [microbatch.inputs for microbatch in self.waiting]
+        missing = (self.count or max(len(microbatches), at_least)) - len(microbatches)
+        inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
         inputs += [inputs[0]] * missing
-        loss = partial(self.last_stage.loss, self.waiting, len(self.last_stage.values))
-        with self._reducing():
+        loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
+        with self._reducing(any(each.weight is not None for each in microbatches)):
             pipeline.run(inputs, loss, self._together)
-        self.steps, self.waiting = self.steps + 1, []
+        self.is_over = is_over
+
+    def _counts(self, weight: Scalar | None) -> bool:
+        """Whether the host knows that a micro-batch of this weight is a part of the result."""
+        if weight is None or not self.stands_in:
+            return weight is not None
+        return not isinstance(weight, torch.Tensor) and bool(weight)
+
+    def _inputs(
+        self, weight: Scalar | None, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """The inputs of a micro-batch of this weight; a row that counts, or one of zeros, in the
+        place of each of its rows if it does not.
+        """
+        if self._counts(weight):
+            return inputs
+        rows = [] if self.row is None else [*self.row]
+        if [row.shape[1:] for row in rows] != [part.shape[1:] for part in inputs]:
+            rows = [part.new_zeros((1, *part.shape[1:])) for part in inputs]
+        if isinstance(weight, torch.Tensor):
+            pairs = zip(inputs, rows, strict=True)
+            return tuple(
+                [torch.where(weight.to(part.device) != 0, part, row) for part, row in pairs]
+            )
+        return tuple([row.expand_as(part) for part, row in zip(inputs, rows, strict=True)])
 
     def _together(self, needed: bool) -> bool:
         """Whether to build a new schedule: with FSDP, whose forward passes communicate, if any
@@ -191,16 +230,19 @@ class PipelineWindow:
         return needed
 
     @contextmanager
-    def _reducing(self) -> Iterator[None]:
-        """The context of a step. Raises FuncgaError if the schedule skips the reduction of wrapped
-        stages.
+    def _reducing(self, counts: bool) -> Iterator[None]:
+        """The context of a step; of one that `counts` for nothing no gradient is kept. Raises
+        FuncgaError if the schedule skips the reduction of wrapped stages.
 
         The schedule itself prepares DDP for the last backward pass. The forward pass that infers
         shapes must not: DDP would take the first backward pass for the last.
         """
         wrapper = self.gradient.wrapper
         waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
-        with wrapper.synchronising(self.grads.params), waiting:
+        leaves = lambda: wrapper.leaves() or [*self.grads.params.values()]
+        stages = [*self.gradient.module.children()]
+        masks = nullcontext() if counts else masked(stages, leaves, torch.zeros_like)
+        with masks, wrapper.synchronising(self.grads.params), waiting:
             yield
 
     # --- the result

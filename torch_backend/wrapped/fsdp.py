@@ -186,7 +186,7 @@ class FSDP2(Wrapper):
         group = next(
             g for g in self.param_groups() if any(p is param for p in _private.sharded_params(g))
         )
-        return _private.reduce_dtype(group) or param.dtype
+        return _private.dtype_of_sums(group, param) or param.dtype
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -218,6 +218,12 @@ class FSDP2(Wrapper):
             root.set_requires_all_reduce(is_last)  # type: ignore[operator]
         for part in self.parts:
             part.set_is_last_backward(is_last)
+
+    def synchronising(self, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Lets all parameters of a group be reduced in one dtype."""
+        for group in self.param_groups() if self.sync == "last" else ():
+            _private.begin_sums(group)
+        return super().synchronising(params)
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""

@@ -10,14 +10,15 @@ weight that all replicas have folded together gives the weighted mean, however u
 are.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._call import Program
@@ -26,8 +27,8 @@ from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
-from torch_backend.dtensor import as_dtensor, local_tensors
+from torch_backend import _private, arrays, trees
+from torch_backend.dtensor import as_dtensor, local, local_tensors
 from torch_backend.engine import graphs
 from torch_backend.engine.plan import run_of
 from torch_backend.former.buffers import Buffers
@@ -180,19 +181,19 @@ class ModuleWindow:
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked.
         # The host cannot see whether a weight on a device is 0.
         masks = isinstance(weight, torch.Tensor) or not weight
-        with self.masked(weight) if masks else nullcontext():
+        with self._masked(weight) if masks else nullcontext():
             loss_fn = partial(call_loss, self.gradient.loss_fn, self.gradient.module)
             loss, aux, differentiated = self.passes.forward(loss_fn, [*args], kwargs)
-        if self.gradient.has_aux:
-            aux = detached(aux)
-        # The first loss tells what becomes of every leaf. The cotangent depends on that.
-        self.grads.bind(loss.detach(), aux, arguments)
-        seed, state = self._seed(differentiated, weight), list[Array]()
-        # Usually the loss is added first: before the last backward pass the replicas tell each
-        # other what they have folded.
-        if weight is not None and not self.adds_late:
-            state = self._add(loss.detach(), aux, weight)
-        self._backward(differentiated, seed)
+            if self.gradient.has_aux:
+                aux = detached(aux)
+            # The first loss tells what becomes of every leaf. The cotangent depends on that.
+            self.grads.bind(loss.detach(), aux, arguments)
+            seed, state = self._seed(differentiated, weight), list[Array]()
+            # Usually the loss is added first: before the last backward pass the replicas tell each
+            # other what they have folded.
+            if weight is not None and not self.adds_late:
+                state = self._add(loss.detach(), aux, weight)
+            self._backward(differentiated, seed)
         if weight is not None and self.adds_late:
             state = self._add(loss.detach(), aux, weight)
         return state
@@ -222,31 +223,15 @@ class ModuleWindow:
             last = reduction.meet(last)
         return last
 
-    @contextmanager
-    def masked(self, weight: Scalar | None) -> Iterator[None]:
-        """A context in which the gradients of the module's outputs are 0 where the weight is, even
-        if the loss is NaN.
+    def _masked(self, weight: Scalar | None) -> AbstractContextManager[None]:
+        """A context in which what a micro-batch adds to the gradients is 0 where its weight is."""
 
-        The backward pass still runs, because the wrapper communicates in it.
-        """
+        def mask(gradient: torch.Tensor) -> torch.Tensor:
+            counts = weight is not None and not self.grads.is_weighted
+            return gradient if counts else where_counted(weight, gradient)
 
-        def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            # DDP passes None on, where the loss does not use an output.
-            if gradient is None or (weight is not None and not self.grads.is_weighted):
-                return gradient
-            counts = torch.as_tensor(0 if weight is None else weight, device=gradient.device) != 0
-            return torch.where(counts, gradient, 0)
-
-        def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
-            for leaf in trees.flatten(output)[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(mask)  # type: ignore[no-untyped-call]
-
-        handle = self.gradient.module.register_forward_hook(watch)
-        try:
-            yield
-        finally:
-            handle.remove()
+        leaves = lambda: self.wrapper.leaves() or [*self.grads.params.values()]
+        return masked([self.gradient.module, *self.wrapper.wrapped], leaves, mask)
 
     def _seed(self, loss: torch.Tensor, weight: Scalar | None) -> float | torch.Tensor:
         """The cotangent: the weight, or 1 for plain sums; 0 if the weight is None."""
@@ -568,6 +553,58 @@ def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient if fresh or are_alone([gradient])[0] else gradient.clone()
+
+
+@contextmanager
+def masked(
+    modules: Sequence[nn.Module],
+    leaves: Callable[[], list[torch.Tensor]],
+    mask: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[None]:
+    """A context in which the gradients of what the modules return, and those of the leaves, are
+    masked.
+
+    The backward pass still runs, because the wrapper communicates in it. Outputs are masked because
+    a layer may send their gradients to other replicas. Leaves are masked because a NaN among what a
+    layer has saved, times a gradient of 0, is NaN.
+    """
+    hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+
+    def mask_if_any(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        # DDP passes None on, where the loss does not use an output.
+        return None if gradient is None else mask(gradient)
+
+    def watch_leaves() -> None:
+        for leaf in leaves():
+            if leaf.requires_grad and id(leaf) not in hooks:
+                hooks[id(leaf)] = leaf, leaf.register_hook(mask)  # type: ignore[no-untyped-call]
+
+    def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
+        for leaf in trees.flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(mask_if_any)  # type: ignore[no-untyped-call]
+        watch_leaves()  # FSDP2 makes them in its first forward pass
+
+    watch_leaves()
+    handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leaf, hook in hooks.values():
+            _private.remove_hook(leaf, hook)
+
+
+def where_counted(weight: Scalar | None, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient where the weight is not 0, and zeros elsewhere; None is a weight of 0."""
+    if not isinstance(weight, torch.Tensor):
+        return gradient if weight else torch.zeros_like(gradient)
+    counts = weight.to(gradient.device) != 0
+    if gradient.layout is torch.sparse_coo:
+        values = torch.where(counts, gradient._values(), 0)
+        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape)
+    return as_dtensor(torch.where(counts, local(gradient), 0), gradient)  # type: ignore[no-any-return]
 
 
 def check_no_stream(program: Program) -> None:

@@ -187,6 +187,75 @@ def test_micro_batches_that_weigh_nothing():
     processes(4).run(weighing_nothing, "ScheduleGPipe", size=2)
 
 
+class Normed(nn.Module):
+    """A first stage that has no derivative at a row of zeros."""
+
+    def forward(self, x):
+        return x / x.norm(dim=1, keepdim=True) + x.abs().sum(1, keepdim=True).log()
+
+
+def floats(rows, masked, nan):
+    """Rows that count and others, which are NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    x, y = (torch.randn(rows, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    counted = torch.ones(rows, dtype=torch.float64)
+    counted[masked], x[masked] = 0, nan
+    return x, {"y": y, "counted": counted}
+
+
+def square_of_rows(output, y):
+    return ((output - y["y"]).square().sum(1) * y["counted"]).sum() / y["counted"].sum()
+
+
+def rows_of_nan(group, wrap, weights, **options):
+    """Replicas of two stages, whose rows of NaN weigh nothing; the second window has none on one replica."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = mesh_of(group, 2)
+
+    def stages():
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(3, 3), Normed(), nn.Tanh()).double(), nn.Linear(3, 3).double()]
+
+    rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    stage = PipelineStage(wrap(stages()[rank], mesh["dp"]), rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    gradient = pipeline_value_and_grad(Schedule1F1B, stage, square_of_rows, **options)
+    across = mesh["dp"] if wrap is unwrapped else None
+    step = funcga.accumulate(gradient, 4, weight=weights, across=across)
+    for rows, masked in (((8, 8), slice(0, 4)), ((8, 0), slice(4, 8)), ((8, 4), slice(6, 11))):
+        x, y = floats(sum(rows), masked, torch.nan)
+        whole_x, whole_y = floats(sum(rows), masked, 1.0)
+        model = nn.ModuleDict(dict(zip("01", stages(), strict=True)))
+        total = square_of_rows(nn.Sequential(*model.values())(whole_x), whole_y)
+        grads = torch.autograd.grad(total, [*model.parameters()])
+        mine = slice(0, rows[0]) if replica == 0 else slice(rows[0], None)
+        found = step(x[mine], {name: leaf[mine] for name, leaf in y.items()})
+        check(found, (total.detach(), dict(zip(trainable(model), grads, strict=True))))
+
+
+def counted_rows(x, y):
+    return y["counted"].sum().item()
+
+
+def counted_on_device(x, y):
+    return y["counted"].sum().as_subclass(Unseen)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "weights", "options"),
+    [
+        ("unwrapped", counted_rows, {"n_microbatches": 2}), ("unwrapped", counted_on_device, {}),
+        ("ddp", counted_rows, {}), ("fsdp2", counted_rows, {"n_microbatches": 2}),
+    ],
+)  # fmt: skip
+def test_rows_of_nan_that_weigh_nothing(wrap, weights, options):
+    processes(4).run(rows_of_nan_in, wrap, weights, options)
+
+
+def rows_of_nan_in(group, wrap, weights, options):
+    rows_of_nan(group, globals()[wrap], weights, **options)
+
+
 class Broken(Exception):
     pass
 
@@ -271,12 +340,12 @@ def unwrapped(module, mesh):
     return module
 
 
-def replicated(group, name, wrap, **options):
+def replicated(group, name, wrap, n=6, microbatch_size=None, **options):
     """Two replicas of a pipeline of two processes, with other rows: 11 and 6, 5 and 0, 4 and 13."""
     mesh = mesh_of(group, 2)
     gradient, stages = pipeline(name, mesh, wrap=wrap, **options)
     across = mesh["dp"] if wrap is unwrapped else None
-    step = funcga.accumulate(gradient, 6, weight=tokens, across=across)
+    step = funcga.accumulate(gradient, n, microbatch_size=microbatch_size, weight=tokens, across=across)
     replica = mesh["dp"].get_local_rank()
     for rows in ((11, 6), (5, 0), (4, 13)):
         x, y = batch(sum(rows))
@@ -302,6 +371,16 @@ def test_replicas_of_a_zero_bubble_pipeline_in_several_steps():
 
 def several_steps_of_replicas(group, name, wrap):
     replicated(group, name, wrap, n_microbatches=2)
+    replicated(group, name, wrap, n=None, microbatch_size=2, n_microbatches=2)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_replicas_with_other_numbers_of_micro_batches(wrap):
+    processes(4).run(micro_batches_of_a_size, wrap)
+
+
+def micro_batches_of_a_size(group, wrap):
+    replicated(group, "Schedule1F1B", wrap, n=None, microbatch_size=2)
 
 
 # --- what is refused, and errors

@@ -33,6 +33,7 @@ class Feature:
     sync: str = "last"
     totals: bool = False
     drop: str | None = None
+    nans: bool = False  # all rows of micro-batches that weigh nothing are NaN
     parts: tuple = ()
 
 
@@ -48,6 +49,9 @@ FEATURES = {
     "weights of the host": Feature(weighs="number"),
     "weights of a device": Feature(weighs="unseen", n=4),
     "masked": Feature(weighs="tokens", n=5, rows=((5, 6, 5, 7),) * 2),
+    "masked NaN": Feature(weighs="tokens", n=5, rows=((5, 6, 5, 7), (3, 0, 5, 2)), nans=True, parts=("normed",)),
+    "masked NaN of a device": Feature(weighs="unseen", n=5, rows=((5, 6, 5, 7),) * 2, nans=True, parts=("normed",)),
+    "masked NaN, every": Feature(weighs="tokens", n=None, sync="every", nans=True, parts=("normed",), drop="window"),
     "per_weight": Feature(fold="per_weight", weighs="tokens"),
     "sum": Feature(fold="sum", sync="every"),
     "sum, last": Feature(fold="sum"),
@@ -68,9 +72,16 @@ FEATURES = {
 # Of the second form of a wrapper, and in float32: what is summed, and when, is the same.
 FEATURES_OF_TWINS = [
     "n=3", "every micro-batch synchronises", "uneven stream", "weights of a device", "per_weight", "sum, last", "by_steps",
-    "fewer rows than micro-batches", "fewer rows, summed", "drop", "tied",
+    "fewer rows than micro-batches", "fewer rows, summed", "drop", "tied", "masked NaN",
 ]  # fmt: skip
-FEATURES_OF_A_MESH = ["every micro-batch synchronises", "stream", "fewer rows than micro-batches", "totals", "outer"]
+FEATURES_OF_A_MESH = [
+    "every micro-batch synchronises",
+    "stream",
+    "fewer rows than micro-batches",
+    "totals",
+    "outer",
+    "masked NaN",
+]
 
 
 def features_of(wrapper, dtype):
@@ -86,18 +97,22 @@ def features_of(wrapper, dtype):
 
 
 class Net(nn.Module):
-    """Layers of which one may be tied to another, one frozen, one unused, and one used by some micro-batches alone."""
+    """Layers of which one may be tied to another, one frozen, one unused, and one used by some micro-batches alone; or a
+    first step that has no derivative at a row of zeros."""
 
     def __init__(self, parts):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.tied = "tied" in parts
+        self.tied, self.normed = "tied" in parts, "normed" in parts
         self.frozen = nn.Linear(5, 5).requires_grad_(False) if "frozen" in parts else None
         self.unused = nn.Linear(2, 2) if "unused" in parts else None
         self.branch = nn.Linear(5, 5) if "branch" in parts else None
 
     def forward(self, x):
+        if self.normed:
+            out = self.first(x)
+            x = x + (out / out.norm(dim=1, keepdim=True)).square()[:, :4] + x.abs().sum(1, keepdim=True).log()
         out = torch.tanh(self.second(torch.tanh(self.first(x))))
         out = torch.tanh(self.second(out)) if self.tied else out
         out = torch.tanh(self.frozen(out)) if self.frozen is not None else out
@@ -146,12 +161,15 @@ def microbatches(feature, window, rank, dtype):
     mask = torch.ones(rows, dtype=torch.float64)
     if feature.weighs in ("tokens", "unseen") or feature.totals:
         mask = (torch.rand(rows, generator=g) < 0.6).double()
-    if feature.drop and window == 1 and rank == 1:
+    if feature.drop and window == 1 and rank == 1 and not feature.nans:
         x[-1, 0] = float("inf")
     whole = [x.to(dtype), y.to(dtype), mask.to(dtype)]
     count = -(-rows // 2) if feature.n is None else min(1 if feature.alone else feature.n, rows)
     cut = lambda leaf: leaf.split(2) if feature.n is None else leaf.tensor_split(count)
-    return whole, [*zip(*map(cut, whole), strict=True)] if rows else []
+    parts = [*zip(*map(cut, whole), strict=True)] if rows else []
+    for x, _, mask in parts if feature.nans else ():
+        x[:] = x if mask.sum() else float("nan")
+    return whole, parts
 
 
 def by_hand(feature, parts):
@@ -202,7 +220,7 @@ def error_of(group, wrapper, feature, dtype):
         whole, own = of_ranks[group.rank()]
         found, grads = step(own) if feature.streams else step(*whole)
         value, expected, out = by_hand(feature, [part for _, parts in of_ranks for part in parts])
-        if feature.drop and window == 1:
+        if feature.drop and window == 1 and not feature.nans:
             value, expected = torch.zeros(()), [torch.zeros_like(g) for g in expected]
         if feature.aux:
             found, extra = found

@@ -84,7 +84,7 @@ def a_part_in_16_bits(group, wrapper):
         module[3] = fsdp1(group, module[3], mixed_precision=policy, auto_wrap_policy=None)
         module = fsdp1(group, module, auto_wrap_policy=None)
     else:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.float32)
         fully_shard(module[2], mesh=mesh_of(group), mp_policy=policy)
         fully_shard(module, mesh=mesh_of(group))
     step_of(module, lambda module, x, y: ((module(x).float() - y) ** 2).mean())(*rows(group))

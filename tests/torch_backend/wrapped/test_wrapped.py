@@ -555,13 +555,14 @@ def half(group, wrapper, sync="last", fold=None, n=2):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     dtype = torch.bfloat16
-    exact = {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    # Without reduce_dtype torch reduces in param_dtype, and from 2.15 on in that of the parameters.
+    exact, narrow = ({"param_dtype": dtype, "reduce_dtype": reduced} for reduced in (torch.float32, dtype))
     policies = {
         "fsdp2": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(**exact)),
         "fsdp2 of 16 bits": lambda: fsdp2(
             group, made(dtype), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
         ),
-        "fsdp2 reduces in 16 bits": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)),
+        "fsdp2 reduces in 16 bits": lambda: fsdp2(group, made(), mp_policy=MixedPrecisionPolicy(**narrow)),
         "fsdp1": lambda: fsdp1_mixed(group, made()),
         "ddp": lambda: ddp(group, made(dtype)),
     }
@@ -591,6 +592,47 @@ def test_modules_that_compute_in_16_bits(wrapper, sync, fold, dtype):
     for error, found in processes().run(half, wrapper, sync, fold, size=2):
         assert error <= 0.02
         assert found == {dtype}
+
+
+class Branches(nn.Module):
+    """One layer is never used, and one by micro-batches with a positive first element alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.sometimes, self.idle, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        out = torch.tanh(self.first(x))
+        return self.last(out + torch.tanh(self.sometimes(out)) if x[0, 0] > 0 else out)
+
+
+def branches_in_16_bits(group, signs, dtypes):
+    """The error of a gradient whose sums are wider, or narrower, than the gradients of micro-batches."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    signs = signs if group.rank() == 0 else signs[::-1]  # of the first element of each micro-batch
+    x, y = (
+        torch.randn(2 * group.size() * len(signs), 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
+    for other, start in enumerate(range(0, len(x), 2)):
+        rank, index = divmod(other, len(signs))
+        x[start, 0] = x[start, 0].abs() * (signs if rank == group.rank() else signs[::-1])[index]
+    module = fully_shard(Branches(), mesh=mesh_of(group), mp_policy=MixedPrecisionPolicy(*dtypes))
+    gradient = module_value_and_grad(module, lambda module, x, y: ((module(x).float() - y) ** 2).mean())
+    mine = slice(2 * len(signs) * group.rank(), 2 * len(signs) * (group.rank() + 1))
+    step = funcga.accumulate(gradient, len(signs), fold=funcga.mean(dtype=dtypes[1]))
+    _, grads = step(x[mine], y[mine])
+    whole, parts = Branches(), zip(x.split(2), y.split(2), strict=True)
+    sum(((whole(a) - b) ** 2).mean() for a, b in parts).div(len(signs) * group.size()).backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole.parameters()]
+    return difference(full(module, grads), expected)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
+@pytest.mark.parametrize("signs", [(1, 1), (-1, 1), (1, -1, -1)])
+def test_parameters_that_are_not_used_where_sums_have_another_dtype(signs, dtypes):
+    assert worst(branches_in_16_bits, signs, dtypes) < 0.03
 
 
 def many_small(group, dtype):
