@@ -90,9 +90,7 @@ graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", l
 
 # The node of the graph that this thread runs in a backward pass; None if torch does not tell: then
 # functions written in Python that run a module are not recognised.
-current_node: Callable[[], object] = _attribute(
-    torch._C, "_current_autograd_node", lambda: None
-)
+current_node: Callable[[], object] = _attribute(torch._C, "_current_autograd_node", lambda: None)
 
 # How many nodes of graphs this thread has made. Without it each graph is walked.
 nodes_made: Callable[[], int] = _attribute(

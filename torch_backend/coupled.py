@@ -36,8 +36,16 @@ from torch_backend.former.inputs import (
     detached,
     with_a_blank_row,
 )
+from torch_backend.former.loop import (
+    Calls,
+    accumulate,
+    cut,
+    run_window,
+    untraced,
+    window_of,
+    with_totals,
+)
 from torch_backend.former.window import Engine
-from torch_backend.former.loop import Calls, accumulate, cut, run_window, untraced, window_of, with_totals
 from torch_backend.modules import PureLoss, trainable
 from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states

@@ -33,7 +33,6 @@ from torch_backend.former.loop import (
     moved,
     telling,
     untraced,
-    with_totals,
 )
 from torch_backend.modules.checks import check_no_params, check_wrapped_before
 from torch_backend.modules.layers import Walk
@@ -50,7 +49,11 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if _is_former(program, flat):
             return former.accumulate(program, backend)(args, kwargs)
         if program.totals is not None:
-            kwargs = with_totals(program, backend, args, kwargs)
+            # What is passed whole, such as the parameters, is not counted.
+            parts = program.read(args, backend).parts
+            split = tuple([part.value if part.axes else None for part in parts])
+            totals = accumulate(program.counting(backend), backend)(split, {})
+            kwargs = {**kwargs, "totals": totals}
         source = Source(program, backend)
         source.check(args)
         key = source.key(flat, kwargs)
@@ -112,7 +115,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 args = arguments.cut(0, None, state)
                 (weight,) = on_host([program.weigh(arguments, args, None)])
                 window.fold(args, kwargs, weight)
-                state = window.state
+                state, window.arguments = window.state, None
                 del arguments, args
             assert window is not None
             result = window.result()

@@ -40,8 +40,9 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
     parts = tuple([Argument(arg, [], [], None) for arg in args])
-    with Window(None, gradient, backend, Arguments(parts, gradient, backend), plan) as window:
-        arguments, kwargs = window.prepared(window.arguments, kwargs)
+    arguments = Arguments(parts, gradient, backend)
+    with Window(None, gradient, backend, arguments, plan) as window:
+        arguments, kwargs = window.prepared(arguments, kwargs)
         args = tuple([part.value for part in arguments.parts])
         loss, aux, grads, leads = _run(window, args, kwargs, keeps_graphs)
         if grads is None:

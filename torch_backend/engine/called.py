@@ -14,8 +14,8 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.leaves import detached, without_graphs
+from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.wrapped.gradient import calling
 
@@ -31,7 +31,9 @@ class Called:
     plan = None  # nothing is known of what a function does
 
     def __init__(self, program: Program, grad_fn: GradFn, arguments: Arguments, is_own: bool):
-        self.program, self.grad_fn, self.arguments = program, grad_fn, arguments
+        self.program, self.grad_fn = program, grad_fn
+        # Those of the call, or of the present micro-batch of a stream, which takes them away after.
+        self.arguments: Arguments | None = arguments
         no_axes = program.in_axes is None and program.default_in_axes is None
         self.assumes_whole, self.is_own = no_axes and not is_own, is_own
         self.pure = arrays.in_transform()
@@ -47,6 +49,7 @@ class Called:
         self, arguments: Arguments, kwargs: dict[str, Tree]
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments without graphs: torch.func records a second one for what requires grad."""
+        self.arguments = arguments
         gradient = self.program.grad_fn
         for index in gradient.arg_indices(len(arguments.parts)) if self.is_own else ():
             value = arguments.parts[index].value
@@ -61,8 +64,10 @@ class Called:
 
     def fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar) -> None:
         """Folds the value of one micro-batch in."""
+        assert self.arguments is not None
         if self.pure and isinstance(weight, torch.Tensor):
-            args, kwargs = self._constant_if_weightless(args, kwargs, weight)
+            if self.program.weighs_all(self.arguments.backend):
+                args, kwargs = _constant_if_weightless(args, kwargs, weight)
         # The gradient function of a module that grad_fn calls sees what the call is a part of.
         outer = calling.microbatch
         calling.microbatch = (self.arguments, args) if self.assumes_whole else outer
@@ -80,24 +85,23 @@ class Called:
         with self.quiet:
             self.sums.add(dict(enumerate(leaves)), weight)
 
-    def _constant_if_weightless(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: torch.Tensor
-    ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-        """The arguments, constants if the weight is 0: a NaN would have NaN as its derivative."""
-        if not self.program.weighs_all(self.arguments.backend):
-            return args, kwargs
-        leaves, structure = trees.flatten((args, kwargs))
-
-        def chosen(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, torch.Tensor)
-            if is_tensor and (leaf.is_floating_point() or leaf.is_complex()):
-                return torch.where((weight != 0).to(leaf.device), leaf, leaf.detach())
-            return leaf
-
-        return trees.unflatten(structure, [*map(chosen, leaves)])  # type: ignore[no-any-return]
-
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.sums is not None
         with nullcontext() if self.pure else torch.no_grad():
             return self.sums.result()
+
+
+def _constant_if_weightless(
+    args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: torch.Tensor
+) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+    """The arguments, constants if the weight is 0: a NaN would have NaN as its derivative."""
+
+    def chosen(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if is_tensor and (leaf.is_floating_point() or leaf.is_complex()):
+            return torch.where((weight != 0).to(leaf.device), leaf, leaf.detach())
+        return leaf
+
+    leaves, structure = trees.flatten((args, kwargs))
+    return trees.unflatten(structure, [*map(chosen, leaves)])  # type: ignore[no-any-return]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import is_uninitialised, leaf_paths
 from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, uninitialised
 from torch_backend import arrays, trees
 from torch_backend.engine.plan import OWN
 from torch_backend.gradients import put_hooks
@@ -40,7 +40,11 @@ def leaves_of(
     if all(leaf is not None for leaf in leaves):
         return trees.unflatten(structure, leaves), leaves, originals
     present = [pair for pair in zip(leaves, originals, strict=True) if pair[0] is not None]
-    return trees.unflatten(structure, leaves), [leaf for leaf, _ in present], [o for _, o in present]
+    return (
+        trees.unflatten(structure, leaves),
+        [leaf for leaf, _ in present],
+        [o for _, o in present],
+    )
 
 
 def with_hooks(
@@ -80,6 +84,9 @@ def detached(tree: Tree, recorded: bool = False) -> Tree:
     mode are copied then.
     """
     leaves, structure = trees.flatten(tree)
+    if arrays.has_lazy(leaves):
+        at = next(index for index, leaf in enumerate(leaves) if is_uninitialised(leaf))
+        raise uninitialised(leaf_paths(tree, trees, "params")[at])
     without = detached_leaves(leaves, recorded)
     return tree if without is leaves else trees.unflatten(structure, without)
 

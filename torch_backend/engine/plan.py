@@ -67,7 +67,6 @@ class Plan:
     noted: bool = True
     seen: recompute.Seen = field(default_factory=recompute.none_seen)
 
-
     def with_cuts(self, arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
         is read anew.
@@ -139,7 +138,15 @@ def _kind(leaf: Any) -> object:
         return type(leaf)
     shape = None if leaf.is_nested else leaf.shape
     hooks = bool(_private.hooks_of(leaf)), _private.acts_on_grad(leaf)
-    return type(leaf), shape, leaf.dtype, leaf.layout, leaf.requires_grad, leaf.is_inference(), hooks
+    return (
+        type(leaf),
+        shape,
+        leaf.dtype,
+        leaf.layout,
+        leaf.requires_grad,
+        leaf.is_inference(),
+        hooks,
+    )
 
 
 # --- making one

@@ -41,7 +41,9 @@ class Folding:
         """How torch adds values to each leaf's sum: "weighted", "plain", None if it does not."""
         outputs = self.outputs
         return [
-            None if self.pure or index not in outputs.reduced else _kind(outputs.folds[index], dtype)
+            None
+            if self.pure or index not in outputs.reduced
+            else _kind(outputs.folds[index], dtype)
             for index, dtype in enumerate(outputs.dtypes)
         ]
 
@@ -149,7 +151,11 @@ class Sums:
 
     def _hold_in(self, unit: float) -> None:
         kinds = self.folding.kinds
-        begun = [a for a, kind in zip(self.of, kinds, strict=True) if kind == "weighted" and a is not None]
+        begun = [
+            a
+            for a, kind in zip(self.of, kinds, strict=True)
+            if kind == "weighted" and a is not None
+        ]
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(begun, self.unit / unit)
         self.unit = unit
@@ -242,7 +248,12 @@ class Sums:
 
     def result(self) -> Tree:
         """The normalised result, in the structure of the output. The sums are empty afterwards."""
-        folding, outputs, total, unit = self.folding, self.folding.outputs, self.total, self.unit or 1.0
+        folding, outputs, total, unit = (
+            self.folding,
+            self.folding.outputs,
+            self.total,
+            self.unit or 1.0,
+        )
         results, self.of = self.of, []
         for indices, by, weighted in folding.quotients:
             divisor = total if by == "weight" else self.steps

@@ -80,7 +80,10 @@ class Window:
         that is computed alone.
         """
         self.program, self.gradient, self.backend = program, gradient, backend
-        self.arguments, self.known, self.module, self.walk = arguments, plan, module, walk
+        self.known, self.module, self.walk = plan, module, walk
+        # Those of the call, or of the present micro-batch of a stream, which takes them away after.
+        self.arguments: Arguments | None = arguments
+        self.count = len(arguments.parts)
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
         self.passed: dict[int, Any] = {}  # gradients that are collected or threaded
 
@@ -220,7 +223,9 @@ class Window:
                 leaf.grad = total
         self.held, self.begun = totals, all(total is not None for total in totals)
 
-    def _rest(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> dict[int, Any]:
+    def _rest(
+        self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]
+    ) -> dict[int, Any]:
         """What stands beside the gradients that autograd adds, by leaf."""
         assert self.sums is not None
         folding, gradient = self.sums.folding, self.gradient
@@ -271,6 +276,7 @@ class Window:
         self.stack.__exit__(*error)
 
     def _make_leaves(self) -> None:
+        assert self.arguments is not None
         gradient, known, parts = self.gradient, self.known, self.arguments.parts
         self.trees: dict[int, Tree] = {}
         self.inputs: list[torch.Tensor] = []
@@ -278,7 +284,7 @@ class Window:
         hooked, indices = False, (OWN,)
         if self.module is not None:
             assert self.walk is not None
-            if known is None:
+            if known is None and arrays.has_lazy([*self.module.parameters()]):
                 check_initialised(self.module)
             own = self.trees[OWN] = self.walk.trainable(self.module)
             self.inputs = self.originals = [*own.values()]
@@ -300,10 +306,14 @@ class Window:
             self.originals += originals
         if known is None:
             moving = tuple([i for i in indices if i != OWN and parts[i].axes])
-            known = plan_of(gradient, indices, moving, self.inputs, self.originals, hooked, self.module)
+            known = plan_of(
+                gradient, indices, moving, self.inputs, self.originals, hooked, self.module
+            )
         self.plan = known
 
-    def _with_leaves_of(self, args: tuple[Tree, ...]) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
+    def _with_leaves_of(
+        self, args: tuple[Tree, ...]
+    ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
         moving = []
         for index in self.plan.moving:
@@ -320,6 +330,7 @@ class Window:
         A pure_loss is called in its module, which has the parameters meanwhile: for the window, as
         no code of the user's runs between two micro-batches of a batch; not of a stream.
         """
+        assert self.arguments is not None
         loss, parts, program = self.gradient.loss_fn, self.arguments.parts, self.program
         if not isinstance(loss, PureLoss) or parts[0].axes:
             return nullcontext(loss), 0
@@ -333,8 +344,11 @@ class Window:
         self, arguments: Arguments, kwargs: dict[str, Tree]
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments as the loss is given them: with leaves, and all others without graphs."""
+        self.arguments = arguments
         parts = without_graphs(arguments, self.trees, self.plan.moving, True)
-        named = {name: detached(value, True) for name, value in kwargs.items()} if kwargs else kwargs
+        named = (
+            {name: detached(value, True) for name, value in kwargs.items()} if kwargs else kwargs
+        )
         return replace(arguments, parts=tuple(parts)), named
 
     # --- what becomes of the output
@@ -364,6 +378,7 @@ class Window:
     def _folding(self, loss: torch.Tensor, aux: Tree) -> Folding:
         gradient, indices = self.gradient, self.plan.indices
         assert self.program is not None
+        assert self.arguments is not None
         aux = detached(aux, True)
         # Before the first backward pass the leaves stand in for their gradients: they are alike.
         trees_of = {**self.trees, **self.moving_trees}
@@ -423,7 +438,7 @@ class Window:
         if not all(map(_REQUIRES_GRAD, self.inputs)):
             raise switched_off()
         if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(len(self.arguments.parts), self.backend)
+            raise self.gradient.unreached(self.count, self.backend)
         if ON and unchanged.versions_of(self.unwritten) != self.versions:
             raise unchanged.written()
 

@@ -28,6 +28,7 @@ from torch_backend import _private
 from torch_backend.modules.checks import closed_over
 from torch_backend.modules.visits import IN_USE
 
+
 def _runs_no_pass(kind: type) -> bool:
     """Whether this is a function that runs no backward pass of its own: a graph that torch.compile
     has compiled, or one that says so.

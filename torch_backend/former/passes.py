@@ -99,7 +99,9 @@ class Pass:
         self.arrivals: Arrivals | None = None if gradient.reached else Arrivals(gradient)
         if kwargs or gradient.scaled:
             scale, kwargs = gradient.read_scale(kwargs, self.inputs.backend)
-        noted = _NOTHING if self.inputs.are_in_module else recompute.noted(self.seen, leaves_of(self))
+        noted = (
+            _NOTHING if self.inputs.are_in_module else recompute.noted(self.seen, leaves_of(self))
+        )
         enabled = _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
         with recording_loss(), enabled, noted:
             loss, aux = loss_fn(*args, **kwargs), None

@@ -213,7 +213,9 @@ class ModuleWindow:
             self.is_last = True
             self.passes.runner = graphs.run  # what is reduced in this pass is to see each gradient
         elif self.wrapper.sync == "last":
-            self.passes.runner = run_of([*self.grads.params.values(), *self.wrapper.leaves()], False)
+            self.passes.runner = run_of(
+                [*self.grads.params.values(), *self.wrapper.leaves()], False
+            )
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether the next pass is the last for all. FuncgaError

@@ -87,8 +87,12 @@ def watched(
         return
     thread, tasks = threading.get_ident(), set[int]()
     # On the host a pass runs in this thread, elsewhere it is known by the number of its task.
-    root = None if on_host else loss.grad_fn.register_prehook(  # type: ignore[union-attr]
-        lambda _: tasks.add(_private.graph_task())
+    root = (
+        None
+        if on_host
+        else loss.grad_fn.register_prehook(  # type: ignore[union-attr]
+            lambda _: tasks.add(_private.graph_task())
+        )
     )
 
     def check(module: nn.Module, args: object) -> None:
@@ -105,7 +109,9 @@ def watched(
             root.remove()
 
 
-def _check(module: nn.Module, seen: Seen | None, leaves: Sequence[torch.Tensor], custom: bool) -> None:
+def _check(
+    module: nn.Module, seen: Seen | None, leaves: Sequence[torch.Tensor], custom: bool
+) -> None:
     tensors: list[Any] = [p for p in module._parameters.values() if p is not None]
     in_function = isinstance(_private.current_node(), BackwardCFunction)
     if in_function and not custom:
@@ -136,5 +142,3 @@ def _check(module: nn.Module, seen: Seen | None, leaves: Sequence[torch.Tensor],
 def none_seen() -> Seen:
     """A table for a new plan."""
     return weakref.WeakKeyDictionary()
-
-
