@@ -54,7 +54,7 @@ class Plan:
     moving: tuple[int, ...] = ()
     hooked: bool = False
     watches: bool = False
-    autocast: bool = False
+    autocast: tuple[str, ...] = ()  # the types of devices that it is on for
     takes_weights: bool = False
     on_host: bool = False
     shortens_rows: frozenset[int] = frozenset()
@@ -167,7 +167,15 @@ def plan_of(
     module: nn.Module | None,
 ) -> Plan:
     """A plan for these leaves, which are made of the originals."""
-    autocast = _private.is_any_autocast_enabled()
+    autocast: tuple[str, ...] = ()
+    if _private.is_any_autocast_enabled():
+        autocast = tuple(
+            [
+                kind
+                for kind in sorted({"cpu", *(leaf.device.type for leaf in leaves)})
+                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+            ]
+        )
     may_weigh = not (hooked or autocast or gradient.scaled or moving)
     return Plan(
         indices=indices,

@@ -204,25 +204,24 @@ class Sums:
             if indices and factor is None:
                 self._add_masked(indices, values, weight)
             elif indices:
-                self._add_scaled(indices, [arrays.strided(values[i]) for i in indices], factor)
+                dense = [arrays.strided(values[index]) for index in indices]
+                self._add_scaled(indices, dense, factor)
 
     def _add_scaled(self, indices: list[int], values: list[torch.Tensor], factor: float) -> None:
         """Adds factor * value to each sum; a factor of 0 adds nothing, not even a NaN."""
-        folds = self.folding.outputs.folds
-        if self.of[indices[0]] is not None:  # they begin together
-            if factor:
-                torch._foreach_add_([self.of[index] for index in indices], values, alpha=factor)
-            return
-        begun = [
-            value.to(folds[index].accumulator_dtype, copy=True)  # type: ignore[union-attr]
-            for index, value in zip(indices, values, strict=True)
-        ]
-        if not factor:
-            torch._foreach_zero_(begun)
-        elif factor != 1:
-            torch._foreach_mul_(begun, factor)
-        for index, total in zip(indices, begun, strict=True):
-            self.of[index] = total
+        of, folds = self.of, self.folding.outputs.folds
+        pairs = [*zip(indices, values, strict=True)]
+        begun = [pair for pair in pairs if of[pair[0]] is not None]
+        if begun and factor:
+            torch._foreach_add_([of[i] for i, _ in begun], [v for _, v in begun], alpha=factor)
+        new = [pair for pair in pairs if of[pair[0]] is None]
+        for index, value in new:
+            of[index] = value.to(folds[index].accumulator_dtype, copy=True)  # type: ignore[union-attr]
+        firsts = [of[index] for index, _ in new]
+        if new and not factor:
+            torch._foreach_zero_(firsts)
+        elif new and factor != 1:
+            torch._foreach_mul_(firsts, factor)
 
     def _add_masked(self, indices: list[int], values: Mapping[int, Any], weight: Any) -> None:
         """Adds weight * value to each sum, for a weight that is a tensor: what is dropped has 0."""

@@ -264,7 +264,7 @@ class Window:
             self.outside: AbstractContextManager[object] = _NOTHING
             if plan.autocast:
                 stack.callback(torch.clear_autocast_cache)
-                self.outside = Again(partial(_outside_of_autocast, self.inputs))
+                self.outside = Again(partial(_outside_of_autocast, plan.autocast))
             self.seen = plan.seen if plan.noted else None
             self.noted: AbstractContextManager[object] = _NOTHING
             if plan.noted and (self.known is None or EVERY):
@@ -474,12 +474,11 @@ class Again(AbstractContextManager[Any]):
 
 
 @contextmanager
-def _outside_of_autocast(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def _outside_of_autocast(devices: Sequence[str]) -> Iterator[None]:
     """A context outside of autocast, which is for the forward pass."""
     with ExitStack() as stack:
-        for device in {"cpu", *(leaf.device.type for leaf in leaves)}:
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

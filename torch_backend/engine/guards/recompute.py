@@ -6,6 +6,7 @@ checkpoint runs again then has the module's own: the same where they share memor
 wrong gradients where not, in plain torch too. torch's own hooks show which tensors a module has.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,8 @@ def may_note(loss_fn: object) -> bool:
     """Whether forward passes of a loss may be noted: not of compiled modules and functions, which
     would be compiled again where there are such hooks.
     """
-    return ON and not (_private.may_compile() and any(map(_is_compiled, reachable(loss_fn))))
+    compiles = "torch._dynamo" in sys.modules  # without it nothing is compiled
+    return ON and not (compiles and any(map(_is_compiled, reachable(loss_fn))))
 
 
 def _is_compiled(value: object) -> bool:
