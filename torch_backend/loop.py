@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.called import Called
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Window
+from torch_backend.engine.window import Own, Window
 from torch_backend.former import loop as former
 from torch_backend.former.compiled import of_compiled_loss
 from torch_backend.former.loop import (
@@ -64,7 +65,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
             # Slice all views first: after a backward pass the CPU cache is cold.
-            views = [arguments.cut(start, size, state) for start, size in cuts]
+            views = views_of(arguments, cuts, state)
             weights = _weights(program, arguments, cuts, views)
             for (start, size), view, weight in zip(cuts, views, weights, strict=True):
                 if program.is_exact or state:
@@ -134,37 +135,35 @@ class Source:
         if dist.is_available() and dist.is_initialized():
             check_unwrapped(grad_fn, program.memory)
         self.gradient: GradientFunction | None = None
-        self.module: Any = None
-        self.walk: Walk | None = None
+        self.own: Own | None = None
         if isinstance(grad_fn, ModuleGradient):
             grad_fn.check_not_traced()
             check_wrapped_before(grad_fn.module)
-            self.gradient, self.module = grad_fn.parts, grad_fn.module
-            self.walk = program.memory.keep(Walk)
+            walk, module = program.memory.keep(Walk), grad_fn.module
+            self.gradient = grad_fn.parts
+            self.own = Own(module, walk.trainable(module), walk.ids(module))
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 
     def check(self, args: tuple[Tree, ...]) -> None:
         """Raises FuncgaError for parameters that are given to a module, which has its own."""
-        if self.module is not None:
-            check_no_params(args, self.module)
+        if self.own is not None:
+            check_no_params(args, self.own.module)
 
     def key(self, flat: Sequence[tuple[list[Any], Any]], kwargs: dict[str, Tree]) -> object:
         """The structure of a call."""
         if self.gradient is None:
             return None
         own: object = None
-        if self.walk is not None:
-            params = self.walk.trainable(self.module)
-            own = tuple(params), key_of([*params.values()], None)
+        if self.own is not None:
+            own = tuple(self.own.params), key_of([*self.own.params.values()], None)
         return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs)
 
     def window(self, arguments: Arguments, plan: Plan | None) -> Window | Called:
         """A window for calls with arguments like these."""
         program, grad_fn = self.program, self.program.grad_fn
         if self.gradient is not None:
-            own = self.module, self.walk
-            return Window(program, self.gradient, self.backend, arguments, plan, *own)
+            return Window(program, self.gradient, self.backend, arguments, plan, self.own)
         is_own = isinstance(grad_fn, GradientFunction)
         function = grad_fn.bound(self.backend) if isinstance(grad_fn, GradientFunction) else grad_fn
         return Called(program, function, arguments, is_own)
@@ -176,15 +175,19 @@ def _is_former(program: Program, flat: Sequence[tuple[list[Any], Any]]) -> bool:
     if program.across is not None or program.observers is not None or program.dropping is not None:
         return True
     if isinstance(grad_fn, ModuleGradient):
-        if grad_fn.kind != MODULE or any(map(is_dtensor, grad_fn.parameters())):
+        params = program.memory.keep(Walk).trainable(grad_fn.module).values()
+        if grad_fn.kind != MODULE or _has_dtensors([*params]):
             return True
     if "torch._dynamo" in sys.modules:
         if torch.compiler.is_compiling() or of_compiled_loss(grad_fn) is not None:
             return True
         if isinstance(grad_fn, GradientFunction) and _private.compiled_of(grad_fn.loss_fn):
             return True
-    others = [leaves for leaves, _ in flat if not _PLAIN.issuperset(map(type, leaves))]
-    return any(is_dtensor(leaf) for leaves in others for leaf in leaves)
+    return any(_has_dtensors(leaves) for leaves, _ in flat)
+
+
+def _has_dtensors(leaves: Sequence[object]) -> bool:
+    return not _PLAIN.issuperset(map(type, leaves)) and any(map(is_dtensor, leaves))
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -207,6 +210,32 @@ def _arguments_and_cuts(
         for part, arg, (leaves, _) in zip(plan.parts, args, flat, strict=True)
     ]
     return Arguments(tuple(parts), program.grad_fn, backend, program.in_axes is None), plan.cuts
+
+
+def views_of(
+    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any]
+) -> list[tuple[Tree, ...]]:
+    """The arguments of each micro-batch, as views."""
+    leaves = [leaf for part in arguments.parts for leaf in part.leaves]
+    axes = [axis for part in arguments.parts for axis in part.axes]
+    if {*map(type, leaves)} != {torch.Tensor} or {*map(type, axes)} != {int}:
+        return [arguments.cut(start, size, state) for start, size in cuts]
+    # The usual case: one call cuts a tensor into all of its views.
+    sizes = [size for _, size in cuts]
+    pieces = zip(*[leaf.split(sizes, axis) for leaf, axis in zip(leaves, axes, strict=True)], strict=True)
+    views = []
+    for each in map(iter, pieces):
+        views.append(
+            tuple(
+                [
+                    trees.unflatten(part.structure, [*islice(each, len(part.leaves))])
+                    if part.axes
+                    else part.value
+                    for part in arguments.parts
+                ]
+            )
+        )
+    return views
 
 
 def _weights(

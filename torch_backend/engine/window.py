@@ -10,11 +10,11 @@ pass, and folded in.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,10 +42,18 @@ from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_initialised, check_unfrozen
-from torch_backend.modules.layers import Walk, call_loss
+from torch_backend.modules.layers import call_loss
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 _NOTHING = nullcontext()
+
+
+class Own(NamedTuple):
+    """A module, its own parameters that are differentiated, and what no other thread may use."""
+
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    ids: Collection[int]
 
 
 class Window:
@@ -73,14 +81,13 @@ class Window:
         backend: Backend,
         arguments: Arguments,
         plan: Plan | None,
-        module: nn.Module | None = None,
-        walk: Walk | None = None,
+        own: Own | None = None,
     ):
-        """`module`: the one whose own parameters are differentiated; `program`: None for a gradient
+        """`own`: the module whose own parameters are differentiated; `program`: None for a gradient
         that is computed alone.
         """
         self.program, self.gradient, self.backend = program, gradient, backend
-        self.known, self.module, self.walk = plan, module, walk
+        self.known, self.own = plan, own
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
         self.count = len(arguments.parts)
@@ -100,7 +107,7 @@ class Window:
                 self.sums = self._bind(loss.detach(), aux, moving)
             sums, folding = self.sums, self.sums.folding
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
-            if ON and unchanged.writes_of((*inputs, *moving)) != self.writes:
+            if ON and self._count_writes(moving) != self.writes:
                 unchanged.check_held(inputs, self.held)
                 raise unchanged.ran_backward()
             share = sums.share(weight)
@@ -113,16 +120,16 @@ class Window:
                 is_lent = folding.lends and (seed == share or not folding.weighs)
                 is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
                 if not is_lent:
-                    seed = 1.0
+                    seed, self.begun = 1.0, False
                     for leaf in inputs:
                         leaf.grad = None
                 if has_graph:
-                    self.backward(objective, seed, nodes, moving)
+                    self.backward(objective, seed, nodes, moving, self.writes if is_lent else 0)
                 if not is_lent:
                     self._take(weight)
                 elif not self.begun:
                     self._adopt()
-                self.writes = unchanged.writes_of(inputs)
+                self.writes = self._count_writes()
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
         else:
@@ -146,27 +153,33 @@ class Window:
         return loss, aux, loss if scale is None else scaled_loss(loss, scale, arrays), nodes
 
     def backward(
-        self, loss: torch.Tensor, seed: float, nodes: int, moving: Sequence[torch.Tensor]
+        self,
+        loss: torch.Tensor,
+        seed: float,
+        nodes: int,
+        moving: Sequence[torch.Tensor],
+        before: int = 0,
     ) -> None:
-        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
+        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves; `before`:
+        how much had been added to these.
+        """
         plan, leaves = self.plan, (*self.inputs, *moving)
         graph = self.graph_of(loss, nodes, leaves)
-        before, on_host = unchanged.writes_of(leaves), plan.on_host and loss.is_cpu
+        on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         try:
             with self.outside:
                 if graph.custom:
                     functions.run_unrestricted(
-                        loss, cotangent, leaves, on_host, self.seen, self.originals, self.gradient
+                        loss, cotangent, leaves, on_host, self.watch, self.originals, self.gradient
                     )
                 else:
-                    with recompute.watched(loss, self.seen, leaves, on_host, False):
-                        plan.run(loss, cotangent, leaves, on_host)
+                    self.watch.run(plan.run, loss, cotangent, leaves, on_host)
         except RuntimeError as error:
             if all(map(_REQUIRES_GRAD, leaves)):
                 raise
             raise switched_off() from error
-        arrivals = unchanged.writes_of(leaves) - before
+        arrivals = self._count_writes() - before
         if graph.arrivals != arrivals and not graph.custom:
             # Nobody has counted yet; or this is another graph of equally many nodes.
             if graph.arrivals is not None and graphs.reach(loss, {*map(id, leaves)}).custom:
@@ -181,6 +194,13 @@ class Window:
             graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign), None)
             self.plan.graphs.put(nodes, graph)
         return graph
+
+    def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
+        """A number that grows with everything that is added to the `.grad`s of the leaves."""
+        grads = self.held
+        if not self.begun or moving:
+            grads = [g for g in map(_GRAD, (*self.inputs, *moving)) if g is not None]
+        return unchanged.writes_of(grads)
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
@@ -249,10 +269,10 @@ class Window:
             self._make_leaves()
             plan, loss_fn = self.plan, self.gradient.loss_fn
             self.visit: AbstractContextManager[Callable[..., Any]]
-            if self.module is not None:
-                assert self.walk is not None
-                stack.enter_context(gradients_aside(self.inputs, self.walk.ids(self.module)))
-                self.visit, self.first = nullcontext(partial(call_loss, loss_fn, self.module)), 0
+            if self.own is not None:
+                stack.enter_context(gradients_aside(self.inputs, self.own.ids))
+                self.visit = nullcontext(partial(call_loss, loss_fn, self.own.module))
+                self.first = 0
             else:
                 if ON and plan.watches:
                     stack.enter_context(grads_watched(self.originals))
@@ -265,7 +285,8 @@ class Window:
             if plan.autocast:
                 stack.callback(torch.clear_autocast_cache)
                 self.outside = Again(partial(_outside_of_autocast, plan.autocast))
-            self.seen = plan.seen if plan.noted else None
+            seen = plan.seen if plan.noted else None
+            self.watch = recompute.Watch(seen, self.inputs, plan.on_host)
             self.noted: AbstractContextManager[object] = _NOTHING
             if plan.noted and (self.known is None or EVERY):
                 self.noted = Again(partial(recompute.noted, plan.seen, self.inputs))
@@ -282,17 +303,16 @@ class Window:
         self.inputs: list[torch.Tensor] = []
         self.originals: list[Any] = []
         hooked, indices = False, (OWN,)
-        if self.module is not None:
-            assert self.walk is not None
-            if known is None and arrays.has_lazy([*self.module.parameters()]):
-                check_initialised(self.module)
-            own = self.trees[OWN] = self.walk.trainable(self.module)
-            self.inputs = self.originals = [*own.values()]
+        if self.own is not None:
+            params = self.trees[OWN] = self.own.params
+            if known is None and arrays.has_lazy(self.own.module.parameters()):
+                check_initialised(self.own.module)
+            self.inputs = self.originals = [*params.values()]
             if known is None or known.hooked:
-                hooked = with_hooks(self.inputs, self.inputs, own, OWN, gradient)
+                hooked = with_hooks(self.inputs, self.inputs, params, OWN, gradient)
         else:
             indices = gradient.arg_indices(len(parts)) if known is None else known.indices
-        for index in indices if self.module is None else ():
+        for index in indices if self.own is None else ():
             if known is None:
                 value = parts[index].value
                 check_unfrozen(trees.flatten(value)[0], value, gradient, index)
@@ -306,8 +326,9 @@ class Window:
             self.originals += originals
         if known is None:
             moving = tuple([i for i in indices if i != OWN and parts[i].axes])
+            own = None if self.own is None else self.own.module
             known = plan_of(
-                gradient, indices, moving, self.inputs, self.originals, hooked, self.module
+                gradient, indices, moving, self.inputs, self.originals, hooked, own
             )
         self.plan = known
 
@@ -372,7 +393,7 @@ class Window:
                 totals[at] = torch.zeros_like(inputs[at], dtype=dtype, requires_grad=False)
                 sums.of[index] = totals[at]
         self._hold(totals)
-        self.writes = unchanged.writes_of(inputs)
+        self.writes = self._count_writes()
         return sums
 
     def _folding(self, loss: torch.Tensor, aux: Tree) -> Folding:
@@ -399,7 +420,7 @@ class Window:
             moved=tuple([leaf for index in self.plan.moving for leaf in present(index)]),
             beside=tuple(beside),
             rest_outputs=outputs.part(beside, trees.flatten(rest)[1]),
-            may_be_wide=self.module is None,
+            may_be_wide=self.own is None,
         )
 
     def note_reached(

@@ -147,13 +147,11 @@ class Pass:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
             on_host = self.on_host and loss.is_cpu
-            if not self.inputs.are_in_module:
-                outside.enter_context(
-                    recompute.watched(loss, self.seen, leaves_of(self), on_host, not inputs)
-                )
-            for device in self.autocast:
-                outside.enter_context(torch.autocast(device, enabled=False))
-            self.runner(loss, cotangent, inputs, on_host)
+            if self.inputs.are_in_module:
+                self.runner(loss, cotangent, inputs, on_host)
+            else:
+                watch = recompute.Watch(self.seen, leaves_of(self), on_host)
+                watch.run(self.runner, loss, cotangent, inputs, on_host, custom=not inputs)
 
     def run_by_hand(
         self,

@@ -21,7 +21,7 @@ def run_unrestricted(
     cotangent: torch.Tensor,
     leaves: Sequence[torch.Tensor],
     on_host: bool,
-    seen: recompute.Seen | None,
+    watch: recompute.Watch,
     originals: Sequence[torch.Tensor],
     loss_fn: object,
 ) -> None:
@@ -37,8 +37,8 @@ def run_unrestricted(
     around = [tensor for tensor in around if tensor.requires_grad and tensor.is_leaf]
     others = {id(leaf): leaf for leaf in (*in_graph, *around)}
     others = {key: leaf for key, leaf in others.items() if key not in own_ids}
-    with gradients_aside(others.values()), recompute.watched(loss, seen, leaves, on_host, True):
-        graphs.run(loss, cotangent, (), on_host)
+    with gradients_aside(others.values()):
+        watch.run(graphs.run, loss, cotangent, (), on_host, custom=True)
         in_graph_ids = {*map(id, in_graph)}
         written = {
             key for key, leaf in others.items() if leaf.grad is not None and key not in in_graph_ids

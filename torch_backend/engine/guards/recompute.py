@@ -9,7 +9,7 @@ wrong gradients where not, in plain torch too. torch's own hooks show which tens
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,45 +70,44 @@ def noted(seen: Seen, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-@contextmanager
-def watched(
-    loss: torch.Tensor,
-    seen: Seen | None,
-    leaves: Sequence[torch.Tensor],
-    on_host: bool,
-    custom: bool,
-) -> Iterator[None]:
-    """A context of the backward pass of a loss. Raises FuncgaError if a module runs in it with
-    other tensors than in the forward pass.
+class Watch:
+    """Watches the backward passes of a window: `check` raises FuncgaError if a module runs in one
+    with other tensors than in the forward pass.
 
-    `seen`: None where forward passes were not noted. `custom`: whether the pass runs unrestricted,
-    so that functions may run passes of their own.
+    `seen`: None where forward passes were not noted.
     """
-    if not ON:
-        yield
-        return
-    thread, tasks = threading.get_ident(), set[int]()
-    # On the host a pass runs in this thread, elsewhere it is known by the number of its task.
-    root = (
-        None
-        if on_host
-        else loss.grad_fn.register_prehook(  # type: ignore[union-attr]
-            lambda _: tasks.add(_private.graph_task())
-        )
-    )
 
-    def check(module: nn.Module, args: object) -> None:
-        is_here = threading.get_ident() == thread if on_host else _private.graph_task() in tasks
-        if is_here and _private.in_backward():
-            _check(module, seen, leaves, custom)
+    def __init__(self, seen: Seen | None, leaves: Sequence[torch.Tensor], on_host: bool):
+        self.seen, self.leaves, self.on_host = seen, leaves, on_host
+        self.thread, self.tasks = threading.get_ident(), set[int]()
+        self.custom = False  # set for each pass: whether it runs unrestricted
 
-    handle = register_module_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
-        if root is not None:
-            root.remove()
+    def run(
+        self, backward: Callable[..., None], loss: torch.Tensor, *args: Any, custom: bool = False
+    ) -> None:
+        """Runs `backward(loss, *args)`. `custom`: whether it runs unrestricted, so that functions
+        may run passes of their own.
+        """
+        if not ON:
+            backward(loss, *args)
+            return
+        self.custom, handles = custom, [register_module_forward_pre_hook(self.check)]
+        if not self.on_host:
+            # On the host a pass runs in this thread, elsewhere it is known by its task's number.
+            root: Any = loss.grad_fn
+            handles.append(root.register_prehook(lambda _: self.tasks.add(_private.graph_task())))
+        try:
+            backward(loss, *args)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def check(self, module: nn.Module, args: object) -> None:
+        """The hook."""
+        task = _private.graph_task()
+        is_here = threading.get_ident() == self.thread if self.on_host else task in self.tasks
+        if is_here and task != -1:
+            _check(module, self.seen, self.leaves, self.custom)
 
 
 def _check(

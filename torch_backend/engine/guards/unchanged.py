@@ -18,9 +18,8 @@ def versions_of(leaves: Sequence[torch.Tensor]) -> int:
     return sum(map(_private.version, leaves))
 
 
-def writes_of(leaves: Sequence[torch.Tensor]) -> int:
-    """A number that grows with everything that is added to the `.grad`s of these."""
-    grads = [gradient for gradient in map(_GRAD, leaves) if gradient is not None]
+def writes_of(grads: Sequence[torch.Tensor]) -> int:
+    """A number that grows with everything that is added to these `.grad`s, and with each new one."""
     return len(grads) + sum(map(_private.version, grads))
 
 
