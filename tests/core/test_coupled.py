@@ -1,4 +1,7 @@
-"""`coupled`: losses of the whole batch, from summaries of micro-batches, against the loss as a paper writes it."""
+"""`coupled`: losses of the whole batch, from summaries of micro-batches, against the loss as a paper writes it.
+
+At each of four calls of a step: at first, with other values, with another structure, and as at first.
+"""
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ from torch import nn
 
 import funcga
 import torch_backend
+from tests.core.sources import bounds
 from tests.coupled import losses
 from tests.kits import JAX, TORCH, difference
 
@@ -23,39 +27,40 @@ CASES = [
 
 @pytest.mark.parametrize(("kit", "name", "cut"), CASES, ids=lambda part: getattr(part, "name", str(part)))
 def test_any_cut_gives_the_whole_batch(kit, name, cut):
-    params, batch = losses.problem(kit, name)
-    before = kit.leaves((params, batch))
-    step = losses.step(kit, name, **cut)
-    found = step(params, batch)
-    assert difference(kit, found, losses.expected(kit, name, params, batch)) <= LIMIT
-    assert difference(kit, step(params, batch), found) == 0
-    for leaf, other in zip(kit.leaves((params, batch)), before, strict=True):
+    calls = [losses.problem(kit, name, rows, seed) for rows, seed in ((11, 0), (11, 1), (12, 2), (11, 0))]
+    before, step = kit.leaves(calls), losses.step(kit, name, **cut)
+    results = [step(*args) for args in calls]
+    for found, args in zip(results, calls, strict=True):
+        assert difference(kit, found, losses.expected(kit, name, *args)) <= LIMIT
+        if kit is TORCH:
+            assert not any(leaf.requires_grad or leaf.grad is not None for leaf in (found[0], *found[1].values()))
+    assert difference(kit, results[-1], results[0]) == 0
+    for leaf, other in zip(kit.leaves(calls), before, strict=True):
         assert (leaf == other).all()
-    if kit is TORCH:
-        assert not any(leaf.requires_grad or leaf.grad is not None for leaf in (found[0], *found[1].values()))
 
 
 def test_weighed_summaries_argnums_and_aux(kit):
     """A mean of summaries by their tokens; the derivative by two arguments; and what else the loss returns."""
-    params, batch = losses.problem(kit, "InfoNCE")
-    w, shift, x = params["w"], params["bias"], batch["x"]
     summary = lambda w, shift, x: (kit.xp.tanh(x @ w) + shift).mean(0)
     weight = lambda x: (x[:, 0] > -0.5).sum()
     loss = lambda w, shift, mean: ((mean**2).sum() + shift * (w**2).sum(), {"mean": mean})
     step = funcga.coupled(
         summary, loss, 4, fold=funcga.mean(), weight=weight, in_axes=(None, None, 0), argnums=(0, 1), has_aux=True
     )
-    (value, aux), grads = step(w, shift, x)
-    cut = [x[0:3], x[3:6], x[6:9], x[9:11]]
+    for rows, seed in ((11, 0), (11, 1), (12, 2), (11, 0)):
+        params, batch = losses.problem(kit, "InfoNCE", rows, seed)
+        x, weighed = batch["x"], {"shift": params["bias"], "w": params["w"]}
+        (value, aux), grads = step(weighed["w"], weighed["shift"], x)
+        cut = [x[a:b] for a, b in bounds({"n": 4}, rows)]
 
-    def whole(of):
-        total = sum(weight(part) for part in cut)
-        mean = sum(weight(part) * summary(of["w"], of["shift"], part) for part in cut) / total
-        return loss(of["w"], of["shift"], mean)[0]
+        def whole(of, cut=cut):
+            total = sum(weight(part) for part in cut)
+            mean = sum(weight(part) * summary(of["w"], of["shift"], part) for part in cut) / total
+            return loss(of["w"], of["shift"], mean)[0]
 
-    expected = losses.differentiated(kit, whole, {"shift": shift, "w": w})
-    assert difference(kit, (value, {"shift": grads[1], "w": grads[0]}), expected) <= LIMIT
-    assert aux["mean"].shape == (losses.WIDTH,)
+        expected = losses.differentiated(kit, whole, weighed)
+        assert difference(kit, (value, {"shift": grads[1], "w": grads[0]}), expected) <= LIMIT
+        assert aux["mean"].shape == (losses.WIDTH,)
 
 
 class Towers(nn.Module):
