@@ -3,6 +3,8 @@
 At each of four calls of a step: at first, with other values, with another structure, and as at first.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,13 +88,14 @@ def towers():
 
 
 def by_hand(module, x, n):
-    """One graph over all micro-batches."""
+    """One graph over all micro-batches of a copy without hooks; and the copy, with its statistics as they are then."""
+    module = copy.deepcopy(module)
     params = torch_backend.trainable(module)
     torch.manual_seed(9)
     s = torch.cat([module(part) for part in x.tensor_split(n)])
     value = contrastive(module.scale, module.tower.weight, s)
     grads = torch.autograd.grad(value, [*params.values()])
-    return value.detach(), dict(zip(params, grads, strict=True))
+    return (value.detach(), dict(zip(params, grads, strict=True))), dict(module.named_buffers())
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -100,26 +103,25 @@ def by_hand(module, x, n):
 def test_modules_dropout_statistics_and_hooks(towers, way, n):
     """The second pass draws what the first one drew; statistics are written once; hooks see the whole gradient once."""
     module, x = towers
-    statistics = {name: leaf.clone() for name, leaf in module.named_buffers()}
-    value, expected = by_hand(module, x, n)
-    after = {name: leaf.clone() for name, leaf in module.named_buffers()}
-    module.load_state_dict(statistics, strict=False)
-    for name in expected:
-        expected[name] = expected[name] * 3
-        module.get_parameter(name).register_hook(lambda grad: 3 * grad)
-    torch.manual_seed(9)
     if way == "module":
         summary = torch_backend.module_value_and_grad(module, lambda module, x: module(x))
-        of_module = lambda module, s: contrastive(module.scale, module.tower.weight, s)
-        found = funcga.coupled(summary, of_module, n)(x)
+        step = funcga.coupled(summary, lambda module, s: contrastive(module.scale, module.tower.weight, s), n)
     else:
         summary = torch_backend.pure_loss(module, lambda module, x: module(x))
         of_params = lambda params, s: contrastive(params["scale"], params["tower.weight"], s)
-        found = funcga.coupled(summary, of_params, n)(torch_backend.trainable(module), x)
-    assert difference(TORCH, found, (value, expected)) <= LIMIT
-    wanted = after if way == "module" else statistics
-    assert difference(TORCH, dict(module.named_buffers()), wanted) <= LIMIT
-    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
+        by_params = funcga.coupled(summary, of_params, n)
+        step = lambda x: by_params(torch_backend.trainable(module), x)
+    expected = [by_hand(module, rows, n)[0] for rows in (x, 2 * x, x[:8])]
+    for p in module.parameters():
+        p.register_hook(lambda grad: 3 * grad)
+    for rows, (value, grads) in zip((x, 2 * x, x[:8], x), [*expected, expected[0]], strict=True):
+        before = {name: leaf.clone() for name, leaf in module.named_buffers()}
+        after = by_hand(module, rows, n)[1]
+        torch.manual_seed(9)
+        found = step(rows)
+        assert difference(TORCH, found, (value, {name: 3 * grad for name, grad in grads.items()})) <= LIMIT
+        assert difference(TORCH, dict(module.named_buffers()), after if way == "module" else before) <= LIMIT
+        assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 def test_an_error_of_the_loss_leaves_nothing(towers):
@@ -134,10 +136,11 @@ def test_an_error_of_the_loss_leaves_nothing(towers):
 
 
 def test_totals_and_fewer_rows_than_micro_batches(kit):
-    params, batch = losses.problem(kit, "InfoNCE")
-    x, w = batch["x"][:3], params["w"]
     summary = lambda w, x, *, totals: ((x @ w) ** 2).sum() / totals
     step = funcga.coupled(summary, lambda w, s: s**2, 7, fold=funcga.sum(), totals=len)
-    whole = losses.differentiated(kit, lambda of: (((x @ of["w"]) ** 2).sum() / 3) ** 2, {"w": w})
-    found = step(w, x)
-    assert difference(kit, (found[0], {"w": found[1]}), whole) <= LIMIT
+    for rows, seed in ((3, 0), (3, 1), (5, 2), (3, 0)):
+        params, batch = losses.problem(kit, "InfoNCE", rows, seed)
+        x, w = batch["x"], params["w"]
+        of_whole = lambda of, x=x: (((x @ of["w"]) ** 2).sum() / len(x)) ** 2
+        found = step(w, x)
+        assert difference(kit, (found[0], {"w": found[1]}), losses.differentiated(kit, of_whole, {"w": w})) <= LIMIT
