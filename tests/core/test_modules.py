@@ -468,18 +468,26 @@ def test_sparse_gradients_become_dense(fold):
 
 def test_sixteen_bit_gradients_are_summed_in_float32_by_exact_weights():
     """512 gradients that a sum in bfloat16 would lose after 256; 1001 tokens, which are 1000 in bfloat16."""
-    params = {"w": torch.ones(4).bfloat16()}
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] * x).sum()), 512, fold=funcga.sum(out_dtype="float32"))
-    torch.testing.assert_close(step(params, torch.ones(512).bfloat16())["w"], torch.full((4,), 512.0))
     step = funcga.accumulate(
-        funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1001 if x[0] > 2 else 513,
+        funcga.grad(lambda p, x: (p["w"] * x.sum()).sum()), 512, fold=funcga.sum(out_dtype="float32")
+    )
+    for factor, rows, width in ((1, 512, 4), (2, 512, 4), (1, 1024, 3), (1, 512, 4)):
+        params = {"w": torch.ones(width).bfloat16()}
+        found = step(params, torch.full((rows,), float(factor)).bfloat16())["w"]
+        torch.testing.assert_close(found, torch.full((width,), float(factor * rows)))
+    step = funcga.accumulate(
+        funcga.grad(lambda p, x: (p * x[..., 0]).mean()), 2, weight=lambda x: 1001 if x[0, 0] > 2 else 513,
         fold=funcga.mean(out_dtype="float32"),
     )  # fmt: skip
-    found = step(torch.ones(()).bfloat16(), torch.tensor([1.0, 3.0]).bfloat16())
-    assert float(found) == pytest.approx((513 + 3 * 1001) / 1514, rel=1e-6)
+    for low, high, rows in ((1, 3, 2), (2, 4, 2), (1, 3, 4), (1, 3, 2)):
+        x = torch.tensor([low, high]).bfloat16().repeat_interleave(rows // 2)[:, None]
+        expected = (513 * low + 1001 * high) / 1514
+        assert float(step(torch.ones(()).bfloat16(), x)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_float16_gradients_do_not_overflow_by_their_weight():
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1000 if x[0] > 150 else 3000)
-    found = step(torch.ones((), dtype=torch.float16), torch.tensor([100.0, 200.0], dtype=torch.float16))
-    assert float(found) == pytest.approx(125, rel=1e-3)
+    step = funcga.accumulate(funcga.grad(lambda p, x: (p * x).mean()), 2, weight=lambda x: 1000 if x[0] > 150 else 3000)
+    for low, rows in ((100, 2), (120, 2), (100, 4), (100, 2)):
+        x = torch.tensor([low, 200], dtype=torch.float16).repeat_interleave(rows // 2)
+        found = step(torch.ones((), dtype=torch.float16), x)
+        assert float(found) == pytest.approx((3 * low + 200) / 4, rel=1e-3)
