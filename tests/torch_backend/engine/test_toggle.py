@@ -7,7 +7,7 @@ FuncgaError refuses the call, and leaves all as it was; no other gradient, and n
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,7 @@ WRONG = [
 ]
 
 N, ROWS, WIDTH = 4, 8, 4
+LARGE = 768  # so wide that the gradient of a layer is added where it is computed
 
 
 # -- what a module may come to do
@@ -110,12 +111,16 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient
 
 
+def drawn(leaf, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype)
+
+
 class Adapter(nn.Module):
-    def __init__(self, dtype):
+    def __init__(self, layer):
         super().__init__()
-        r = torch.Generator().manual_seed(5)
-        draw = lambda *shape: nn.Parameter(torch.randn(*shape, generator=r, dtype=torch.float64).to(dtype))
-        self.down, self.up = draw(2, WIDTH), draw(WIDTH, 2)
+        down, up = layer.weight[:2].detach(), layer.weight[:, :2].detach()
+        self.down, self.up = nn.Parameter(drawn(down, 5)), nn.Parameter(drawn(up, 6))
 
     def forward(self, x):
         return x @ self.down.T @ self.up.T
@@ -124,10 +129,11 @@ class Adapter(nn.Module):
 class Net(nn.Module):
     """Three layers; `mode` says in which way they are applied."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, width=WIDTH):
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
-        self.register_buffer("constant", torch.ones(WIDTH, dtype=dtype))
+        self.a, self.b = nn.Linear(WIDTH, width, dtype=dtype), nn.Linear(width, width, dtype=dtype)
+        self.c = nn.Linear(width, WIDTH, dtype=dtype)
+        self.register_buffer("constant", torch.ones(width, dtype=dtype))
         self.register_module("adapter", None)
         self.mode = "plain"
 
@@ -242,14 +248,9 @@ def hook_on_a_parameter(net):
     HANDLES.append(net.b.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)))
 
 
-def drawn(leaf, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype)
-
-
 def replace_a_layer(net):
     with torch.random.fork_rng():
-        net.b = nn.Linear(WIDTH, WIDTH, dtype=net.b.weight.dtype)
+        net.b = nn.Linear(*net.b.weight.shape, dtype=net.b.weight.dtype)
     for p in net.b.parameters():
         p.data = drawn(p, 7)
 
@@ -269,7 +270,7 @@ def freeze_first(net):
 
 def add_an_adapter(net):
     net.requires_grad_(False)
-    net.adapter = Adapter(net.b.weight.dtype)
+    net.adapter = Adapter(net.b)
 
 
 def add_an_adapter_and_checkpoint(net):
@@ -582,6 +583,14 @@ def cases():
             yield pytest.param(kind, name, marks=marks, id=f"{kind}-{name}")
 
 
+# Those that change how the graph of a large weight looks, or what is computed of it.
+CASES_OF_LARGE = [
+    "non-reentrant, later", "reentrant, later", "own pass, later", "function", "autograd.grad", "equal, own pass",
+    "equal, in each micro-batch another", "in each micro-batch another", "full backward hook", "hook on a parameter",
+    "hook in the middle", "frozen", "adapter", "layer replaced", "autocast", "backward",
+]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def no_hook_stays():
     yield
@@ -590,9 +599,18 @@ def no_hook_stays():
 
 @pytest.mark.parametrize(("kind", "name"), [*cases()])
 def test_what_is_switched_on_is_right_or_refused(kind, name):
-    case = CASES[name]
+    check(kind, CASES[name])
+
+
+@pytest.mark.parametrize("kind", ["module", "functional_call, other values"])
+@pytest.mark.parametrize("name", CASES_OF_LARGE)
+def test_what_is_switched_on_beside_a_large_weight(kind, name):
+    check(kind, replace(CASES[name], dtype=torch.float32), LARGE)
+
+
+def check(kind, case, width=WIDTH):
     torch.manual_seed(0)
-    net = Net(case.dtype)
+    net = Net(case.dtype, width)
     net.mode = case.at_first
     net.c.bias.grad = torch.full_like(net.c.bias, 7.0)
     x, other, more = (torch.randn(rows, WIDTH, dtype=case.dtype) for rows in (ROWS, ROWS, 2 * ROWS))
