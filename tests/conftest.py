@@ -16,8 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest, which start first, so that workers end together.
 LONGEST = (
-    "features", "compiled", "parity", "conformance", "exact", "folds", "examples", "wrapped", "plans", "frameworks",
-    "typing", "gradients", "drop", "plan", "scan_layers", "fused", "removable", "replicas_jax", "docs", "nnx",
+    "features", "toggle", "compiled", "parity", "conformance", "exact", "folds", "examples", "wrapped", "plans",
+    "frameworks", "nothing_is_replaced", "kept", "typing", "gradients", "drop", "plan", "scan_layers", "fused", "removable",
+    "replicas_jax", "docs", "nnx",
     "private", "from_optimizer", "reproducible_jax", "verify", "compiled_loss", "multi_steps_replicas_jax",
     "processes_jax", "coupled_replicas", "coupled_jax", "benchmarks_torch", "multi_steps_reproducible", "pipeline",
     "sharded_jax", "recipes_coupled", "multi_steps_jax", "observe", "torch_backend", "training", "untouched",

@@ -2,7 +2,8 @@
 
 A problem is a loss that both frameworks run, on a batch as a dict of NumPy arrays. Its truth is one pass of torch's autograd
 over the whole batch in float64, without any of funcga's code. A source is a function (kit, problem, cut) that returns a
-step: step(params, batch) = {"loss": ..., "grads": ...}.
+step: step(params, batch) = {"loss": ..., "grads": ...}. What a step keeps of a call may spoil a later one, so tests call
+each step with four problems in turn (`four`).
 """
 
 from collections.abc import Callable
@@ -26,14 +27,27 @@ CUTS = {"n=5": {"n": 5}, "size=4": {"microbatch_size": 4}, "n=1": {"n": 1}, "n=r
 
 def bounds(cut, rows=ROWS):
     """(first, last + 1) row of each micro-batch: sizes that differ by at most one, or the last one smaller."""
-    if "n" in cut:
-        return [(int(part[0]), int(part[-1]) + 1) for part in np.array_split(np.arange(rows), cut["n"])]
+    if "n" in cut:  # no micro-batch is empty
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.array_split(np.arange(rows), min(cut["n"], rows))]
     size = cut["microbatch_size"]
     return [(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
+def rows_of(batch):
+    return len(next(iter(batch.values())))
+
+
 def parts(batch, cut):
-    return [{name: leaf[first:last] for name, leaf in batch.items()} for first, last in bounds(cut)]
+    return [{name: leaf[first:last] for name, leaf in batch.items()} for first, last in bounds(cut, rows_of(batch))]
+
+
+def four(make):
+    """What one step is called with: at first, with other values, with another structure, and as at first.
+
+    The third has other shapes of parameters, and one row more: another batch, cut into as many micro-batches.
+    """
+    first = make()
+    return first, make(seed=10), make(seed=20, rows=ROWS + 1, width=5), first
 
 
 # -- problems
@@ -77,11 +91,11 @@ def squares(xp, params, batch):
     return ((xp.tanh(batch["x"] @ params["hidden"] + params["bias"]) @ params["out"] - batch["y"]) ** 2).sum(1)
 
 
-def regression(**options):
-    r = np.random.default_rng(0).normal
+def regression(seed=0, rows=ROWS, width=4, **options):
+    r = np.random.default_rng(seed).normal
     return Problem(
-        params={"bias": r(size=4), "hidden": r(size=(3, 4)), "out": r(size=(4, 2))},
-        batch={"x": r(size=(ROWS, 3)), "y": r(size=(ROWS, 2))},
+        params={"bias": r(size=width), "hidden": r(size=(3, width)), "out": r(size=(width, 2))},
+        batch={"x": r(size=(rows, 3)), "y": r(size=(rows, 2))},
         loss=lambda xp, params, batch: squares(xp, params, batch).mean(),
         whole=lambda xp, params, batch: squares(xp, params, batch).mean(),
         summary=lambda xp, params, batch: (squares(xp, params, batch).sum(), batch["x"][:, 0] * 0 + 1),
@@ -109,17 +123,20 @@ def token_mean(xp, params, batch):
     return losses.sum() / (batch["labels"] != -100).sum() + 0 * losses.sum()
 
 
-def tokens(loss, **options):
-    """Very uneven numbers of labels, and none in rows 3 to 7: a micro-batch of every cut but one has none."""
-    r = np.random.default_rng(1)
-    labels = r.integers(0, 5, (ROWS, 4)).astype("int32")
-    lengths = np.array([4, 1, 3, 0, 0, 0, 0, 0, 2, 4, 1])
+def tokens(loss, seed=1, rows=ROWS, width=3, **options):
+    """Very uneven numbers of labels, and none in five rows: a micro-batch of every cut but one has none.
+
+    They are rows 3 to 7, or with another seed the rows after these.
+    """
+    r = np.random.default_rng(seed)
+    labels = r.integers(0, 5, (rows, 4)).astype("int32")
+    lengths = np.roll([4, 1, 3, 0, 0, 0, 0, 0, 2, 4, 1, 2][:rows], int(seed != 1))
     labels[np.arange(4) >= lengths[:, None]] = -100
     return Problem(
-        params={"out": r.normal(size=(3, 5)), "table": r.normal(size=(7, 3))},
+        params={"out": r.normal(size=(width, 5)), "table": r.normal(size=(7, width))},
         batch={
-            "classes": np.tile(np.arange(5, dtype="int32"), (ROWS, 1)),
-            "ids": r.integers(0, 7, (ROWS, 4)).astype("int32"),
+            "classes": np.tile(np.arange(5, dtype="int32"), (rows, 1)),
+            "ids": r.integers(0, 7, (rows, 4)).astype("int32"),
             "labels": labels,
         },
         loss=loss,
@@ -134,10 +151,10 @@ def token_sum(xp, params, batch):
 
 
 PROBLEMS = {
-    "mean of rows": regression(),
-    "mean, weighed by numbers": regression(weight=lambda batch: 0.3 * len(batch["x"])),
-    "sum over tokens": tokens(token_sum, fold=funcga.per_weight(), weight=count),
-    "mean over tokens": tokens(token_mean, weight=count),
+    "mean of rows": regression,
+    "mean, weighed by numbers": partial(regression, weight=lambda batch: 0.3 * len(batch["x"])),
+    "sum over tokens": partial(tokens, token_sum, fold=funcga.per_weight(), weight=count),
+    "mean over tokens": partial(tokens, token_mean, weight=count),
 }
 
 
@@ -189,7 +206,7 @@ def compiled(kit, problem, cut):
 
 def weighed(kit, problem, batch, cut):
     """Each micro-batch with its weight, by default its rows."""
-    for part, (first, last) in zip(parts(batch, cut), bounds(cut), strict=True):
+    for part, (first, last) in zip(parts(batch, cut), bounds(cut, rows_of(batch)), strict=True):
         yield part, last - first if problem.weight is None else problem.weight(part)
 
 
@@ -276,13 +293,21 @@ def coupled(kit, problem, cut):
 
 
 class Parameters(nn.Module):
-    """A module with these parameters, and a buffer that each forward pass counts in."""
+    """A module with the parameters of a problem, and a buffer that each forward pass counts in."""
 
-    def __init__(self, params):
+    def __init__(self, problem):
         super().__init__()
-        for name, leaf in params.items():
-            self.register_parameter(name, nn.Parameter(leaf))
+        self.take(problem.arrays(TORCH)[0])
         self.register_buffer("passes", torch.tensor(0))
+
+    def take(self, params):
+        """Write these values into the parameters, or replace parameters of other shapes and dtypes."""
+        for name, leaf in params.items():
+            own = getattr(self, name, None)
+            if own is None or (own.shape, own.dtype) != (leaf.shape, leaf.dtype):
+                self.register_parameter(name, nn.Parameter(leaf.clone()))
+            else:
+                own.data.copy_(leaf)
 
     def forward(self, problem, batch):
         self.passes += 1
@@ -291,28 +316,34 @@ class Parameters(nn.Module):
 
 def pure_loss(kit, problem, cut):
     """Of a module whose own parameters have other values."""
+    module = Parameters(problem)
+    loss = torch_backend.pure_loss(module, lambda module, batch: module(problem, batch))
+    step = funcga.accumulate(funcga.value_and_grad(loss), **cut, **problem.options())
 
-    def step(params, batch):
-        module = Parameters({name: torch.zeros_like(leaf) for name, leaf in params.items()})
-        loss = torch_backend.pure_loss(module, lambda module, batch: module(problem, batch))
-        found = funcga.accumulate(funcga.value_and_grad(loss), **cut, **problem.options())(params, batch)
+    def call(params, batch):
+        module.take({name: torch.zeros_like(leaf) for name, leaf in params.items()})
+        found = step(params, batch)
         assert all(p.grad is None and not p.any() for p in module.parameters())
         assert int(module.passes) == 0
         return pair(found)
 
-    return step
+    return call
 
 
 def module_value_and_grad(kit, problem, cut):
-    def step(params, batch):
-        module = Parameters({name: leaf.clone() for name, leaf in params.items()})
-        gradient = torch_backend.module_value_and_grad(module, lambda module, batch: module(problem, batch))
-        found = funcga.accumulate(gradient, **cut, **problem.options())(batch)
+    module = Parameters(problem)
+    gradient = torch_backend.module_value_and_grad(module, lambda module, batch: module(problem, batch))
+    step = funcga.accumulate(gradient, **cut, **problem.options())
+
+    def call(params, batch):
+        module.take(params)
+        module.passes.zero_()
+        found = step(batch)
         assert all(p.grad is None and torch.equal(p, params[name]) for name, p in module.named_parameters())
-        assert int(module.passes) == len(bounds(cut))
+        assert int(module.passes) == len(bounds(cut, rows_of(batch)))
         return pair(found)
 
-    return step
+    return call
 
 
 SOURCES_OF_BOTH = [

@@ -1,4 +1,9 @@
-"""`coupled`: losses of the whole batch, from summaries of micro-batches, against the loss as a paper writes it."""
+"""`coupled`: losses of the whole batch, from summaries of micro-batches, against the loss as a paper writes it.
+
+At each of four calls of a step: at first, with other values, with another structure, and as at first.
+"""
+
+import copy
 
 import pytest
 import torch
@@ -7,6 +12,7 @@ from torch import nn
 
 import funcga
 import torch_backend
+from tests.core.sources import bounds
 from tests.coupled import losses
 from tests.kits import JAX, TORCH, difference
 
@@ -23,39 +29,40 @@ CASES = [
 
 @pytest.mark.parametrize(("kit", "name", "cut"), CASES, ids=lambda part: getattr(part, "name", str(part)))
 def test_any_cut_gives_the_whole_batch(kit, name, cut):
-    params, batch = losses.problem(kit, name)
-    before = kit.leaves((params, batch))
-    step = losses.step(kit, name, **cut)
-    found = step(params, batch)
-    assert difference(kit, found, losses.expected(kit, name, params, batch)) <= LIMIT
-    assert difference(kit, step(params, batch), found) == 0
-    for leaf, other in zip(kit.leaves((params, batch)), before, strict=True):
+    calls = [losses.problem(kit, name, rows, seed) for rows, seed in ((11, 0), (11, 1), (12, 2), (11, 0))]
+    before, step = kit.leaves(calls), losses.step(kit, name, **cut)
+    results = [step(*args) for args in calls]
+    for found, args in zip(results, calls, strict=True):
+        assert difference(kit, found, losses.expected(kit, name, *args)) <= LIMIT
+        if kit is TORCH:
+            assert not any(leaf.requires_grad or leaf.grad is not None for leaf in (found[0], *found[1].values()))
+    assert difference(kit, results[-1], results[0]) == 0
+    for leaf, other in zip(kit.leaves(calls), before, strict=True):
         assert (leaf == other).all()
-    if kit is TORCH:
-        assert not any(leaf.requires_grad or leaf.grad is not None for leaf in (found[0], *found[1].values()))
 
 
 def test_weighed_summaries_argnums_and_aux(kit):
     """A mean of summaries by their tokens; the derivative by two arguments; and what else the loss returns."""
-    params, batch = losses.problem(kit, "InfoNCE")
-    w, shift, x = params["w"], params["bias"], batch["x"]
     summary = lambda w, shift, x: (kit.xp.tanh(x @ w) + shift).mean(0)
     weight = lambda x: (x[:, 0] > -0.5).sum()
     loss = lambda w, shift, mean: ((mean**2).sum() + shift * (w**2).sum(), {"mean": mean})
     step = funcga.coupled(
         summary, loss, 4, fold=funcga.mean(), weight=weight, in_axes=(None, None, 0), argnums=(0, 1), has_aux=True
     )
-    (value, aux), grads = step(w, shift, x)
-    cut = [x[0:3], x[3:6], x[6:9], x[9:11]]
+    for rows, seed in ((11, 0), (11, 1), (12, 2), (11, 0)):
+        params, batch = losses.problem(kit, "InfoNCE", rows, seed)
+        x, weighed = batch["x"], {"shift": params["bias"], "w": params["w"]}
+        (value, aux), grads = step(weighed["w"], weighed["shift"], x)
+        cut = [x[a:b] for a, b in bounds({"n": 4}, rows)]
 
-    def whole(of):
-        total = sum(weight(part) for part in cut)
-        mean = sum(weight(part) * summary(of["w"], of["shift"], part) for part in cut) / total
-        return loss(of["w"], of["shift"], mean)[0]
+        def whole(of, cut=cut):
+            total = sum(weight(part) for part in cut)
+            mean = sum(weight(part) * summary(of["w"], of["shift"], part) for part in cut) / total
+            return loss(of["w"], of["shift"], mean)[0]
 
-    expected = losses.differentiated(kit, whole, {"shift": shift, "w": w})
-    assert difference(kit, (value, {"shift": grads[1], "w": grads[0]}), expected) <= LIMIT
-    assert aux["mean"].shape == (losses.WIDTH,)
+        expected = losses.differentiated(kit, whole, weighed)
+        assert difference(kit, (value, {"shift": grads[1], "w": grads[0]}), expected) <= LIMIT
+        assert aux["mean"].shape == (losses.WIDTH,)
 
 
 class Towers(nn.Module):
@@ -81,13 +88,14 @@ def towers():
 
 
 def by_hand(module, x, n):
-    """One graph over all micro-batches."""
+    """One graph over all micro-batches of a copy without hooks; and the copy, with its statistics as they are then."""
+    module = copy.deepcopy(module)
     params = torch_backend.trainable(module)
     torch.manual_seed(9)
     s = torch.cat([module(part) for part in x.tensor_split(n)])
     value = contrastive(module.scale, module.tower.weight, s)
     grads = torch.autograd.grad(value, [*params.values()])
-    return value.detach(), dict(zip(params, grads, strict=True))
+    return (value.detach(), dict(zip(params, grads, strict=True))), dict(module.named_buffers())
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -95,26 +103,25 @@ def by_hand(module, x, n):
 def test_modules_dropout_statistics_and_hooks(towers, way, n):
     """The second pass draws what the first one drew; statistics are written once; hooks see the whole gradient once."""
     module, x = towers
-    statistics = {name: leaf.clone() for name, leaf in module.named_buffers()}
-    value, expected = by_hand(module, x, n)
-    after = {name: leaf.clone() for name, leaf in module.named_buffers()}
-    module.load_state_dict(statistics, strict=False)
-    for name in expected:
-        expected[name] = expected[name] * 3
-        module.get_parameter(name).register_hook(lambda grad: 3 * grad)
-    torch.manual_seed(9)
     if way == "module":
         summary = torch_backend.module_value_and_grad(module, lambda module, x: module(x))
-        of_module = lambda module, s: contrastive(module.scale, module.tower.weight, s)
-        found = funcga.coupled(summary, of_module, n)(x)
+        step = funcga.coupled(summary, lambda module, s: contrastive(module.scale, module.tower.weight, s), n)
     else:
         summary = torch_backend.pure_loss(module, lambda module, x: module(x))
         of_params = lambda params, s: contrastive(params["scale"], params["tower.weight"], s)
-        found = funcga.coupled(summary, of_params, n)(torch_backend.trainable(module), x)
-    assert difference(TORCH, found, (value, expected)) <= LIMIT
-    wanted = after if way == "module" else statistics
-    assert difference(TORCH, dict(module.named_buffers()), wanted) <= LIMIT
-    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
+        by_params = funcga.coupled(summary, of_params, n)
+        step = lambda x: by_params(torch_backend.trainable(module), x)
+    expected = [by_hand(module, rows, n)[0] for rows in (x, 2 * x, x[:8])]
+    for p in module.parameters():
+        p.register_hook(lambda grad: 3 * grad)
+    for rows, (value, grads) in zip((x, 2 * x, x[:8], x), [*expected, expected[0]], strict=True):
+        before = {name: leaf.clone() for name, leaf in module.named_buffers()}
+        after = by_hand(module, rows, n)[1]
+        torch.manual_seed(9)
+        found = step(rows)
+        assert difference(TORCH, found, (value, {name: 3 * grad for name, grad in grads.items()})) <= LIMIT
+        assert difference(TORCH, dict(module.named_buffers()), after if way == "module" else before) <= LIMIT
+        assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 def test_an_error_of_the_loss_leaves_nothing(towers):
@@ -129,10 +136,11 @@ def test_an_error_of_the_loss_leaves_nothing(towers):
 
 
 def test_totals_and_fewer_rows_than_micro_batches(kit):
-    params, batch = losses.problem(kit, "InfoNCE")
-    x, w = batch["x"][:3], params["w"]
     summary = lambda w, x, *, totals: ((x @ w) ** 2).sum() / totals
     step = funcga.coupled(summary, lambda w, s: s**2, 7, fold=funcga.sum(), totals=len)
-    whole = losses.differentiated(kit, lambda of: (((x @ of["w"]) ** 2).sum() / 3) ** 2, {"w": w})
-    found = step(w, x)
-    assert difference(kit, (found[0], {"w": found[1]}), whole) <= LIMIT
+    for rows, seed in ((3, 0), (3, 1), (5, 2), (3, 0)):
+        params, batch = losses.problem(kit, "InfoNCE", rows, seed)
+        x, w = batch["x"], params["w"]
+        of_whole = lambda of, x=x: (((x @ of["w"]) ** 2).sum() / len(x)) ** 2
+        found = step(w, x)
+        assert difference(kit, (found[0], {"w": found[1]}), losses.differentiated(kit, of_whole, {"w": w})) <= LIMIT

@@ -1,9 +1,10 @@
 """What a window can do beside adding up: in_axes, aux, argnums, totals, drop, observe, and calls inside of transforms.
 
-Each with `accumulate` and with `stream`, in both frameworks, in float64.
+Each with `accumulate` and with `stream`, in both frameworks, in float64, and at each of four calls of one step.
 """
 
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import funcga
-from tests.core.sources import CUTS, bounds, parts, regression, tokens
+from tests.core.sources import CUTS, bounds, four, parts, regression, rows_of, tokens
 from tests.kits import TORCH, difference, dtypes
 
 LIMIT = 1e-12
@@ -49,50 +50,69 @@ def of_rows(kit, loss, params, batch, kept):
     return funcga.value_and_grad(loss)(params, {name: leaf[index] for name, leaf in batch.items()})
 
 
-def rows_without(dropped):
-    return [row for index, (a, b) in enumerate(bounds(CUT)) for row in range(a, b) if index not in dropped]
+def cut_of(batch):
+    return bounds(CUT, rows_of(batch))
+
+
+def rows_without(batch, dropped):
+    return [row for index, (a, b) in enumerate(cut_of(batch)) for row in range(a, b) if index not in dropped]
+
+
+def calls(kit, make=regression):
+    """(params, batch) of each call of a step."""
+    return [problem.arrays(kit) for problem in four(make)]
+
+
+def numbered(kit, batch, numbers):
+    """The batch, and beside each row the number of its micro-batch."""
+    of_rows = np.repeat(np.array(numbers, "float64"), [b - a for a, b in cut_of(batch)])
+    return {**batch, "number": kit.arrays(of_rows)}
+
+
+def loss_of(kit):
+    return partial(ROWS.loss, kit.xp)
 
 
 # -- what is differentiated, and what else comes out
 
 
 def test_aux_beside_the_loss(kit, window):
-    params, batch, loss = problem(kit)
+    loss = loss_of(kit)
     with_aux = lambda params, batch: (
         loss(params, batch),
         {"rows": batch["x"] @ params["hidden"], "largest": batch["y"].max(), "n": 1},
     )
     aux = {"rows": funcga.concat(), "largest": funcga.max(), "n": funcga.sum()}
-    whole = funcga.value_and_grad(loss)(params, batch)
     for fold, gradient in (
         (((funcga.mean(), aux), funcga.mean()), funcga.value_and_grad(with_aux, has_aux=True)),
         ((funcga.mean(), aux), funcga.grad(with_aux, has_aux=True)),
     ):
-        found = window(gradient, fold=fold)(params, batch)
-        (value, extra), grads = found if len(found[0]) == 2 else ((None, found[1]), found[0])
-        assert difference(kit, grads, whole[1]) <= LIMIT
-        assert value is None or difference(kit, value, whole[0]) <= LIMIT
-        assert difference(kit, extra["rows"], batch["x"] @ params["hidden"]) <= LIMIT
-        assert kit is not TORCH or not any(leaf.requires_grad for leaf in extra.values())
-        assert (float(extra["largest"]), int(extra["n"])) == (float(batch["y"].max()), 5)
+        step = window(gradient, fold=fold)
+        for params, batch in calls(kit):
+            found, whole = step(params, batch), funcga.value_and_grad(loss)(params, batch)
+            (value, extra), grads = found if len(found[0]) == 2 else ((None, found[1]), found[0])
+            assert difference(kit, grads, whole[1]) <= LIMIT
+            assert value is None or difference(kit, value, whole[0]) <= LIMIT
+            assert difference(kit, extra["rows"], batch["x"] @ params["hidden"]) <= LIMIT
+            assert kit is not TORCH or not any(leaf.requires_grad for leaf in extra.values())
+            assert (float(extra["largest"]), int(extra["n"])) == (float(batch["y"].max()), 5)
 
 
 def test_argnums(kit):
     """Of arguments that are passed whole, and of one that is split, whose gradient has its rows."""
-    params, batch, _ = problem(kit)
-    w, b, x, y = params["hidden"], params["bias"], batch["x"], batch["y"]
     loss = lambda w, b, x, y: ((kit.xp.tanh(x @ w + b).sum(1) - y[:, 0]) ** 2).sum()
-    whole = funcga.value_and_grad(loss, argnums=(0, 1, 2))(w, b, x, y)
     fold = (funcga.sum(), (funcga.sum(), funcga.sum(), funcga.concat()))
     axes = (None, None, 0, 0)
     step = funcga.accumulate(funcga.value_and_grad(loss, argnums=(0, 1, 2)), 4, fold=fold, in_axes=axes)
-    assert difference(kit, step(w, b, x, y), whole) <= LIMIT
     last = funcga.accumulate(funcga.grad(loss, argnums=-3), 4, fold=funcga.sum(), in_axes=axes)
-    assert difference(kit, last(w, b, x, y), whole[1][1]) <= LIMIT
+    for params, batch in calls(kit):
+        args = params["hidden"], params["bias"], batch["x"], batch["y"]
+        whole = funcga.value_and_grad(loss, argnums=(0, 1, 2))(*args)
+        assert difference(kit, step(*args), whole) <= LIMIT
+        assert difference(kit, last(*args), whole[1][1]) <= LIMIT
 
 
 def test_in_axes_keyword_arguments_and_what_weight_gets(kit):
-    x = kit.arrays(np.arange(12.0).reshape(2, 6))
     seen = []
     gradient = lambda p, a, q, b, s, *, scale: (p * a.mean() * q * b["whole"].sum() * scale, s + b["x"].sum())
     step = funcga.accumulate(
@@ -101,77 +121,82 @@ def test_in_axes_keyword_arguments_and_what_weight_gets(kit):
         fold=(funcga.mean(), funcga.carry()),
     )  # fmt: skip
     one = kit.arrays(np.ones(()))
-    mean, total = step(one, x, 2 * one, {"x": x, "whole": x[:1, :1] + 1}, one, scale=3 * one)
-    assert (float(mean), float(total)) == (5.5 * 2 * 3, 1 + 66)
+    for factor, lines in ((1, 2), (2, 2), (1, 3), (1, 2)):
+        rows = np.arange(6.0 * lines).reshape(lines, 6)
+        x, scale = kit.arrays(factor * rows), factor * 3 * one
+        mean, total = step(one, x, 2 * one, {"x": x, "whole": x[:1, :1] + 1}, one, scale=scale)
+        assert (float(mean), float(total)) == (factor**2 * rows.mean() * 2 * 3, 1 + factor * rows.sum())
     assert {*map(tuple, seen)} == {(2, 2), (1, 1)}
 
 
 def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zeros(kit, window):
-    params, batch, loss = problem(kit)
-    params = {**params, "unused": kit.arrays(np.ones((2, 2)))}
-    for fold in (funcga.mean(), (funcga.mean(), {**dict.fromkeys(params, funcga.mean()), "unused": funcga.moments()})):
-        _, grads = window(funcga.value_and_grad(loss), fold=fold)(params, batch)
-        assert difference(kit, grads["hidden"], funcga.grad(loss)(params, batch)["hidden"]) <= LIMIT
-        assert not any(leaf.any() for leaf in kit.leaves(grads["unused"]))
+    loss, names = loss_of(kit), [*ROWS.params, "unused"]
+    for fold in (funcga.mean(), (funcga.mean(), {**dict.fromkeys(names, funcga.mean()), "unused": funcga.moments()})):
+        step = window(funcga.value_and_grad(loss), fold=fold)
+        for params, batch in calls(kit):
+            _, grads = step({**params, "unused": kit.arrays(np.ones((2, 2)))}, batch)
+            assert difference(kit, grads["hidden"], funcga.grad(loss)(params, batch)["hidden"]) <= LIMIT
+            assert not any(leaf.any() for leaf in kit.leaves(grads["unused"]))
 
 
 def test_folds_of_single_gradients(kit, window):
     """Beside sums that autograd adds, leaves that are folded otherwise, each by its own weight."""
-    params, batch, loss = problem(kit)
-    weights = [a + 1.0 for a, _ in bounds(CUT)]
-    each = [funcga.grad(loss)(params, part) for part in parts(batch, CUT)]
-    fold = {"bias": funcga.max(), "hidden": funcga.sum(), "out": funcga.moments()}
-    batch = {**batch, "number": kit.arrays(np.repeat(weights, [b - a for a, b in bounds(CUT)]))}
+    loss, fold = loss_of(kit), {"bias": funcga.max(), "hidden": funcga.sum(), "out": funcga.moments()}
     step = window(funcga.value_and_grad(loss), fold=(funcga.mean(), fold), weight=lambda batch: batch["number"][0])
-    value, grads = step(params, batch)
-    stacks = {name: np.stack([kit.numpy(grad[name]) for grad in each]) for name in fold}
-    mean = np.average(stacks["out"], axis=0, weights=weights)
-    wanted = {
-        "bias": stacks["bias"].max(0), "hidden": stacks["hidden"].sum(0),
-        "out": (mean, np.average((stacks["out"] - mean) ** 2, axis=0, weights=weights)),
-    }  # fmt: skip
-    assert difference(kit, grads, kit.arrays(wanted)) <= LIMIT
-    losses = [float(loss(params, part)) for part in parts(batch, CUT)]
-    np.testing.assert_allclose(float(value), np.average(losses, weights=weights))
+    for params, batch in calls(kit):
+        weights = [a + 1.0 for a, _ in cut_of(batch)]
+        value, grads = step(params, numbered(kit, batch, weights))
+        each = [funcga.grad(loss)(params, part) for part in parts(batch, CUT)]
+        stacks = {name: np.stack([kit.numpy(grad[name]) for grad in each]) for name in fold}
+        mean = np.average(stacks["out"], axis=0, weights=weights)
+        wanted = {
+            "bias": stacks["bias"].max(0), "hidden": stacks["hidden"].sum(0),
+            "out": (mean, np.average((stacks["out"] - mean) ** 2, axis=0, weights=weights)),
+        }  # fmt: skip
+        assert difference(kit, grads, kit.arrays(wanted)) <= LIMIT
+        losses = [float(loss(params, part)) for part in parts(batch, CUT)]
+        np.testing.assert_allclose(float(value), np.average(losses, weights=weights))
 
 
 # -- weights of zero
 
 
 def test_no_weight_at_all_gives_zeros(kit, window):
-    params, batch, loss = problem(kit)
+    loss = loss_of(kit)
     nan = lambda params, batch: loss(params, batch) / 0
     for fold, fn in ((funcga.per_weight(), loss), (funcga.mean(), lambda *args: nan(*args) * 0)):
         gradient = funcga.value_and_grad(fn)
         opaque = lambda *args, gradient=gradient: gradient(*args)
         for grad_fn, weight in ((gradient, lambda batch: 0), (opaque, lambda batch: (batch["x"] > 1e9).sum())):
-            found = window(grad_fn, fold=fold, weight=weight)(params, batch)
-            assert not any(leaf.any() for leaf in kit.leaves(found))
+            step = window(grad_fn, fold=fold, weight=weight)
+            for params, batch in calls(kit):
+                assert not any(leaf.any() for leaf in kit.leaves(step(params, batch)))
 
 
 def test_a_window_may_begin_with_nothing(kit, window):
-    """The first micro-batch is NaN, and weighs nothing."""
-    params, batch, loss = problem(kit)
-    weights = np.repeat([0.0, 2, 0, 2, 2], [b - a for a, b in bounds(CUT)])
-    batch = {**batch, "number": kit.arrays(weights)}
+    """The first micro-batch is NaN, and weighs nothing; with other values another one."""
+    loss = loss_of(kit)
     gradient = funcga.value_and_grad(lambda *args: loss(*args) * (args[1]["number"][0] / args[1]["number"][0]))
-    wanted = of_rows(kit, loss, params, batch, rows_without((0, 2)))
     for grad_fn in (gradient, lambda *args: gradient(*args)):
-        found = window(grad_fn, weight=lambda batch: batch["number"][0])(params, batch)
-        assert difference(kit, found, wanted) <= LIMIT
+        step = window(grad_fn, weight=lambda batch: batch["number"][0])
+        for (params, rows), without in zip(calls(kit), [(0, 2), (1, 4), (0, 2), (0, 2)], strict=True):
+            batch = numbered(kit, rows, [b - a if k not in without else 0 for k, (a, b) in enumerate(cut_of(rows))])
+            wanted = of_rows(kit, loss, params, batch, rows_without(batch, without))
+            assert difference(kit, step(params, batch), wanted) <= LIMIT
 
 
 @pytest.mark.parametrize("fold", ["sum", "per_weight", "max"])
 def test_a_weight_of_zero_leaves_out_nothing_that_is_not_weighed(kit, window, fold):
-    params, batch, loss = problem(kit)
-    weights = np.repeat([0.0, 1, 0, 2, 0], [b - a for a, b in bounds(CUT)])
-    batch = {**batch, "number": kit.arrays(weights)}
-    fold_of = getattr(funcga, fold)()
-    found = window(funcga.grad(loss), fold=fold_of, weight=lambda batch: batch["number"][0])(params, batch)
-    each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
+    loss = loss_of(kit)
     by_hand = {"sum": sum, "per_weight": lambda leaves: sum(leaves) / 3, "max": lambda leaves: np.max([*leaves], 0)}
-    for leaf, leaves in zip(kit.leaves(found), zip(*each, strict=True), strict=True):
-        np.testing.assert_allclose(leaf, by_hand[fold](leaves), rtol=1e-12)
+    step = window(funcga.grad(loss), fold=getattr(funcga, fold)(), weight=lambda batch: batch["number"][0])
+    for (params, batch), weights in zip(
+        calls(kit), [[0, 1, 0, 2, 0], [3, 0, 0, 0, 0], *[[0, 1, 0, 2, 0]] * 2], strict=True
+    ):
+        found = step(params, numbered(kit, batch, weights))
+        each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
+        for leaf, leaves in zip(kit.leaves(found), zip(*each, strict=True), strict=True):
+            np.testing.assert_allclose(leaf, by_hand[fold](leaves), rtol=1e-12)
 
 
 # -- totals, drop, observe
@@ -179,17 +204,17 @@ def test_a_weight_of_zero_leaves_out_nothing_that_is_not_weighed(kit, window, fo
 
 def test_totals_are_those_of_the_window(kit, window):
     """A loss of two terms, each divided by its own count of the whole window."""
-    problem = tokens(None)
-    params, batch = problem.arrays(kit)
+    summary = tokens(None).summary
     counts = lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}
 
     def loss(params, batch, *, totals):
-        of_tokens = problem.summary(kit.xp, params, batch)[0] / totals["tokens"]
+        of_tokens = summary(kit.xp, params, batch)[0] / totals["tokens"]
         return of_tokens + (params["table"][batch["ids"][:, 0]] ** 2).sum() / totals["rows"]
 
-    whole = funcga.value_and_grad(lambda params, batch: loss(params, batch, totals=counts(batch)))(params, batch)
     step = window(funcga.value_and_grad(loss), fold=funcga.sum(), totals=counts)
-    assert difference(kit, step(params, batch), whole) <= LIMIT
+    for params, batch in calls(kit, partial(tokens, None)):
+        whole = funcga.value_and_grad(lambda *args: loss(*args, totals=counts(args[1])))(params, batch)
+        assert difference(kit, step(params, batch), whole) <= LIMIT
 
 
 def spoilt(kit):
@@ -207,15 +232,14 @@ def spoilt(kit):
 
 @pytest.mark.parametrize("drop", ["microbatch", "window"])
 def test_what_is_not_finite_is_dropped_with_its_weight(kit, window, drop):
-    params, batch, _ = problem(kit)
     loss, observe = spoilt(kit), funcga.dropped()
     step = window(funcga.value_and_grad(loss), drop=drop, observe=observe)
-    for kind, dropped in product((1, 2), ((), (1,), (0, 4))):
-        flags = np.zeros(len(batch["x"]))
-        flags[[bounds(CUT)[index][0] for index in dropped]] = kind
+    for (kind, dropped), (params, batch) in zip(product((1, 2), ((), (1,), (0, 4))), cycle(calls(kit)), strict=False):
+        flags = np.zeros(rows_of(batch))
+        flags[[cut_of(batch)[index][0] for index in dropped]] = kind
         hot = {**batch, "flag": kit.arrays(flags)}
         found, counted = step(params, hot)
-        wanted = of_rows(kit, loss, params, hot, rows_without(dropped))
+        wanted = of_rows(kit, loss, params, hot, rows_without(batch, dropped))
         if dropped and drop == "window":
             assert not any(leaf.any() for leaf in kit.leaves(found))
         else:
@@ -226,10 +250,6 @@ def test_what_is_not_finite_is_dropped_with_its_weight(kit, window, drop):
 @pytest.mark.parametrize("drop", ["microbatch", "window"])
 def test_a_masked_micro_batch_costs_no_window_and_aux_need_not_be_finite(kit, window, drop):
     """It has no token, so that its mean is NaN; it weighs nothing, and is not dropped."""
-    params, batch, _ = problem(kit)
-    mask = np.ones(11)
-    mask[3:5] = 0
-    batch = {**batch, "mask": kit.arrays(mask)}
 
     def loss(params, batch):
         values = ((batch["x"] @ params["hidden"]) ** 2).sum(1) * batch["mask"]
@@ -238,72 +258,88 @@ def test_a_masked_micro_batch_costs_no_window_and_aux_need_not_be_finite(kit, wi
     fold = (funcga.mean(), {"mask": funcga.max()}), funcga.mean()
     weight = lambda batch: batch["mask"].sum()
     step = window(funcga.value_and_grad(loss, has_aux=True), fold=fold, weight=weight, drop=drop)
-    (value, _), grads = step(params, batch)
-    (whole, _), gradient = funcga.value_and_grad(loss, has_aux=True)(params, batch)
-    assert difference(kit, (value, grads["hidden"]), (whole, gradient["hidden"])) <= LIMIT
+    for (params, rows), masked in zip(calls(kit), (1, 3, 1, 1), strict=True):
+        a, b = cut_of(rows)[masked]
+        mask = np.ones(rows_of(rows))
+        mask[a:b] = 0
+        batch = {**rows, "mask": kit.arrays(mask)}
+        (value, _), grads = step(params, batch)
+        (whole, _), gradient = funcga.value_and_grad(loss, has_aux=True)(params, batch)
+        assert difference(kit, (value, grads["hidden"]), (whole, gradient["hidden"])) <= LIMIT
 
 
 @pytest.mark.parametrize("fold", ["per_weight", "sum"])
 def test_observers_of_sums_see_means(kit, window, fold):
-    params, batch, loss = problem(kit)
-    summed = lambda params, batch: loss(params, batch) * len(batch["x"]) / (11 if fold == "sum" else 1)
+    """The loss is a sum over rows, as a share of all where they are summed."""
+    loss = loss_of(kit)
+    summed = lambda params, batch: loss(params, batch) * len(batch["x"]) / (batch["all"][0] if fold == "sum" else 1)
     step = window(funcga.value_and_grad(summed), fold=getattr(funcga, fold)(), observe=funcga.gradient_norms())
-    _, seen = step(params, batch)
-    each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
-    norms = [np.linalg.norm(np.concatenate([leaf.ravel() for leaf in leaves])) for leaves in each]
-    np.testing.assert_allclose(kit.numpy(seen.microbatches), norms, rtol=1e-12)
-    whole = np.concatenate([leaf.ravel() for leaf in kit.leaves(funcga.grad(loss)(params, batch))])
-    np.testing.assert_allclose(float(seen.mean), np.linalg.norm(whole), rtol=1e-12)
+    for params, batch in calls(kit):
+        rows = rows_of(batch)
+        _, seen = step(params, {**batch, "all": kit.arrays(np.full(rows, float(rows)))})
+        each = [kit.leaves(funcga.grad(loss)(params, part)) for part in parts(batch, CUT)]
+        norms = [np.linalg.norm(np.concatenate([leaf.ravel() for leaf in leaves])) for leaves in each]
+        np.testing.assert_allclose(kit.numpy(seen.microbatches), norms, rtol=1e-12)
+        whole = np.concatenate([leaf.ravel() for leaf in kit.leaves(funcga.grad(loss)(params, batch))])
+        np.testing.assert_allclose(float(seen.mean), np.linalg.norm(whole), rtol=1e-12)
 
 
 # -- inside of transforms, and after errors
 
 
 def test_a_step_is_differentiated(kit):
-    params, batch, loss = problem(kit)
+    """Also between calls that are not."""
+    loss = loss_of(kit)
     step = funcga.accumulate(funcga.grad(loss), **CUT)
-    norm = lambda gradient: funcga.grad(lambda p: sum((g**2).sum() for g in gradient(p, batch).values()))
-    assert difference(kit, norm(step)(params), norm(funcga.grad(loss))(params)) <= LIMIT
+    norm = lambda gradient, batch: funcga.grad(lambda p: sum((g**2).sum() for g in gradient(p, batch).values()))
+    for params, batch in calls(kit):
+        assert difference(kit, norm(step, batch)(params), norm(funcga.grad(loss), batch)(params)) <= LIMIT
+        assert difference(kit, step(params, batch), funcga.grad(loss)(params, batch)) <= LIMIT
 
 
 def test_weights_under_vmap(kit):
-    """A weight that differs between the examples stays on the device."""
-    params, batch, loss = problem(kit)
+    """A weight that differs between the examples stays on the device; also between calls outside of vmap."""
+    loss = loss_of(kit)
     step = funcga.accumulate(
         funcga.value_and_grad(loss), **CUT, weight=lambda batch: (batch["flag"] * batch["number"]).sum()
     )
-    number = np.zeros(11)
-    number[[a for a, _ in bounds(CUT)]] = [b - a for a, b in bounds(CUT)]
-    flags = np.ones((2, 11))
-    flags[1, 3:5] = 0
     vmap = torch.func.vmap if kit is TORCH else jax.vmap
-    batch["number"] = kit.arrays(number)
-    value, grads = vmap(lambda flag: step(params, {**batch, "flag": flag}))(kit.arrays(flags))
-    for example, dropped in ((0, ()), (1, (1,))):
-        wanted = of_rows(kit, loss, params, batch, rows_without(dropped))
-        found = value[example], {name: leaf[example] for name, leaf in grads.items()}
-        assert difference(kit, found, wanted) <= LIMIT
+    for params, rows in calls(kit):
+        number, flags = np.zeros(rows_of(rows)), np.ones((2, rows_of(rows)))
+        number[[a for a, _ in cut_of(rows)]] = [b - a for a, b in cut_of(rows)]
+        flags[1, slice(*cut_of(rows)[1])] = 0
+        batch = {**rows, "number": kit.arrays(number)}
+        call = lambda flag, params=params, batch=batch: step(params, {**batch, "flag": flag})
+        value, grads = vmap(call)(kit.arrays(flags))
+        for example, dropped in ((0, ()), (1, (1,))):
+            wanted = of_rows(kit, loss, params, batch, rows_without(batch, dropped))
+            found = value[example], {name: leaf[example] for name, leaf in grads.items()}
+            assert difference(kit, found, wanted) <= LIMIT
+            assert difference(kit, call(kit.arrays(flags[example])), wanted) <= LIMIT
 
 
-def test_a_step_is_as_good_as_new_after_an_error(kit, window):
+@pytest.mark.parametrize("which", [2, 13], ids=["first call", "third call"])
+def test_a_step_is_as_good_as_new_after_an_error(kit, window, which):
+    """In a first call, or in one whose structure is known."""
     params, batch, loss = problem(kit)
-    calls = []
+    runs, errors = [], []
 
     def fails(params, batch):
-        calls.append(1)
-        if len(calls) == 2:
+        runs.append(1)
+        if len(runs) == which:
             raise KeyError("mine")
         return loss(params, batch)
 
     step = window(funcga.value_and_grad(fails))
     before = kit.leaves((params, batch))
-    try:
-        step(params, batch)
-    except KeyError:
-        pass
-    else:
-        assert kit is not TORCH  # JAX calls it once for each shape
-    assert difference(kit, step(params, batch), funcga.value_and_grad(loss)(params, batch)) <= LIMIT
+    for args in [(params, batch)] * 3 + calls(kit):
+        try:
+            found = step(*args)
+        except KeyError:
+            errors.append(len(runs))
+        else:
+            assert difference(kit, found, funcga.value_and_grad(loss)(*args)) <= LIMIT
+    assert errors == [which] if kit is TORCH else len(errors) <= 1  # JAX calls it once for each shape
     for leaf, other in zip(kit.leaves((params, batch)), before, strict=True):
         np.testing.assert_array_equal(leaf, other)
 
@@ -336,10 +372,11 @@ def test_parameters_of_another_dtype_under_the_same_loss(kit):
 
 
 def test_fewer_rows_than_micro_batches(kit):
-    params, batch, loss = problem(kit)
-    few = {name: leaf[:3] for name, leaf in batch.items()}
+    loss = loss_of(kit)
     step = funcga.accumulate(funcga.value_and_grad(loss), 7)
-    assert difference(kit, step(params, few), funcga.value_and_grad(loss)(params, few)) <= LIMIT
+    for (params, batch), rows in zip(calls(kit), (3, 3, 4, 3), strict=True):
+        few = {name: leaf[:rows] for name, leaf in batch.items()}
+        assert difference(kit, step(params, few), funcga.value_and_grad(loss)(params, few)) <= LIMIT
 
 
 def test_windows_of_a_loader():

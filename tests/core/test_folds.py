@@ -1,4 +1,7 @@
-"""All stock folds at once, as one tree of folds over one output, in every dtype, against NumPy in float64."""
+"""All stock folds at once, as one tree of folds over one output, in every dtype, against NumPy in float64.
+
+At each of four calls of a step: at first, with other values, with another structure, and as at first.
+"""
 
 from itertools import product
 
@@ -106,41 +109,46 @@ CASES = [
 @pytest.mark.parametrize(("kit", "dtype", "way", "weighing"), CASES, ids=lambda part: getattr(part, "name", part))
 def test_every_fold(kit, dtype, way, weighing):
     many = MANY if way == "accumulate" else 9
-    r = np.random.default_rng(2)
-    rows, weights = r.uniform(0.5, 1.5, (many, 3)), r.integers(0, 4, many)
+    weight = {"rows": None, "numbers": lambda x, w: 0.5, "arrays": lambda x, w: w.sum()}[weighing]
+    fold = {**FOLDS, "nothing": funcga.mean(), "number": funcga.mean()}
+    step = WAYS[way](lambda x, w: output(kit, x), many, in_axes=0, fold=fold, weight=weight)
     with jax.enable_x64(dtype == "float64"):
-        x = kit.cast(kit.arrays(rows.astype("float64" if dtype == "float64" else "float32")), dtype)
-        each, rows = kit.arrays(weights.astype("int32")), kit.leaves(x)[0]  # as they are rounded
-        weight = {"rows": None, "numbers": lambda x, w: 0.5, "arrays": lambda x, w: w.sum()}[weighing]
-        weights = {"rows": np.ones(many), "numbers": np.full(many, 0.5), "arrays": weights}[weighing]
-        fold = {**FOLDS, "nothing": funcga.mean(), "number": funcga.mean()}
-        found = WAYS[way](lambda x, w: output(kit, x), many, in_axes=0, fold=fold, weight=weight)(x, each)
-        for name in FOLDS:
-            close(kit, found, name, expected(name, rows, weights), LIMITS[dtype])
-        narrow = {name: leaf for name, leaf in found.items() if name not in ("pooled", "ratio", "number", "nothing")}
-        assert {*dtypes(kit, narrow)} == {dtype}
-        assert (found["nothing"], float(found["number"])) == (None, 2)
+        for seed, width in ((2, 3), (3, 3), (4, 2), (2, 3)):
+            r = np.random.default_rng(seed)
+            rows, each = r.uniform(0.5, 1.5, (many, width)), r.integers(0, 4, many)
+            x = kit.cast(kit.arrays(rows.astype("float64" if dtype == "float64" else "float32")), dtype)
+            rows = kit.leaves(x)[0]  # as they are rounded
+            weights = {"rows": np.ones(many), "numbers": np.full(many, 0.5), "arrays": each}[weighing]
+            found = step(x, kit.arrays(each.astype("int32")))
+            for name in FOLDS:
+                close(kit, found, name, expected(name, rows, weights), LIMITS[dtype])
+            narrow = {
+                name: leaf for name, leaf in found.items() if name not in ("pooled", "ratio", "number", "nothing")
+            }
+            assert {*dtypes(kit, narrow)} == {dtype}
+            assert (found["nothing"], float(found["number"])) == (None, 2)
 
 
 @pytest.mark.parametrize("way", ["accumulate", "stream"])
 def test_state_is_threaded_in_order_beside_folds(kit, way):
-    rows = np.arange(1, 8, dtype="float32")
-    state = {"s": kit.arrays(np.float32(1)), "seen": kit.arrays(np.int32(0))}
     step = WAYS[way](
         lambda state, x: (x.sum(), {"seen": state["seen"] + 1, "s": 2 * state["s"] + x.sum()}), 4,
         in_axes=(funcga.CARRY, 0), fold=(funcga.max(), funcga.carry()),
     )  # fmt: skip
-    largest, after = step(state, kit.arrays(rows))
-    by_hand = 1.0
-    for a, b in bounds({"n": 4}, 7):
-        by_hand = 2 * by_hand + rows[a:b].sum()
-    assert (float(largest), float(after["s"]), int(after["seen"])) == (11, by_hand, 4)
-    assert (float(state["s"]), int(state["seen"])) == (1, 0)
+    for start, count in ((1, 7), (3, 7), (2, 9), (1, 7)):
+        rows = np.arange(start, start + count, dtype="float32")
+        state = {"s": kit.arrays(np.float32(start)), "seen": kit.arrays(np.int32(start - 1))}
+        largest, after = step(state, kit.arrays(rows))
+        sums = [rows[a:b].sum() for a, b in bounds({"n": 4}, count)]
+        by_hand = float(start)
+        for total in sums:
+            by_hand = 2 * by_hand + total
+        assert (float(largest), float(after["s"]), int(after["seen"])) == (max(sums), by_hand, start + 3)
+        assert (float(state["s"]), int(state["seen"])) == (start, start - 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_integers_bools_and_complex_numbers(kit, way):
-    x = kit.arrays(np.array([2**24 + 1, 3, -5, 8], "int32"))
     values = lambda x: {
         "sum": x.sum(), "max": x.max(), "min": x.min(), "any": (x < 0).any(), "all": (x < 0).all(), "rows": x,
         "complex": x.sum() * kit.arrays(np.complex64(1j)), "counted": x.sum() > 0,
@@ -151,14 +159,20 @@ def test_integers_bools_and_complex_numbers(kit, way):
         "rows": funcga.concat(), "complex": funcga.mean(), "counted": funcga.sum(),
         "ratio": funcga.ratio(),
     }  # fmt: skip
-    with jax.numpy_dtype_promotion("standard"):
-        found = WAYS[way](values, 4, in_axes=0, fold=fold)(x)
-    numbers = {name: kit.numpy(leaf).tolist() for name, leaf in found.items()}
-    assert numbers == {
-        "sum": 2**24 + 7, "max": 2**24 + 1, "min": -5, "any": True, "all": False, "rows": [2**24 + 1, 3, -5, 8],
-        "complex": numbers["complex"], "counted": 3, "ratio": float(np.float32((2**24 + 7) / 4)),
-    }  # fmt: skip
-    assert abs(numbers["complex"] - 1j * (2**24 + 7) / 4) < 1
+    step = WAYS[way](values, 4, in_axes=0, fold=fold)
+    for rows in ([2**24 + 1, 3, -5, 8], [7, -3, 2**24 + 1, 5], [2**24, 3, 1, -5, 8, 5], [2**24 + 1, 3, -5, 8]):
+        x = np.array(rows, "int32")
+        with jax.numpy_dtype_promotion("standard"):
+            found = step(kit.arrays(x))
+        parts = [x[a:b] for a, b in bounds({"n": 4}, len(x))]
+        means = sum(float(part.sum()) * len(part) for part in parts) / len(x)
+        numbers = {name: kit.numpy(leaf).tolist() for name, leaf in found.items()}
+        assert numbers == {
+            "sum": sum(rows), "max": max(rows), "min": min(rows), "any": True,
+            "all": all((part < 0).any() for part in parts), "rows": rows, "complex": numbers["complex"],
+            "counted": sum(bool(part.sum() > 0) for part in parts), "ratio": float(np.float32(sum(rows) / 4)),
+        }  # fmt: skip
+        assert abs(numbers["complex"] - 1j * means) < 1
 
 
 MANY_OF_MANY = 10**14 + 1, 3 * 10**14  # float32 has 24 bits of it
@@ -207,33 +221,38 @@ def test_a_fold_is_a_prefix_and_parts_of_folds_mix(kit):
         funcga.Reducer(lambda xp, v, w: (v * v * w, xp.ones_like(v) * w), funcga.monoids.sum),
         funcga.normalizers.Normalizer(lambda xp, reduced, tally: xp.sqrt(reduced[0] / reduced[1])),
     )
-    x = kit.arrays(np.arange(1, 6, dtype="float32"))
-    found = funcga.accumulate(
+    step = funcga.accumulate(
         lambda x: ({"a": x.sum(), "b": (x.sum(), x.max())}, x.sum()), 2, in_axes=0,
         fold=({"b": funcga.max(), "a": funcga.sum()}, root),
-    )(x)  # fmt: skip
-    assert [float(leaf) for leaf in (found[0]["a"], *found[0]["b"])] == [15, 9, 5]
-    np.testing.assert_allclose(float(found[1]), np.sqrt((3 * 36 + 2 * 81) / 5), rtol=1e-6)
+    )  # fmt: skip
+    for first, count in ((1, 5), (3, 5), (1, 6), (1, 5)):
+        x = np.arange(first, first + count, dtype="float32")
+        found = step(kit.arrays(x))
+        sums = [x[a:b].sum() for a, b in bounds({"n": 2}, count)]
+        assert [float(leaf) for leaf in (found[0]["a"], *found[0]["b"])] == [sum(sums), max(sums), x.max()]
+        squares = sum(total**2 * (b - a) for total, (a, b) in zip(sums, bounds({"n": 2}, count), strict=True))
+        np.testing.assert_allclose(float(found[1]), np.sqrt(squares / count), rtol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sum_is_bitwise_that_of_a_loop_in_numpy(kit, way):
-    r = np.random.default_rng(5)
-    rows = (r.normal(size=(20, 3)) * 10.0 ** r.integers(-3, 4, (20, 3))).astype("float32")
-    total = np.zeros(3, "float32")
-    for row in rows:
-        total = total + row
-    found = WAYS[way](lambda x: x[0], 20, in_axes=0, fold=funcga.sum())(kit.arrays(rows))
-    np.testing.assert_array_equal(kit.numpy(found), total)
+    step, r = WAYS[way](lambda x: x[0], 20, in_axes=0, fold=funcga.sum()), np.random.default_rng(5)
+    for width in (3, 3, 2, 3):
+        rows = (r.normal(size=(20, width)) * 10.0 ** r.integers(-3, 4, (20, width))).astype("float32")
+        total = np.zeros(width, "float32")
+        for row in rows:
+            total = total + row
+        np.testing.assert_array_equal(kit.numpy(step(kit.arrays(rows))), total)
 
 
 def test_reproducible_sums_depend_on_no_order(kit):
-    rows = (np.random.default_rng(6).normal(size=(24, 3)) * 1e3).astype("float32")
-    fold, whole = funcga.reproducible(funcga.sum()), []
-    for order in (slice(None), slice(None, None, -1)):
-        x = kit.arrays(np.ascontiguousarray(rows[order]))
-        whole.append(kit.numpy(funcga.accumulate(lambda x: x[0], 24, in_axes=0, fold=fold)(x)))
-    np.testing.assert_array_equal(*whole)
+    step = funcga.accumulate(lambda x: x[0], 24, in_axes=0, fold=funcga.reproducible(funcga.sum()))
+    for seed, width in ((6, 3), (7, 3), (8, 2), (6, 3)):
+        rows, found = (np.random.default_rng(seed).normal(size=(24, width)) * 1e3).astype("float32"), []
+        for order in (slice(None), slice(None, None, -1)):
+            found.append(kit.numpy(step(kit.arrays(np.ascontiguousarray(rows[order])))))
+        np.testing.assert_array_equal(*found)
+        np.testing.assert_allclose(found[0], rows.astype("float64").sum(0), rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("weight", [2**31, 10**12, 1e30, 1e-30, True, np.float32(3), np.array(2)], ids=str)
@@ -279,10 +298,11 @@ def test_a_light_micro_batch_changes_nothing_for_heavy_ones(kit, way, light):
 
 
 def test_collected_rows_along_any_axis(kit):
-    x = kit.arrays(np.random.default_rng(2).normal(size=(7, 5, 6)).astype("float32"))
     for axis in (1, -1, -3):
-        found = funcga.accumulate(lambda x: x, 3, in_axes=axis, fold=funcga.concat(axis))(x)
-        np.testing.assert_array_equal(kit.numpy(found), kit.numpy(x))
+        step = funcga.accumulate(lambda x: x, 3, in_axes=axis, fold=funcga.concat(axis))
+        for seed, rows in ((2, 7), (3, 7), (4, 8), (2, 7)):
+            x = kit.arrays(np.random.default_rng(seed).normal(size=(rows, 5, 6)).astype("float32"))
+            np.testing.assert_array_equal(kit.numpy(step(x)), kit.numpy(x))
 
 
 @pytest.mark.parametrize("way", ["accumulate", "stream"])
@@ -299,8 +319,9 @@ def test_what_grad_fn_returns_may_be_buffers_of_its_own(way):
     last = funcga.Fold(funcga.Reducer(lambda xp, v, w: v, latest), funcga.normalizers.identity)
     fold = (funcga.concat(), funcga.sum(), last), funcga.carry()
     step, x = WAYS[way](reuses, 3, in_axes=(funcga.CARRY, 0), fold=fold), torch.arange(6.0)
-    first, second = step(torch.tensor(1.0), x), step(torch.tensor(2.0), 2 * x)
-    for scale, ((collected, summed, latest), after) in ((1, first), (2, second)):
+    scales = (1, 2, 3, 1)
+    results = [step(torch.tensor(float(scale)), scale * x) for scale in scales]
+    for scale, ((collected, summed, latest), after) in zip(scales, results, strict=True):
         assert torch.equal(collected, scale * x)
         assert [float(leaf) for leaf in (summed, latest, after)] == [15 * scale, 9 * scale, 16 * scale]
 

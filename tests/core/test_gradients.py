@@ -1,4 +1,7 @@
-"""Every source, of every problem, cut in every way, gives what the whole batch gives, and leaves all else alone."""
+"""Every source, of every problem, cut in every way, gives what the whole batch gives, and leaves all else alone.
+
+At each of four calls.
+"""
 
 from itertools import product
 
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 from torch.utils._pytree import tree_leaves
 
-from tests.core.sources import CUTS, PROBLEMS, SOURCES, SOURCES_OF_BOTH, accumulate, compiled
+from tests.core.sources import CUTS, PROBLEMS, SOURCES, SOURCES_OF_BOTH, accumulate, compiled, four
 from tests.kits import JAX, LIMITS, TORCH, difference, dtypes
 
 
@@ -33,32 +36,39 @@ def named(case):
 def test_a_window_gives_what_the_whole_batch_gives(case):
     kit, source, problem, cut, dtype = case
     with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"), np.errstate(invalid="ignore"):
-        problem = PROBLEMS[problem]
-        params, batch = problem.arrays(kit, dtype)
-        found = pure(kit, source(kit, problem, CUTS[cut]), params, batch)
-        truth = problem.truth(dtype)
-        wanted = kit.arrays({key: truth[key] for key in found})
-        assert difference(kit, found, wanted) <= LIMITS[dtype]
-        assert {*dtypes(kit, found)} == {dtype}
+        problems = four(PROBLEMS[problem])
+        calls = [problem.arrays(kit, dtype) for problem in problems]
+        results = pure(kit, source(kit, problems[0], CUTS[cut]), calls)
+        for found, problem in zip(results, problems, strict=True):
+            truth = problem.truth(dtype)
+            wanted = kit.arrays({key: truth[key] for key in found})
+            assert difference(kit, found, wanted) <= LIMITS[dtype]
+            assert {*dtypes(kit, found)} == {dtype}
 
 
 def memory(leaves):
     return {leaf.untyped_storage().data_ptr() for leaf in leaves}
 
 
-def pure(kit, step, *args):
-    """The result, which shares no memory with the arguments, and which another call does not overwrite."""
-    before = kit.leaves(args)
-    first = step(*args)
-    kept = kit.leaves(first)
-    second = step(*args)
-    for name, now in (("result", kit.leaves(first)), ("second result", kit.leaves(second))):
-        for leaf, other in zip(now, kept, strict=True):
+def pure(kit, step, calls):
+    """The result of each call, which shares no memory with the arguments, and which no other call overwrites.
+
+    The last call is the first one again, and has the same bits.
+    """
+    before = kit.leaves(calls)
+    results, kept = [], []
+    for args in calls:
+        results.append(step(*args))
+        kept.append(kit.leaves(results[-1]))
+    for name, left, right in (
+        ("result", kit.leaves(results), [leaf for leaves in kept for leaf in leaves]),
+        ("first result again", kept[-1], kept[0]),
+        ("argument", kit.leaves(calls), before),
+    ):
+        for leaf, other in zip(left, right, strict=True):
             np.testing.assert_array_equal(leaf, other, err_msg=name)
-    for leaf, other in zip(kit.leaves(args), before, strict=True):
-        np.testing.assert_array_equal(leaf, other, err_msg="argument")
     if kit is TORCH:
-        results, others, given = (tree_leaves(tree) for tree in (first, second, args))
-        assert memory(results).isdisjoint(memory(others) | memory(given))
-        assert all(leaf.grad is None and not leaf.requires_grad for leaf in (*results, *others, *given))
-    return first
+        *apart, given = [memory(tree_leaves(tree)) for tree in (*results, calls)]
+        assert sum(map(len, apart)) + len(given) == len(set().union(*apart, given))
+        assert all(leaf.grad is None and not leaf.requires_grad for leaf in tree_leaves((results, calls)))
+    return results

@@ -1,6 +1,10 @@
-"""Modules of torch: as pure functions, and driven by their own parameters; both against a loop with `.backward()`."""
+"""Modules of torch: as pure functions, and driven by their own parameters; both against a loop with `.backward()`.
+
+At each of four calls of a step: at first, with other values, with another structure, and as at first.
+"""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -37,9 +41,22 @@ def net(**options):
     return Net(**options)
 
 
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(ROWS, 3, generator=generator), torch.randn(ROWS, 2, generator=generator)
+def batch(seed=1, rows=ROWS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 3, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def calls(module):
+    """The batch of each call of a step; an update comes before the second one, and is undone before the last."""
+    before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
+    yield batch()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(1.2)
+    yield batch(seed=2)
+    yield batch(seed=3, rows=ROWS + 2)
+    module.load_state_dict(before)
+    yield batch()
 
 
 def mse(module, x, y):
@@ -112,72 +129,81 @@ class Untouched:
 
 @pytest.mark.parametrize("reenter", [None, False, True])
 def test_it_is_the_hand_written_loop_and_touches_nothing(way, reenter):
-    module, (x, y) = net(reenter=reenter), batch()
-    untouched, step = Untouched(module, way), way(module)
-    expected, after = by_hand(module, x, y)
-    found = step(x, y)
-    assert difference(TORCH, found, expected) <= LIMITS["float32"]
-    assert not any(leaf.requires_grad for leaf in (found[0], *found[1].values()))
-    if way is driven:
-        assert difference(TORCH, dict(module.named_buffers()), dict(after.named_buffers())) <= LIMITS["float32"]
-    untouched.check()
-    assert difference(TORCH, step(x, y), expected) <= LIMITS["float32"]
-    untouched.check()
+    module = net(reenter=reenter)
+    step = way(module)
+    for x, y in calls(module):
+        untouched = Untouched(module, way)
+        expected, after = by_hand(module, x, y)
+        found = step(x, y)
+        assert difference(TORCH, found, expected) <= LIMITS["float32"]
+        assert not any(leaf.requires_grad for leaf in (found[0], *found[1].values()))
+        if way is driven:
+            assert difference(TORCH, dict(module.named_buffers()), dict(after.named_buffers())) <= LIMITS["float32"]
+        untouched.check()
 
 
 def test_other_folds_of_a_module_leave_no_hook(way):
-    module, (x, y) = net(), batch()
-    untouched, names = Untouched(module, way), torch_backend.trainable(module)
+    module = net()
+    names = torch_backend.trainable(module)
     folds = dict.fromkeys(names, funcga.mean()) | {"first.bias": funcga.moments(), "last.weight": funcga.max()}
-    expected, _ = by_hand(module, x, y)
-    _, grads = way(module, fold=(funcga.mean(), folds))(x, y)
-    for name in names:
-        found = grads[name].mean if name == "first.bias" else grads[name]
-        if name != "last.weight":
-            assert difference(TORCH, found, expected[1][name]) <= 1e-5
-    untouched.check()
+    step = way(module, fold=(funcga.mean(), folds))
+    for x, y in calls(module):
+        untouched, (expected, _) = Untouched(module, way), by_hand(module, x, y)
+        _, grads = step(x, y)
+        for name in names:
+            found = grads[name].mean if name == "first.bias" else grads[name]
+            if name != "last.weight":
+                assert difference(TORCH, found, expected[1][name]) <= 1e-5
+        untouched.check()
 
 
 def test_gradients_that_were_there_before_stay(way):
-    module, (x, y) = net(), batch()
-    for p in module.parameters():
-        p.grad = torch.full_like(p, 7.0)
-    untouched, expected = Untouched(module, way), by_hand(module, x, y)[0]
-    assert difference(TORCH, way(module)(x, y), expected) <= LIMITS["float32"]
-    untouched.check()
-    assert all((p.grad == 7).all() for p in module.parameters())
+    module = net()
+    step = way(module)
+    for x, y in calls(module):
+        for p in module.parameters():
+            p.grad = torch.full_like(p, 7.0)
+        untouched, expected = Untouched(module, way), by_hand(module, x, y)[0]
+        assert difference(TORCH, step(x, y), expected) <= LIMITS["float32"]
+        untouched.check()
+        assert all((p.grad == 7).all() for p in module.parameters())
 
 
 def test_other_parameters_than_the_module_s_own():
     """Also where a checkpoint runs the module again in the backward pass."""
     for reenter in (None, False, True):
-        module, (x, y) = net(reenter=reenter), batch()
-        other = copy.deepcopy(module)
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(1.5)
-        untouched = Untouched(module)
-        other.frozen.load_state_dict(module.frozen.state_dict())  # which is not given
+        module = net(reenter=reenter)
         by_call = lambda params, x, y, module=module: F.mse_loss(torch.func.functional_call(module, params, (x,)), y)
         # A reentrant checkpoint is a function of the module's own parameters: only pure_loss puts others there.
         for loss in (torch_backend.pure_loss(module, mse), *([] if reenter else [by_call])):
             step = funcga.accumulate(funcga.value_and_grad(loss), N)
-            assert difference(TORCH, step(torch_backend.trainable(other), x, y), by_hand(other, x, y)[0]) <= 5e-6
-            module.norm.load_state_dict(other.norm.state_dict(), strict=False) if loss is by_call else untouched.check()
+            for factor, (x, y) in zip((1.5, 0.5, 2, 1.5), calls(module), strict=True):
+                untouched, other = Untouched(module), copy.deepcopy(module)
+                with torch.no_grad():
+                    for p in other.parameters():
+                        p.mul_(factor)
+                other.frozen.load_state_dict(module.frozen.state_dict())  # which is not given
+                expected, after = by_hand(other, x, y)
+                assert difference(TORCH, step(torch_backend.trainable(other), x, y), expected) <= 5e-6
+                if loss is by_call:
+                    assert difference(TORCH, dict(module.named_buffers()), dict(after.named_buffers())) <= 5e-6
+                else:
+                    untouched.check()
 
 
 def test_buffers_are_threaded():
-    module, (x, y) = net(), batch()
-    untouched, gradient = Untouched(module), torch_backend.pure_loss(module, mse, buffers=True)
+    module = net()
+    gradient = torch_backend.pure_loss(module, mse, buffers=True)
     step = funcga.accumulate(
         funcga.value_and_grad(gradient, has_aux=True), N, in_axes=(None, funcga.CARRY, 0, 0),
         fold=((funcga.mean(), funcga.carry()), funcga.mean()),
     )  # fmt: skip
-    (value, buffers), grads = step(torch_backend.trainable(module), dict(module.named_buffers()), x, y)
-    expected, after = by_hand(module, x, y)
-    assert difference(TORCH, (value, grads), expected) <= LIMITS["float32"]
-    assert difference(TORCH, buffers, dict(after.named_buffers())) <= LIMITS["float32"]
-    untouched.check()
+    for x, y in calls(module):
+        untouched, (expected, after) = Untouched(module), by_hand(module, x, y)
+        (value, buffers), grads = step(torch_backend.trainable(module), dict(module.named_buffers()), x, y)
+        assert difference(TORCH, (value, grads), expected) <= LIMITS["float32"]
+        assert difference(TORCH, buffers, dict(after.named_buffers())) <= LIMITS["float32"]
+        untouched.check()
 
 
 class Counts(nn.Module):
@@ -199,130 +225,161 @@ def test_every_micro_batch_of_a_pure_loss_sees_the_module_s_own_buffers():
     untouched, loss = Untouched(module), torch_backend.pure_loss(module, lambda module, x: module(x))
     for n in (1, 2, 4):
         step = funcga.accumulate(funcga.value_and_grad(loss), n, fold=funcga.sum())
-        value, grads = step({"weight": module.weight}, torch.arange(4.0))
-        assert (float(value), float(grads["weight"])) == (12, 6)
+        for weight, rows in ((2, 4), (3, 4), (2, 6), (2, 4)):
+            value, grads = step({"weight": torch.tensor(float(weight))}, torch.arange(float(rows)))
+            assert (float(value), float(grads["weight"])) == (weight * sum(range(rows)), sum(range(rows)))
     untouched.check()
 
 
 def test_hooks_of_the_user_see_every_gradient_whole(way):
     """A hook that is not linear sees the gradient of a micro-batch, not a share of it."""
-    module, (x, y) = net(), batch()
+    module, kept = net(), []
     module.first.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
     module.last.bias.register_hook(lambda grad: 2 * grad)
-    untouched, expected, kept = Untouched(module, way), by_hand(module, x, y)[0], []
-    module.middle.bias.register_hook(lambda grad: kept.append((grad.data, grad.clone())))
-    untouched.hooks["middle.bias"] += 1
     uneven = lambda x, y: len(x)
-    for options in ({}, {"weight": uneven}):
-        assert difference(TORCH, way(module, **options)(x, y), expected) <= LIMITS["float32"]
+    steps = [way(module), way(module, weight=uneven)]
+    expected = [by_hand(module, x, y)[0] for x, y in calls(module)]
+    module.middle.bias.register_hook(lambda grad: kept.append((grad.data, grad.clone())))
+    for (x, y), wanted in zip(calls(module), expected, strict=True):
+        untouched = Untouched(module, way)
+        for step in steps:
+            assert difference(TORCH, step(x, y), wanted) <= LIMITS["float32"]
+        untouched.check()
+    assert len(kept) == 2 * 4 * N
     assert all(torch.equal(*pair) for pair in kept)  # nothing is added to what a hook has kept
-    untouched.check()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_leaves_everything_as_it_was(way, where):
-    module, (x, y) = net(), batch()
-    untouched, calls = Untouched(module, way), []
+@pytest.mark.parametrize("which", [2, 2 * N + 2], ids=["first call", "third call"])
+def test_an_error_leaves_everything_as_it_was(way, where, which):
+    module, (x, y), runs = net(), batch(), []
 
     def fails(module, x, y):
         out = module(x)
-        calls.append(1)
-        if len(calls) == 2 and where == "forward":
+        runs.append(1)
+        if len(runs) == which and where == "forward":
             raise KeyError("mine")
-        if len(calls) == 2:
+        if len(runs) == which:
             out.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("mine")))
         return F.mse_loss(out, y)
 
     step = way(module, fails)
+    for _ in range(which // N // 2 * 2):
+        step(x, y)
+    untouched = Untouched(module, way)
     with pytest.raises(KeyError, match="mine"):
+        step(x, y)
+    untouched.check()
+    for x, y in calls(module):
+        assert difference(TORCH, step(x, y), by_hand(module, x, y)[0]) <= LIMITS["float32"]
+
+
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_loss_that_runs_backward_itself_is_refused(way, which, call):
+    module, (x, y), runs = net(), batch(), []
+
+    def loss(module, x, y):
+        runs.append(1)
+        if len(runs) == which + N * (call - 1):
+            mse(module, x, y).backward()
+        return mse(module, x, y)
+
+    step = way(module, loss)
+    for _ in range(call - 1):
+        step(x, y)
+    untouched = Untouched(module, way)
+    with pytest.raises(funcga.FuncgaError, match=r"loss_fn called .backward\(\)"):
         step(x, y)
     untouched.check()
     assert difference(TORCH, step(x, y), by_hand(module, x, y)[0]) <= LIMITS["float32"]
 
 
-@pytest.mark.parametrize("which", [1, 2])
-def test_a_loss_that_runs_backward_itself_is_refused(way, which):
-    module, (x, y) = net(), batch()
-    untouched, calls = Untouched(module, way), []
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_backward_pass_into_the_parameters_themselves_is_refused_and_undone(call):
+    w, runs = nn.Parameter(torch.ones(3)), []
 
-    def runs(module, x, y):
-        calls.append(1)
-        if len(calls) == which:
-            mse(module, x, y).backward()
-        return mse(module, x, y)
-
-    with pytest.raises(funcga.FuncgaError, match=r"loss_fn called .backward\(\)"):
-        way(module, runs)(x, y)
-    untouched.check()
-
-
-def test_a_backward_pass_into_the_parameters_themselves_is_refused_and_undone():
-    w = nn.Parameter(torch.ones(3))
-
-    def runs(params, x):
-        (w * x).sum().backward()
+    def loss(params, x):
+        runs.append(1)
+        if len(runs) > 2 * (call - 1):
+            (w * x).sum().backward()
         return (params["w"] * x).sum()
 
+    step = funcga.accumulate(funcga.grad(loss), 2)
+    for _ in range(call - 1):
+        step({"w": w}, torch.ones(4, 3))
     with pytest.raises(funcga.FuncgaError, match=r"a parameter's .grad changed during the call"):
-        funcga.accumulate(funcga.grad(runs), 2)({"w": w}, torch.ones(4, 3))
+        step({"w": w}, torch.ones(4, 3))
     assert w.grad is None
 
 
-def test_parameters_that_are_written_during_a_window_are_refused():
-    module, (x, y) = net(), batch()
+@pytest.mark.parametrize("call", [1, 3])
+def test_parameters_that_are_written_during_a_window_are_refused(call):
+    module, (x, y), runs = net(), batch(), []
 
     def writes(module, x, y):
         value = mse(module, x, y)
+        runs.append(1)
         with torch.no_grad():
-            module.last.bias.add_(0)
+            if len(runs) > N * (call - 1):
+                module.last.bias.add_(0)
         return value
 
+    step = functional(module, writes)
+    for _ in range(call - 1):
+        step(x, y)
     with pytest.raises(funcga.FuncgaError, match="a parameter was changed in place during the window"):
-        functional(module, writes)(x, y)
+        step(x, y)
 
 
 def test_uneven_weights_and_autocast(way):
     """The value is that of the loop, also where forward passes run in another dtype."""
-    module, (x, y) = net().eval(), batch()
-    weights, seen = [len(rows) * 1.0 for rows in x.tensor_split(N)], []
+    module, seen = net().eval(), []
 
     def loss(module, x, y):
         out = module(x)
         out.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
         return F.mse_loss(out, y)
 
+    steps = [way(module, loss), way(module, loss, weight=lambda x, y: 3.0 * len(x))]
     with torch.autocast("cpu", torch.bfloat16):
-        expected = by_hand(module, x, y)[0]
-        for options in ({}, {"weight": lambda x, y: weights[0] * len(x)}):
-            found = way(module, loss, **options)(x, y)
-            assert all(leaf.dtype is torch.float32 for leaf in found[1].values())
-            assert difference(TORCH, found, expected) <= 1e-2  # gradients in bfloat16, at a half of their last place
+        for x, y in calls(module):
+            expected = by_hand(module, x, y)[0]
+            for step in steps:
+                found = step(x, y)
+                assert all(leaf.dtype is torch.float32 for leaf in found[1].values())
+                assert difference(TORCH, found, expected) <= 1e-2  # in bfloat16, a half of their last place
+    assert seen
     assert not any(seen)  # it is for the forward pass
 
 
 def test_the_grad_mode_does_not_matter(way):
-    module, (x, y) = net().eval(), batch()
-    expected = by_hand(module, x, y)[0]
-    with torch.no_grad():
-        assert difference(TORCH, way(module)(x, y), expected) <= LIMITS["float32"]
+    module = net().eval()
+    step = way(module)
+    for x, y in calls(module):
+        expected = by_hand(module, x, y)[0]
+        with torch.no_grad():
+            assert difference(TORCH, step(x, y), expected) <= LIMITS["float32"]
 
 
 def test_dropout_is_that_of_one_loop(way):
-    module, (x, y) = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), batch()
-    torch.manual_seed(5)
-    expected = by_hand(module, x, y)[0]
-    torch.manual_seed(5)
-    assert difference(TORCH, way(module)(x, y), expected) <= LIMITS["float32"]
+    module = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+    step = way(module)
+    for seed, (x, y) in enumerate(calls(module)):
+        torch.manual_seed(seed)
+        expected = by_hand(module, x, y)[0]
+        torch.manual_seed(seed)
+        assert difference(TORCH, step(x, y), expected) <= LIMITS["float32"]
 
 
 def test_frozen_and_unfrozen_between_calls(way):
     module, (x, y) = net().eval(), batch()
     step = way(module)
-    assert "frozen.weight" not in step(x, y)[1]
-    module.frozen.requires_grad_(True)
-    found = step(x, y)
-    assert difference(TORCH, found, by_hand(module, x, y)[0]) <= LIMITS["float32"]
-    assert "frozen.weight" in found[1]
+    for trained in (False, True, False, True):
+        module.frozen.requires_grad_(trained)
+        found = step(x, y)
+        assert difference(TORCH, found, by_hand(module, x, y)[0]) <= LIMITS["float32"]
+        assert ("frozen.weight" in found[1]) is trained
 
 
 def test_gradients_go_to_an_optimizer():
@@ -374,49 +431,63 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves(kind, fold):
     params, loss = leaves_of(kind)
-    x = torch.randn(8, 3)
     by_steps = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
     chosen = {"mean": funcga.mean(), "sum": funcga.sum(), "by_steps": by_steps}[fold]
-    value, grads = funcga.accumulate(funcga.value_and_grad(loss), 4, fold=chosen)(params, x)
-    copies = {k: None if p is None else p.detach().clone().requires_grad_() for k, p in params.items()}
-    whole = loss(copies, x) * (4 if fold == "sum" else 1)  # of equal micro-batches
-    whole.backward()
-    expected = {k: None if p is None else torch.zeros_like(p) if p.grad is None else p.grad for k, p in copies.items()}
-    for name, wanted in expected.items():
-        if wanted is None:
-            assert grads[name] is None
-        else:
-            assert (grads[name].dtype, grads[name].shape) == (wanted.dtype, wanted.shape)
-            torch.testing.assert_close(grads[name], wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(value, whole.detach(), rtol=1e-5, atol=1e-6)
+    step, first = funcga.accumulate(funcga.value_and_grad(loss), 4, fold=chosen), torch.randn(8, 3)
+    for x in (first, torch.randn(8, 3), torch.randn(12, 3), first):
+        value, grads = step(params, x)
+        copies = {k: None if p is None else p.detach().clone().requires_grad_() for k, p in params.items()}
+        whole = loss(copies, x) * (4 if fold == "sum" else 1)  # of equal micro-batches
+        whole.backward()
+        expected = {
+            k: None if p is None else torch.zeros_like(p) if p.grad is None else p.grad for k, p in copies.items()
+        }
+        for name, wanted in expected.items():
+            if wanted is None:
+                assert grads[name] is None
+            else:
+                assert (grads[name].dtype, grads[name].shape) == (wanted.dtype, wanted.shape)
+                torch.testing.assert_close(grads[name], wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, whole.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fold", [funcga.mean(), funcga.sum(), funcga.moments()], ids=["mean", "sum", "moments"])
 def test_sparse_gradients_become_dense(fold):
     torch.manual_seed(0)
-    table, rows = torch.randn(7, 2), torch.randint(0, 7, (8, 3))
-    found = []
-    for sparse in (True, False):
-        loss = lambda p, i, sparse=sparse: (F.embedding(i, p, sparse=sparse) ** 2).mean()
-        found.append(funcga.accumulate(funcga.value_and_grad(loss), 4, fold=(funcga.mean(), fold))(table, rows))
-    assert all(leaf.layout is torch.strided for leaf in TORCH.backend.trees.flatten(found[0])[0])
-    assert difference(TORCH, *found) <= LIMITS["float32"]
+    loss = lambda p, i, sparse: (F.embedding(i, p, sparse=sparse) ** 2).mean()
+    steps = [
+        funcga.accumulate(funcga.value_and_grad(partial(loss, sparse=sparse)), 4, fold=(funcga.mean(), fold))
+        for sparse in (True, False)
+    ]
+    for words, count in ((7, 8), (7, 8), (5, 12), (7, 8)):
+        table, rows = torch.randn(words, 2), torch.randint(0, words, (count, 3))
+        found = [step(table, rows) for step in steps]
+        assert all(leaf.layout is torch.strided for leaf in TORCH.backend.trees.flatten(found[0])[0])
+        assert difference(TORCH, *found) <= LIMITS["float32"]
 
 
 def test_sixteen_bit_gradients_are_summed_in_float32_by_exact_weights():
     """512 gradients that a sum in bfloat16 would lose after 256; 1001 tokens, which are 1000 in bfloat16."""
-    params = {"w": torch.ones(4).bfloat16()}
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p["w"] * x).sum()), 512, fold=funcga.sum(out_dtype="float32"))
-    torch.testing.assert_close(step(params, torch.ones(512).bfloat16())["w"], torch.full((4,), 512.0))
     step = funcga.accumulate(
-        funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1001 if x[0] > 2 else 513,
+        funcga.grad(lambda p, x: (p["w"] * x.sum()).sum()), 512, fold=funcga.sum(out_dtype="float32")
+    )
+    for factor, rows, width in ((1, 512, 4), (2, 512, 4), (1, 1024, 3), (1, 512, 4)):
+        params = {"w": torch.ones(width).bfloat16()}
+        found = step(params, torch.full((rows,), float(factor)).bfloat16())["w"]
+        torch.testing.assert_close(found, torch.full((width,), float(factor * rows)))
+    step = funcga.accumulate(
+        funcga.grad(lambda p, x: (p * x[..., 0]).mean()), 2, weight=lambda x: 1001 if x[0, 0] > 2 else 513,
         fold=funcga.mean(out_dtype="float32"),
     )  # fmt: skip
-    found = step(torch.ones(()).bfloat16(), torch.tensor([1.0, 3.0]).bfloat16())
-    assert float(found) == pytest.approx((513 + 3 * 1001) / 1514, rel=1e-6)
+    for low, high, rows in ((1, 3, 2), (2, 4, 2), (1, 3, 4), (1, 3, 2)):
+        x = torch.tensor([low, high]).bfloat16().repeat_interleave(rows // 2)[:, None]
+        expected = (513 * low + 1001 * high) / 1514
+        assert float(step(torch.ones(()).bfloat16(), x)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_float16_gradients_do_not_overflow_by_their_weight():
-    step = funcga.accumulate(funcga.grad(lambda p, x: (p * x).sum()), 2, weight=lambda x: 1000 if x[0] > 150 else 3000)
-    found = step(torch.ones((), dtype=torch.float16), torch.tensor([100.0, 200.0], dtype=torch.float16))
-    assert float(found) == pytest.approx(125, rel=1e-3)
+    step = funcga.accumulate(funcga.grad(lambda p, x: (p * x).mean()), 2, weight=lambda x: 1000 if x[0] > 150 else 3000)
+    for low, rows in ((100, 2), (120, 2), (100, 4), (100, 2)):
+        x = torch.tensor([low, 200], dtype=torch.float16).repeat_interleave(rows // 2)
+        found = step(torch.ones((), dtype=torch.float16), x)
+        assert float(found) == pytest.approx((3 * low + 200) / 4, rel=1e-3)

@@ -18,13 +18,20 @@ SHAPES = {"b": (2,), "scale": (), "w": (3, 2)}
 LIMIT = 3e-7  # a few roundings of float32
 
 
-def tree(kit, seed, dtype="float32"):
+def tree(kit, seed, dtype="float32", shapes=SHAPES):
     r = np.random.default_rng(seed)
-    return kit.arrays({name: r.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()})
+    return kit.arrays({name: r.normal(size=shape).astype(dtype) for name, shape in shapes.items()})
 
 
-def grads_of(kit, count):
-    return [tree(kit, 10 + k) for k in range(count)]
+def grads_of(kit, count, seed=10, shapes=SHAPES):
+    return [tree(kit, seed + k, shapes=shapes) for k in range(count)]
+
+
+def rounds(kit, count):
+    """Gradients, for windows of one transform after the other: other values, other shapes, and the first again."""
+    wide = {"b": (5,), "scale": (), "w": (2, 2)}
+    for seed, shapes in ((10, SHAPES), (30, SHAPES), (50, wide), (10, SHAPES)):
+        yield grads_of(kit, count, seed, shapes), tree(kit, 1, shapes=shapes)
 
 
 def folded(kit, grads, weights=None, name="mean"):
@@ -52,9 +59,9 @@ def made(kit, n, **options):
     return funcga.multi_steps(funcga.transforms.Transform(start, counting()), n, **options)
 
 
-def run(tx, kit, grads, weights=None, state=None):
+def run(tx, kit, grads, weights=None, state=None, params=None):
     """What each call returns, (updates, whether it was an update), and the last state."""
-    params, found = tree(kit, 1), []
+    params, found = tree(kit, 1) if params is None else params, []
     state = tx.init(params) if state is None else state
     for index, grad in enumerate(grads):
         updates, state = tx.update(grad, state, params, weight=1 if weights is None else weights[index])
@@ -63,30 +70,31 @@ def run(tx, kit, grads, weights=None, state=None):
 
 
 def test_windows_follow_one_another(kit):
-    grads = grads_of(kit, 7)
-    weights = [5, 0.5, 2.5, 1, 1, 2**24, 3]
-    found, state = run(made(kit, 3), kit, grads, weights)
-    assert [ends for _, ends in found] == [False, False, True] * 2 + [False]
-    for index, (update, ends) in enumerate(found):
-        if ends:
-            wanted = folded(kit, grads[index - 2 : index + 1], weights[index - 2 : index + 1])
-            assert difference(kit, update, wanted) <= LIMIT
-        else:
-            assert not any(leaf.any() for leaf in kit.leaves(update))
-    assert (int(state.updates), int(state.offered), int(state.inner["runs"])) == (2, 1, 2)
+    weights, tx = [5, 0.5, 2.5, 1, 1, 2**24, 3], made(kit, 3)
+    for grads, params in rounds(kit, 7):
+        found, state = run(tx, kit, grads, weights, params=params)
+        assert [ends for _, ends in found] == [False, False, True] * 2 + [False]
+        for index, (update, ends) in enumerate(found):
+            if ends:
+                wanted = folded(kit, grads[index - 2 : index + 1], weights[index - 2 : index + 1])
+                assert difference(kit, update, wanted) <= LIMIT
+            else:
+                assert not any(leaf.any() for leaf in kit.leaves(update))
+        assert (int(state.updates), int(state.offered), int(state.inner["runs"])) == (2, 1, 2)
 
 
 def test_update_is_accumulate_and_flush(kit):
-    grads, tx, params = grads_of(kit, 3), made(kit, 3), tree(kit, 1)
-    (*_, (joined, _)), after = run(tx, kit, grads, [1, 2, 3])
-    state = tx.init(params)
-    for index, grad in enumerate(grads):
-        state = tx.accumulate(grad, state, weight=index + 1)
-        assert not tx.has_updated(state)
-    updates, state = tx.flush(state, params)
-    assert tx.has_updated(state)
-    assert difference(kit, negated().update(updates, ())[0], joined) == 0
-    assert difference(kit, state, after) == 0
+    tx = made(kit, 3)
+    for grads, params in rounds(kit, 3):
+        (*_, (joined, _)), after = run(tx, kit, grads, [1, 2, 3], params=params)
+        state = tx.init(params)
+        for index, grad in enumerate(grads):
+            state = tx.accumulate(grad, state, weight=index + 1)
+            assert not tx.has_updated(state)
+        updates, state = tx.flush(state, params)
+        assert tx.has_updated(state)
+        assert difference(kit, negated().update(updates, ())[0], joined) == 0
+        assert difference(kit, state, after) == 0
 
 
 def test_an_empty_window_is_not_flushed(kit):
@@ -97,19 +105,21 @@ def test_an_empty_window_is_not_flushed(kit):
 
 @pytest.mark.parametrize("name", ["sum", "per_weight", "max", "min", "logsumexp"])
 def test_other_folds(kit, name):
-    grads, weights = grads_of(kit, 4), [1, 3, 2, 5]
-    found, _ = run(made(kit, 2, fold=getattr(funcga, name)()), kit, grads, weights)
-    for last in (1, 3):
-        wanted = folded(kit, grads[last - 1 : last + 1], weights[last - 1 : last + 1], name)
-        assert difference(kit, found[last][0], wanted) <= LIMIT
+    weights, tx = [1, 3, 2, 5], made(kit, 2, fold=getattr(funcga, name)())
+    for grads, params in rounds(kit, 4):
+        found, _ = run(tx, kit, grads, weights, params=params)
+        for last in (1, 3):
+            wanted = folded(kit, grads[last - 1 : last + 1], weights[last - 1 : last + 1], name)
+            assert difference(kit, found[last][0], wanted) <= LIMIT
 
 
 def test_a_tree_of_folds(kit):
-    grads = grads_of(kit, 2)
     fold = {"w": funcga.sum(), "b": funcga.mean(), "scale": funcga.max()}
-    found, _ = run(made(kit, 2, fold=fold), kit, grads, [1, 3])
-    for key, name in (("w", "sum"), ("b", "mean"), ("scale", "max")):
-        assert difference(kit, found[1][0][key], folded(kit, grads, [1, 3], name)[key]) <= LIMIT
+    tx = made(kit, 2, fold=fold)
+    for grads, params in rounds(kit, 2):
+        found, _ = run(tx, kit, grads, [1, 3], params=params)
+        for key, name in (("w", "sum"), ("b", "mean"), ("scale", "max")):
+            assert difference(kit, found[1][0][key], folded(kit, grads, [1, 3], name)[key]) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -295,8 +305,12 @@ def test_an_error_of_the_transform_leaves_a_state_that_was_given_away():
 @pytest.mark.parametrize("name", ["mean", "per_weight", "sum", "max", "logsumexp", "moments", "concat", "carry"])
 def test_a_state_of_an_accumulator(kit, name):
     """It is pure, the result is the caller's own, and merged halves are the whole."""
-    accumulator, grads = funcga.Accumulator(getattr(funcga, name)()), grads_of(kit, 4)
-    grads = [{"b": grad["b"], "w": grad["w"]} for grad in grads]
+    accumulator = funcga.Accumulator(getattr(funcga, name)())
+    for grads, _ in rounds(kit, 4):
+        check_states(kit, accumulator, name, [{"b": grad["b"], "w": grad["w"]} for grad in grads])
+
+
+def check_states(kit, accumulator, name, grads):
     whole = left = right = accumulator.init(grads[0])
     for index, grad in enumerate(grads):
         before = kit.leaves((whole, grad))

@@ -67,8 +67,13 @@ def folds_of(name):
     return by_steps if name == "by_steps" else getattr(funcga, name)()
 
 
-def parameters(dtype):
-    generator = torch.Generator().manual_seed(0)
+def calls_of(feature):
+    """(window, which values) of each call of a step: at first, with other values, other numbers of rows, as at first."""
+    return [(0, 0), (0, 1), *((window, 1) for window in range(1, len(feature.rows))), (0, 0)]
+
+
+def parameters(dtype, values=0):
+    generator = torch.Generator().manual_seed(values)
     shapes = {"a": (5, 7), "b": (7,), "c": (7, 2), "rare": (3,)}
     draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     params = {name: draw(shape) for name, shape in shapes.items()}
@@ -116,9 +121,9 @@ WEIGHTS = {
 }
 
 
-def microbatches(feature, window, rank):
+def microbatches(feature, window, rank, values=0):
     """A replica's rows, and how they are cut. Some rows have no token, and some micro-batches none at all."""
-    g = torch.Generator().manual_seed(100 * window + rank)
+    g = torch.Generator().manual_seed(2000 * values + 100 * window + rank)
     rows = feature.rows[window][rank]
     x, y = (torch.randn(rows, k, generator=g, dtype=torch.float64).to(feature.dtype) for k in (5, 2))
     tokens = torch.randint(1, 9, (rows,), generator=g)
@@ -134,9 +139,9 @@ def microbatches(feature, window, rank):
     return whole, [*zip(*map(cut, whole), strict=True)] if rows else []
 
 
-def expected(feature, parts):
+def expected(feature, parts, values=0):
     """(the value, the gradients, how many are dropped) by autograd on each micro-batch, and a fold in NumPy."""
-    params = {name: leaf.double().requires_grad_() for name, leaf in parameters(feature.dtype).items()}
+    params = {name: leaf.double().requires_grad_() for name, leaf in parameters(feature.dtype, values).items()}
     parts = [(x.double(), y.double(), tokens, flags) for x, y, tokens, flags in parts]
     weigh, loss, outputs, weights, dropped = WEIGHTS[feature.weighs], loss_of(feature), [], [], 0
     rows = sum(len(x) for x, *_ in parts)
@@ -161,7 +166,7 @@ def expected(feature, parts):
 
 
 def step_of(group, source, feature):
-    """step(whole, parts) -> leaves, and how many were dropped."""
+    """step(whole, parts, values) -> leaves, and how many were dropped."""
     fold = folds_of(feature.fold)
     value_fold = folds_of("mean") if feature.fold in ("max", "moments", "logsumexp") else fold
     options = {"fold": (value_fold, fold), "weight": WEIGHTS[feature.weighs]}
@@ -170,23 +175,26 @@ def step_of(group, source, feature):
         options["totals"] = lambda x, y, t, f: {"tokens": t.sum(), "rows": len(x), "half": 0.5 * len(x)}
     if feature.drop:
         options |= {"drop": feature.drop, "observe": funcga.dropped()}
-    params, args = parameters(feature.dtype), ()
+    module = Module(feature.dtype) if source == "module" else None
     is_alike = source != "mixed" or dist.get_rank(group) % 2  # some ranks recompute what others do not
     loss = loss_of(feature, {"reentrant": True, "mixed": True}.get(source) if is_alike else None)
     if source == "module":
-        module = Module(feature.dtype)
         gradient = torch_backend.module_value_and_grad(
             module, lambda module, *args, **kwargs: module(loss, *args, **kwargs)
         )
     else:
-        gradient, args = funcga.value_and_grad(loss), (params,)
+        gradient = funcga.value_and_grad(loss)
     if source == "func":
         transform = torch.func.grad_and_value(loss)
         gradient = lambda *args, **kwargs: transform(*args, **kwargs)[::-1]
     cut = {"microbatch_size": 2} if feature.n is None else {"n": feature.n}
     step = funcga.stream(gradient, **options) if feature.streams else funcga.accumulate(gradient, **cut, **options)
 
-    def run(whole, parts):
+    def run(whole, parts, values):
+        params = parameters(feature.dtype, values)
+        args = (params,) if module is None else ()
+        for name, leaf in params.items() if module is not None else ():
+            module.get_parameter(name).data.copy_(leaf)
         result = step(*args, parts) if feature.streams else step(*args, *whole)
         result, dropped = result if feature.drop else (result, 0)
         return tree_leaves(result), int(dropped)
@@ -196,20 +204,22 @@ def step_of(group, source, feature):
 
 def error_of(group, source, feature):
     step, errors, size, kept = step_of(group, source, feature), [], dist.get_world_size(group), []
-    for window in range(len(feature.rows)):
-        of_ranks = [microbatches(feature, window, rank) for rank in range(size)]
+    for window, values in calls_of(feature):
+        of_ranks = [microbatches(feature, window, rank, values) for rank in range(size)]
         parts = [part for _, own in of_ranks for part in own]
         if not parts:
             continue
-        found, dropped = step(*of_ranks[dist.get_rank(group)])
+        found, dropped = step(*of_ranks[dist.get_rank(group)], values)
         assert all(map(torch.equal, *kept[-1])) if kept else True  # a result is the caller's own
         kept.append((found, [leaf.clone() for leaf in found]))
-        wanted, count = expected(feature, parts)
+        wanted, count = expected(feature, parts, values)
         assert dropped == count, (window, dropped, count)
         scale = max(np.abs(w).max() for w in wanted) or 1
         for leaf, other in zip(found, wanted, strict=True):
             assert leaf.dtype == feature.dtype
             errors.append(float(np.abs(leaf.double().numpy() - other).max()) / scale)
+    if feature.rows[0][0]:  # as at first: the first and the last call
+        assert all(map(torch.equal, kept[0][1], kept[-1][1]))
     return max(error if error == error else float("inf") for error in errors)
 
 

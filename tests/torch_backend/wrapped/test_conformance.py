@@ -153,9 +153,14 @@ WEIGHTS = {
 }
 
 
-def microbatches(feature, window, rank, dtype):
+def calls_of(feature):
+    """(window, factor of the parameters) of each call of a step: at first, with other values, other rows, as at first."""
+    return [(0, 1.0), (0, 2.0), *((window, 2.0) for window in range(1, len(feature.rows))), (0, 1.0)]
+
+
+def microbatches(feature, window, rank, dtype, factor):
     """Those of a replica. Where they are weighed by tokens, some rows have none, and some micro-batches too."""
-    g = torch.Generator().manual_seed(10 * window + rank)
+    g = torch.Generator().manual_seed(100 * int(factor) + 10 * window + rank)
     rows = feature.rows[window][rank]
     x, y = (torch.randn(rows, k, generator=g, dtype=torch.float64) for k in (4, 3))
     mask = torch.ones(rows, dtype=torch.float64)
@@ -172,9 +177,17 @@ def microbatches(feature, window, rank, dtype):
     return whole, parts
 
 
-def by_hand(feature, parts):
+def scale(module, factor):
+    """As an update changes the values of parameters, each rank those that it has."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(factor)
+
+
+def by_hand(feature, parts, factor):
     """(value, gradients, outputs) of a loop in float64 over the micro-batches of all replicas."""
     net, loss, weigh = Net(feature.parts).double(), loss_of(feature), WEIGHTS[feature.weighs]
+    scale(net, factor)
     parts = [[leaf.double() for leaf in part] for part in parts]
     totals = {"tokens": sum(mask.sum() for *_, mask in parts), "rows": sum(len(x) for x, *_ in parts)}
     scaled, kwargs = feature.fold in ("mean", "by_steps"), {"totals": totals} if feature.totals else {}
@@ -210,16 +223,18 @@ def error_of(group, wrapper, feature, dtype):
         options["across"] = group
     cut = {"microbatch_size": 2} if feature.n is None else {"n": feature.n}
     stepped = funcga.stream(gradient, **options) if feature.streams else funcga.accumulate(gradient, **cut, **options)
-    step, errors = gradient if feature.alone else stepped, []
-    for window in range(len(feature.rows)):
+    step, errors, before = gradient if feature.alone else stepped, [], 1.0
+    for window, factor in calls_of(feature):
+        scale(module, factor / before)  # by powers of two, which rounds nothing
+        before = factor
         if not any(feature.rows[window][: group.size()]):
             with pytest.raises(funcga.FuncgaError, match="no replica has a micro-batch to fold"):
-                step(*microbatches(feature, window, group.rank(), dtype)[0])
+                step(*microbatches(feature, window, group.rank(), dtype, factor)[0])
             continue
-        of_ranks = [microbatches(feature, window, rank, dtype) for rank in range(group.size())]
+        of_ranks = [microbatches(feature, window, rank, dtype, factor) for rank in range(group.size())]
         whole, own = of_ranks[group.rank()]
         found, grads = step(own) if feature.streams else step(*whole)
-        value, expected, out = by_hand(feature, [part for _, parts in of_ranks for part in parts])
+        value, expected, out = by_hand(feature, [part for _, parts in of_ranks for part in parts], factor)
         if feature.drop and window == 1 and not feature.nans:
             value, expected = torch.zeros(()), [torch.zeros_like(g) for g in expected]
         if feature.aux:
@@ -227,9 +242,9 @@ def error_of(group, wrapper, feature, dtype):
             assert (extra["rows"], extra["none"]) == (len(out), None)
             errors += [(extra[k] - k * value).abs() for k in range(4)]
             errors += [(extra["out"] - out).abs().max(), (extra["worst"] - out.abs().max()).abs()]
-        scale = max([1e-3, *(e.abs().max() for e in expected)])
+        largest = max([1e-3, *(e.abs().max() for e in expected)])
         errors.append((found - value).abs())
-        errors += [(a - b).abs().max() / scale for a, b in zip(full(module, grads), expected, strict=True)]
+        errors += [(a - b).abs().max() / largest for a, b in zip(full(module, grads), expected, strict=True)]
     assert all(p.grad is None for p in module.parameters())
     return max(float(e) if e == e else float("inf") for e in errors)
 
