@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -171,7 +172,7 @@ def accumulate(
                 check_no_totals(kwargs)
             try:
                 if search:
-                    accumulated.n, result = search(backend, args, kwargs)  # type: ignore[attr-defined]
+                    this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]
                     return result
                 return backend.loop.accumulate(program, backend)(args, kwargs)
             except TypeError as error:
@@ -185,6 +186,8 @@ def accumulate(
                     )
                 raise
 
+    # Not a name of the closure, which would be a cycle that keeps grad_fn, and its module, alive.
+    this = weakref.ref(accumulated)
     # For code that wraps the step, and for tools that inspect it.
     accumulated.program = program  # type: ignore[attr-defined]
     return accumulated

@@ -141,7 +141,7 @@ class Source:
             check_wrapped_before(grad_fn.module)
             walk, module = program.memory.keep(Walk), grad_fn.module
             self.gradient = grad_fn.parts
-            self.own = Own(module, walk.trainable(module), walk.ids(module))
+            self.own = Own(module, walk.trainable(module), walk)
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 

@@ -42,18 +42,19 @@ from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_initialised, check_unfrozen
-from torch_backend.modules.layers import call_loss
+from torch_backend.modules.visits import Visit
+from torch_backend.modules.layers import Walk, call_loss
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 _NOTHING = nullcontext()
 
 
 class Own(NamedTuple):
-    """A module, its own parameters that are differentiated, and what no other thread may use."""
+    """A module, its own parameters that are differentiated, and the walk that has found them."""
 
     module: nn.Module
     params: dict[str, nn.Parameter]
-    ids: Collection[int]
+    walk: Walk
 
 
 class Window:
@@ -68,6 +69,7 @@ class Window:
     - `plan`: the one that is known, or a new one; the first loss completes it.
     """
 
+    visits: Visit | None = None  # of a pure_loss: set on entering
     sums: Sums | None = None  # set by `_bind`, with the first loss
     held: Sequence[Any] = ()  # the sum that stands as the `.grad` of each of the inputs, or None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
@@ -176,9 +178,11 @@ class Window:
                 else:
                     self.watch.run(plan.run, loss, cotangent, leaves, on_host)
         except RuntimeError as error:
-            if all(map(_REQUIRES_GRAD, leaves)):
-                raise
-            raise switched_off() from error
+            if not all(map(_REQUIRES_GRAD, leaves)):
+                raise switched_off() from error
+            if "use_reentrant" in str(error) and not graph.custom:
+                raise functions.changed() from error
+            raise
         arrivals = self._count_writes() - before
         if graph.arrivals != arrivals and not graph.custom:
             # Nobody has counted yet; or this is another graph of equally many nodes.
@@ -270,7 +274,7 @@ class Window:
             plan, loss_fn = self.plan, self.gradient.loss_fn
             self.visit: AbstractContextManager[Callable[..., Any]]
             if self.own is not None:
-                stack.enter_context(gradients_aside(self.inputs, self.own.ids))
+                stack.enter_context(gradients_aside(self.inputs, self.own.walk.ids(self.own.module)))
                 self.visit = nullcontext(partial(call_loss, loss_fn, self.own.module))
                 self.first = 0
             else:
@@ -355,7 +359,7 @@ class Window:
         loss, parts, program = self.gradient.loss_fn, self.arguments.parts, self.program
         if not isinstance(loss, PureLoss) or parts[0].axes:
             return nullcontext(loss), 0
-        visit = loss.entered(self.trees.get(0, parts[0].value), recorded=True)
+        visit = self.visits = loss.entered(self.trees.get(0, parts[0].value), recorded=True)
         is_batch = program is not None and bool(program.n or program.microbatch_size)
         if not is_batch or loss.buffers or loss.statistics:
             return visit, 1
@@ -460,8 +464,15 @@ class Window:
             raise switched_off()
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.count, self.backend)
-        if ON and unchanged.versions_of(self.unwritten) != self.versions:
+        if not ON:
+            return
+        if unchanged.versions_of(self.unwritten) != self.versions:
             raise unchanged.written()
+        own, visits = self.own, self.visits
+        if own is not None and own.walk.trainable(own.module) is not own.params:
+            raise unchanged.other_parameters()
+        if visits is not None and not visits.parts.are_those_of(visits.loss.module):
+            raise unchanged.other_parameters()
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""

@@ -137,7 +137,6 @@ def test_a_step_keeps_no_argument_and_no_result_alive(kind):
     assert sum(reference() is not None for reference in references) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="a step refers to itself: its module lives until the collector runs")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_step_is_no_cycle_that_keeps_a_module_alive(kind, raises):
@@ -198,7 +197,6 @@ THREADS = (
 )
 
 
-@pytest.mark.xfail(strict=False, reason=THREADS)
 @pytest.mark.parametrize(("jobs", "cut"), [(two_batches, {"microbatch_size": 4}), (two_trees, {"n": 2})])
 def test_threads_share_a_step_of_two_structures(jobs, cut, switching_often):
     """New steps again and again, so that first calls are among those that meet."""

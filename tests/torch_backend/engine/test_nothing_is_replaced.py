@@ -19,9 +19,6 @@ CASES = [
 ]  # fmt: skip
 DURING = ["first call", "later call", "another thread meanwhile"]
 AFTER = ["after it", "after an error of the first call", "after an error of a later call"]
-# The cases in which the engine replaces something while a window lasts, and what; whoever ends that empties the list.
-WRONG = dict.fromkeys(CASES, "BackwardCFunction.__init__, functional_call; with a large weight also F.linear")
-
 PROGRAM = '''
 import json, sys, threading, types
 import torch
@@ -233,14 +230,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def marked():
-    for case in CASES:
-        for moment in DURING + AFTER:
-            wrong = moment in DURING and case in WRONG
-            marks = [pytest.mark.xfail(strict=True, reason=WRONG[case])] if wrong else []
-            yield pytest.param(case, moment, marks=marks, id=f"{case}-{moment}")
-
-
-@pytest.mark.parametrize(("case", "moment"), [*marked()])
+@pytest.mark.parametrize("moment", DURING + AFTER)
+@pytest.mark.parametrize("case", CASES)
 def test_nothing_is_replaced(case, moment):
     assert found()[case][moment] == []

@@ -22,43 +22,7 @@ from torch_backend import module_value_and_grad, pure_loss, trainable
 
 # Where the engine is wrong: what happens, in which cases, and for which kinds. Whoever mends one deletes its line.
 RECOMPUTED = "a checkpoint is recomputed with the parameters that functional_call had last: other gradients, silently"
-WRONG = [
-    (
-        RECOMPUTED,
-        ("teacher beside non-reentrant, later", "perturbed copy beside non-reentrant, later"),
-        ("module", "alone", "pure_loss", "pure_loss, other values", "functional_call, other values"),
-    ),
-    (
-        "torch's CheckpointError; with other values another gradient, silently",
-        ("teacher that records beside non-reentrant, later",),
-        ("module", "alone", "pure_loss", "pure_loss, other values", "functional_call, other values"),
-    ),
-    (
-        "RuntimeError of functorch, whose tensors are put into the module",
-        ("ensemble beside non-reentrant, later",),
-        ("module", "alone", "pure_loss", "pure_loss, other values"),
-    ),
-    (
-        "with a function in Python in the graph, a checkpoint is recomputed with the module's own values, silently",
-        ("function and non-reentrant", "full backward hook and non-reentrant"),
-        ("functional_call, other values",),
-    ),
-    (
-        "a parameter that is written in a window of a module goes unnoticed: gradients at several values",
-        ("write", "write in the middle", "optimizer.step"),
-        ("module",),
-    ),
-    (
-        "a layer that is replaced in the middle of a window goes unnoticed: the gradient is that of the old one",
-        ("layer replaced in the middle",),
-        ("module", "pure_loss", "pure_loss, other values"),
-    ),
-    (
-        "a hook that comes to a given parameter in the middle of a window is not seen before the next one",
-        ("hook on a parameter in the middle",),
-        ("functional_call",),
-    ),
-]
+WRONG: list = []
 
 N, ROWS, WIDTH = 4, 8, 4
 LARGE = 768  # so wide that the gradient of a layer is added where it is computed

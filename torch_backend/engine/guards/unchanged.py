@@ -42,6 +42,15 @@ def written() -> FuncgaError:
     )
 
 
+def other_parameters() -> FuncgaError:
+    """The error for a module that has other parts or parameters than at the start of the window."""
+    return FuncgaError(
+        "the module got other layers or parameters during the window, or some were frozen: the "
+        "gradients of its micro-batches are not those of one model. Change the module between two "
+        "calls of the step."
+    )
+
+
 def ran_backward() -> FuncgaError:
     """The error for a loss that runs a backward pass into its own parameters."""
     return FuncgaError(

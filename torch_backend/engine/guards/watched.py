@@ -27,11 +27,17 @@ class grads_watched(AbstractContextManager[None]):  # noqa: N801 - a context, as
         self.grads = [*map(_GRAD, self.leaves)]
         self.present = [gradient for gradient in self.grads if gradient is not None]
         self.writes = sum(map(_private.version, self.present))
+        self.hooked = any(map(_private.has_hooks, self.leaves))
 
     def __exit__(self, kind: object, *error: object) -> None:
         is_replaced = any(map(operator.is_not, map(_GRAD, self.leaves), self.grads))
         for leaf, gradient in zip(self.leaves, self.grads, strict=True) if is_replaced else ():
             leaf.grad = gradient
+        if kind is None and any(map(_private.has_hooks, self.leaves)) != self.hooked:
+            raise FuncgaError(
+                "a parameter got a hook of register_hook during the window, which saw only a part "
+                "of its micro-batches. Put hooks on parameters between two calls of the step."
+            )
         is_written = sum(map(_private.version, self.present)) != self.writes
         if kind is None and (is_replaced or is_written):
             raise FuncgaError(
