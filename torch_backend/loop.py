@@ -74,7 +74,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 window.fold(view, kwargs, weight)
                 state = window.state
             result = window.result()
-        if window.plan is not plan:
+        if window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan.with_cuts(arguments, cuts))
         return result
 
@@ -97,8 +97,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             if program.totals is not None:
                 ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
                 kwargs = {**kwargs, "totals": totals}
-        source, window, state, plan = Source(program, backend), None, list[Any](), None
-        plans, key = program.memory.keep(Plans), None
+        source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
+        window: Window | Called | None = None
+        plan, key = None, None
         with ExitStack() as stack:
             for item in items:
                 arguments = program.read((*leading, *item), backend)
@@ -120,7 +121,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 del arguments, args
             assert window is not None
             result = window.result()
-        if window.plan is not plan:
+        if window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan)
         return result
 
@@ -222,7 +223,9 @@ def views_of(
         return [arguments.cut(start, size, state) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.
     sizes = [size for _, size in cuts]
-    pieces = zip(*[leaf.split(sizes, axis) for leaf, axis in zip(leaves, axes, strict=True)], strict=True)
+    pieces = zip(
+        *[leaf.split(sizes, axis) for leaf, axis in zip(leaves, axes, strict=True)], strict=True
+    )
     views = []
     for each in map(iter, pieces):
         views.append(

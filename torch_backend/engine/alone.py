@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcga._backend import Backend
+from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from funcga._types import Tree
@@ -18,7 +19,7 @@ from torch_backend import _private, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import graphs
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Window, are_alone
+from torch_backend.engine.window import Own, Window, are_alone
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
@@ -59,6 +60,30 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
     if plan is None:
         plans.put(key, window.plan)
     return gradient.compose(loss, aux, in_order)
+
+
+def value_of_module(
+    program: Program,
+    gradient: GradientFunction,
+    backend: Backend,
+    own: Own,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+) -> Tree:
+    """What the gradient function of a module returns: the fold of one micro-batch."""
+    flat = [([*own.params.values()], None), *map(trees.flatten, args)]
+    key = ambient(), tuple(own.params), tuple([key_of(*each) for each in flat])
+    plans = program.memory.keep(Plans)
+    plan: Plan | None = plans.get(key)
+    parts = tuple([Argument(arg, [], [], None) for arg in args])
+    arguments = Arguments(parts, program.grad_fn, backend)
+    with Window(program, gradient, backend, arguments, plan, own) as window:
+        arguments, kwargs = window.prepared(arguments, kwargs)
+        window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
+        result = window.result()
+    if window.plan is not plan:
+        plans.put(key, window.plan)
+    return result
 
 
 def _run(

@@ -4,6 +4,7 @@ In transforms of torch.func autograd cannot add to `.grad`s; there a gradient of
 such a function, too, and nothing is written to.
 """
 
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,17 @@ from torch_backend import arrays, trees
 from torch_backend.engine.leaves import detached, without_graphs
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
-from torch_backend.wrapped.gradient import calling
+
+
+class _Calling(threading.local):
+    """The arguments, and those of the micro-batch, of a call of grad_fn whose in_axes was left
+    at its default.
+    """
+
+    microbatch: tuple[Arguments, tuple[Tree, ...]] | None = None
+
+
+calling = _Calling()
 
 
 class Called:
@@ -50,7 +61,7 @@ class Called:
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments without graphs: torch.func records a second one for what requires grad."""
         self.arguments = arguments
-        gradient = self.program.grad_fn
+        gradient: Any = self.program.grad_fn
         for index in gradient.arg_indices(len(arguments.parts)) if self.is_own else ():
             value = arguments.parts[index].value
             check_unfrozen(trees.flatten(value)[0], value, gradient, index)
@@ -65,9 +76,9 @@ class Called:
     def fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar) -> None:
         """Folds the value of one micro-batch in."""
         assert self.arguments is not None
-        if self.pure and isinstance(weight, torch.Tensor):
-            if self.program.weighs_all(self.arguments.backend):
-                args, kwargs = _constant_if_weightless(args, kwargs, weight)
+        is_hidden = self.pure and isinstance(weight, torch.Tensor)
+        if is_hidden and self.program.weighs_all(self.arguments.backend):
+            args, kwargs = _constant_if_weightless(args, kwargs, weight)
         # The gradient function of a module that grad_fn calls sees what the call is a part of.
         outer = calling.microbatch
         calling.microbatch = (self.arguments, args) if self.assumes_whole else outer
@@ -93,7 +104,7 @@ class Called:
 
 
 def _constant_if_weightless(
-    args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: torch.Tensor
+    args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Any
 ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
     """The arguments, constants if the weight is 0: a NaN would have NaN as its derivative."""
 

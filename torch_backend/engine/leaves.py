@@ -29,22 +29,17 @@ def leaves_of(
     Raises FuncgaError for what cannot be differentiated.
     """
     originals, structure = trees.flatten(tree)
+    present = [original for original in originals if original is not None]
     try:
-        leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in originals]
+        leaves = [original.detach().requires_grad_() for original in present]
     except (RuntimeError, AttributeError, ValueError):
         # Numbers, integers, or tensors that were made in inference mode. The check says which
         # cannot be differentiated at all; the others are copied.
         gradient.check_leaves(tree, index, backend)
-        copies = [None if o is None else arrays.as_array(o).detach().clone() for o in originals]
-        leaves = [None if leaf is None else leaf.requires_grad_() for leaf in copies]
-    if all(leaf is not None for leaf in leaves):
-        return trees.unflatten(structure, leaves), leaves, originals
-    present = [pair for pair in zip(leaves, originals, strict=True) if pair[0] is not None]
-    return (
-        trees.unflatten(structure, leaves),
-        [leaf for leaf, _ in present],
-        [o for _, o in present],
-    )
+        leaves = [arrays.as_array(o).detach().clone().requires_grad_() for o in present]
+    each = iter(leaves)
+    spread = [None if original is None else next(each) for original in originals]
+    return trees.unflatten(structure, spread), leaves, present
 
 
 def with_hooks(

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
-from funcga._grad import GradientFunction, is_uninitialised
+from funcga._grad import GradientFunction
 from torch_backend import _private
 from torch_backend.engine import graphs
 from torch_backend.engine.guards import recompute
@@ -30,7 +31,8 @@ class Graph(NamedTuple):
     """What graphs of one number of nodes were seen to need.
 
     `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
-    `leads_elsewhere`: whether they lead to leaves of somebody else. `arrivals`: how many gradients a pass has added; None while nobody has counted.
+    `leads_elsewhere`: whether they lead to leaves of somebody else. `arrivals`: how many gradients
+    a pass has added; None while nobody has counted.
     """
 
     custom: bool
@@ -44,9 +46,10 @@ class Plan:
 
     `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
-    parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`: whether the cotangent of a pass may be a
-    weight. `run` is how a backward pass is run: by autograd alone, or by a tool. `noted`: whether
-    `seen` has what modules had in forward passes. `parts` and `cuts` say how the arguments are split, without the arguments.
+    parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
+    whether the cotangent of a pass may be a weight. `run` is how a backward pass is run, by
+    autograd alone or by a tool. `noted`: whether `seen` has what modules had in forward passes.
+    `parts` and `cuts` say how the arguments are split, without the arguments.
     """
 
     indices: tuple[int, ...] = ()

@@ -201,9 +201,11 @@ class Sums:
                 self._combine(index, arrays.strided(value), weight)
         for kind, indices in groups.items():
             factor = 1 if kind == "plain" else share
-            if indices and factor is None:
+            if not indices:
+                continue
+            if factor is None:
                 self._add_masked(indices, values, weight)
-            elif indices:
+            else:
                 dense = [arrays.strided(values[index]) for index in indices]
                 self._add_scaled(indices, dense, factor)
 

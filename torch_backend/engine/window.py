@@ -10,7 +10,7 @@ pass, and folded in.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,8 +42,8 @@ from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_initialised, check_unfrozen
-from torch_backend.modules.visits import Visit
 from torch_backend.modules.layers import Walk, call_loss
+from torch_backend.modules.visits import Visit
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 _NOTHING = nullcontext()
@@ -274,7 +274,9 @@ class Window:
             plan, loss_fn = self.plan, self.gradient.loss_fn
             self.visit: AbstractContextManager[Callable[..., Any]]
             if self.own is not None:
-                stack.enter_context(gradients_aside(self.inputs, self.own.walk.ids(self.own.module)))
+                stack.enter_context(
+                    gradients_aside(self.inputs, self.own.walk.ids(self.own.module))
+                )
                 self.visit = nullcontext(partial(call_loss, loss_fn, self.own.module))
                 self.first = 0
             else:
@@ -306,7 +308,7 @@ class Window:
         self.trees: dict[int, Tree] = {}
         self.inputs: list[torch.Tensor] = []
         self.originals: list[Any] = []
-        hooked, indices = False, (OWN,)
+        hooked, indices = False, tuple([OWN])
         if self.own is not None:
             params = self.trees[OWN] = self.own.params
             if known is None and arrays.has_lazy(self.own.module.parameters()):
@@ -331,9 +333,7 @@ class Window:
         if known is None:
             moving = tuple([i for i in indices if i != OWN and parts[i].axes])
             own = None if self.own is None else self.own.module
-            known = plan_of(
-                gradient, indices, moving, self.inputs, self.originals, hooked, own
-            )
+            known = plan_of(gradient, indices, moving, self.inputs, self.originals, hooked, own)
         self.plan = known
 
     def _with_leaves_of(
@@ -359,7 +359,8 @@ class Window:
         loss, parts, program = self.gradient.loss_fn, self.arguments.parts, self.program
         if not isinstance(loss, PureLoss) or parts[0].axes:
             return nullcontext(loss), 0
-        visit = self.visits = loss.entered(self.trees.get(0, parts[0].value), recorded=True)
+        params: Tree = self.trees.get(0, parts[0].value)
+        visit = self.visits = loss.entered(params, recorded=True)
         is_batch = program is not None and bool(program.n or program.microbatch_size)
         if not is_batch or loss.buffers or loss.statistics:
             return visit, 1
@@ -416,12 +417,16 @@ class Window:
         of_argument = dict(zip(indices, [trees.flatten(part)[0] for part in parts], strict=True))
         in_gradient = {leaf for leaves_here in of_argument.values() for leaf in leaves_here}
         beside = [leaf for leaf in range(len(leaves)) if leaf not in in_gradient]
-        present = lambda index: [leaf for leaf in of_argument[index] if leaves[leaf] is not None]
+
+        def present(indices: Sequence[int]) -> tuple[int, ...]:
+            found = [leaf for index in indices for leaf in of_argument[index]]
+            return tuple([leaf for leaf in found if leaves[leaf] is not None])
+
         rest = gradient.compose(loss, aux, [() for _ in indices])
         return Folding(
             outputs,
-            grads=tuple([leaf for index in self.plan.whole for leaf in present(index)]),
-            moved=tuple([leaf for index in self.plan.moving for leaf in present(index)]),
+            grads=present(self.plan.whole),
+            moved=present(self.plan.moving),
             beside=tuple(beside),
             rest_outputs=outputs.part(beside, trees.flatten(rest)[1]),
             may_be_wide=self.own is None,

@@ -137,7 +137,7 @@ class LentSums:
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
-            passes, inputs = self.passes, (*self.inputs, *moving)
+            inputs = (*self.inputs, *moving)
             if not (loss.requires_grad and inputs):
                 self._add_zeros(self.how.not_sums, weight)
             else:

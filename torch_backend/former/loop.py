@@ -22,6 +22,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
+from torch_backend.engine.called import calling
 from torch_backend.former import Window
 from torch_backend.former.alone import value_alone
 from torch_backend.former.buffers import Buffers
@@ -45,7 +46,7 @@ from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Listener, are_processes
 from torch_backend.sums import ordered
-from torch_backend.wrapped.gradient import ModuleGradient, calling
+from torch_backend.wrapped.gradient import ModuleGradient
 
 
 def window_of(program: Program, backend: Backend) -> Window:

@@ -46,8 +46,8 @@ class Pass:
     `is_uninterrupted`: whether a visit to a module may last for the window, as no code of the
     user's runs between two micro-batches. `stack`: the contexts that last as long as the window.
     `autocast`: the types of devices that it is on for. `on_host`: whether all leaves are there.
-    `runner`: how a backward pass is run, by autograd alone or by a tool. `seen`: what modules had in
-    forward passes, where functional_call may take it out again.
+    `runner`: how a backward pass is run, by autograd alone or by a tool. `seen`: what modules had
+    in forward passes, where functional_call may take it out again.
     `arrivals` watches the pass for a first gradient.
     """
 
@@ -146,6 +146,8 @@ class Pass:
         else:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
         with ExitStack() as outside:
+            for device in self.autocast:
+                outside.enter_context(torch.autocast(device, enabled=False))
             on_host = self.on_host and loss.is_cpu
             if self.inputs.are_in_module:
                 self.runner(loss, cotangent, inputs, on_host)

@@ -4,7 +4,6 @@ Only torch has this file: models of JAX are functions of their parameters.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -22,27 +21,25 @@ from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
+from torch_backend.dtensor import is_dtensor
+from torch_backend.engine.alone import value_of_module
+from torch_backend.engine.called import calling
+from torch_backend.engine.window import Own
 from torch_backend.former import Window
 from torch_backend.former.inputs import OwnParameters, unsplit
 from torch_backend.former.layout import StepCache
 from torch_backend.former.passes import Pass
 from torch_backend.former.window import Engine
-from torch_backend.modules.checks import check_initialised, check_wrapped_before, signature_with
+from torch_backend.modules.checks import (
+    check_initialised,
+    check_no_params,
+    check_wrapped_before,
+    signature_with,
+)
 from torch_backend.modules.layers import Walk
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling
-
-
-class _Calling(threading.local):
-    """The arguments, and those of the micro-batch, of a call of grad_fn whose in_axes was left
-    at its default.
-    """
-
-    microbatch: tuple[Arguments, tuple[Tree, ...]] | None = None
-
-
-calling = _Calling()
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +73,31 @@ class ModuleGradient(OwningGradient):
         return self.parts.without_aux(output)
 
     @cached_property
-    def _alone(self) -> Program:
-        """The fold of one micro-batch."""
-        return Program(self, mean(), memory=Memory(options=self.options))
+    def _memory(self) -> Memory:
+        """What is kept of calls outside of any step."""
+        return Memory(options=self.options)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
-        backend, program = load("torch"), self._alone
+        backend, program = load("torch"), Program(self, mean(), memory=self._memory)
+        if self.kind == MODULE and not any(map(is_dtensor, self.module.parameters())):
+            self._check_call(args, kwargs)
+            walk = program.memory.keep(Walk)
+            own = Own(self.module, walk.trainable(self.module), walk)
+            return value_of_module(program, self.parts, backend, own, args, kwargs)
         begin = partial(self.window, program, backend, alone=True)
-        if self.kind == MODULE:  # no other process takes part
-            return self._called(begin(), backend, args, kwargs)
         with telling([(progress_of(program.memory), begin)]):
             return self._called(begin(), backend, args, kwargs)
+
+    def _check_call(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> list[int]:
+        """The rows of the arguments. Raises FuncgaError if the function cannot be called here."""
+        self.check_not_traced()
+        check_wrapped_before(self.module)
+        check_no_params(args, self.module)
+        rows = _rows(args)
+        if calling.microbatch is not None:
+            _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
+        return rows
 
     def _called(
         self, window: Window, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
@@ -95,9 +105,7 @@ class ModuleGradient(OwningGradient):
         """What a call returns, in a window of its own."""
         arguments = unsplit(args, self, backend)
         # There are no in_axes here, so the first tensor tells how many rows the batch has.
-        rows = _rows(args)
-        if calling.microbatch is not None:
-            _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
+        rows = self._check_call(args, kwargs)
         with window:
             args, kwargs = (
                 window.detached(args),

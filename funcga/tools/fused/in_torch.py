@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torch_backend import _private
 from torch_backend.engine import graphs
@@ -126,9 +126,10 @@ def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, li
     # Breadth first: the list grows while it is walked through.
     nodes: list[Any] = [loss.grad_fn]
     seen = {None, loss.grad_fn}
-    users: dict[Node, list[tuple[Node, int]]] = {}  # of weights, and of casts, which may be theirs
+    users: dict[Any, list[tuple[Any, int]]] = {}  # of weights, and of casts, which may be theirs
     for node in nodes:
-        if type(node) is _AccumulateGrad and id(node.variable) in wanted:
+        is_end: bool = type(node) is _AccumulateGrad
+        if is_end and id(node.variable) in wanted:
             ends.append(node)
         for position, (after, _) in enumerate(node.next_functions):
             if after is not None and (type(after) is _AccumulateGrad or after.name() in _CASTS):
@@ -146,7 +147,7 @@ _CASTS = ("TBackward0", "ToCopyBackward0")
 _PRODUCTS = {("AddmmBackward0", 2), ("MmBackward0", 1)}
 
 
-def _uses(end: Node, users: dict[Node, list[tuple[Node, int]]]) -> list[Use]:
+def _uses(end: Any, users: dict[Any, list[tuple[Any, int]]]) -> list[Use]:
     """What uses the weight of this node; nothing if a use is of another kind."""
     uses, waiting = list[Use](), [(end, False)]
     for node, is_transposed in waiting:

@@ -1,8 +1,8 @@
 """Functions of autograd that are written in Python: they may run backward passes of their own.
 
 A reentrant checkpoint does. A pass that is restricted to the leaves skips such a function silently
-if none of its inputs leads to a leaf, and some functions refuse a restricted pass. So the whole pass
-is run, as in a loop by hand, and no leaf but the window's has another `.grad` afterwards.
+if none of its inputs leads to a leaf, and some functions refuse a restricted pass. So the whole
+pass is run, as in a loop by hand, and no leaf but the window's has another `.grad` afterwards.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""No parameter is written to during a window, and no sum but by the window's own backward passes."""
+"""No parameter is written to in a window, and no sum but by the window's own backward passes."""
 
 import operator
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def versions_of(leaves: Sequence[torch.Tensor]) -> int:
 
 
 def writes_of(grads: Sequence[torch.Tensor]) -> int:
-    """A number that grows with everything that is added to these `.grad`s, and with each new one."""
+    """A number that grows with everything that is added to these `.grad`s."""
     return len(grads) + sum(map(_private.version, grads))
 
 
