@@ -112,7 +112,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                     state = [_owned(leaf) for leaf in arguments.state]
                     key = source.key([*map(trees.flatten, leading)], kwargs), len(arguments.parts)
                     plan = plans.get(key)
-                    window = stack.enter_context(source.window(arguments, plan))
+                    window = source.window(arguments, plan)
+                    stack.enter_context(window)
                 arguments, kwargs = window.prepared(arguments, kwargs)
                 args = arguments.cut(0, None, state)
                 (weight,) = on_host([program.weigh(arguments, args, None)])

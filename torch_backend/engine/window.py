@@ -308,7 +308,8 @@ class Window:
         self.trees: dict[int, Tree] = {}
         self.inputs: list[torch.Tensor] = []
         self.originals: list[Any] = []
-        hooked, indices = False, tuple([OWN])
+        hooked = False
+        indices: tuple[int, ...] = (OWN,)
         if self.own is not None:
             params = self.trees[OWN] = self.own.params
             if known is None and arrays.has_lazy(self.own.module.parameters()):
