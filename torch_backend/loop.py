@@ -47,7 +47,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         flat = [*map(trees.flatten, args)]
-        if _is_former(program, flat):
+        if _is_former(program):
+            return former.accumulate(program, backend)(args, kwargs)
+        source, plans = Source(program, backend), program.memory.keep(Plans)
+        key = source.key(flat, kwargs)
+        plan: Plan | None = plans.get(key)
+        if plan is None and source.is_former(flat):
             return former.accumulate(program, backend)(args, kwargs)
         if program.totals is not None:
             # What is passed whole, such as the parameters, is not counted.
@@ -55,11 +60,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             split = tuple([part.value if part.axes else None for part in parts])
             totals = accumulate(program.counting(backend), backend)(split, {})
             kwargs = {**kwargs, "totals": totals}
-        source = Source(program, backend)
         source.check(args)
-        key = source.key(flat, kwargs)
-        plans = program.memory.keep(Plans)
-        plan: Plan | None = plans.get(key)
         arguments, cuts = _arguments_and_cuts(program, backend, args, flat, plan)
         state = [_owned(leaf) for leaf in arguments.state]
         with source.window(arguments, plan) as window:
@@ -89,7 +90,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(
         leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
     ) -> Tree:
-        if _is_former(program, [*map(trees.flatten, leading)]):
+        flat = [*map(trees.flatten, leading)]
+        if _is_former(program) or Source(program, backend).is_former(flat):
             return former.stream(program, backend)(leading, items, kwargs)
         if program.device is not None:
             device = torch.device(program.device)
@@ -110,7 +112,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 if window is None:
                     source.check(tuple([part.value for part in arguments.parts]))
                     state = [_owned(leaf) for leaf in arguments.state]
-                    key = source.key([*map(trees.flatten, leading)], kwargs), len(arguments.parts)
+                    key = source.key(flat, kwargs), len(arguments.parts)
                     plan = plans.get(key)
                     window = source.window(arguments, plan)
                     stack.enter_context(window)
@@ -158,8 +160,21 @@ class Source:
             return None
         own: object = None
         if self.own is not None:
-            own = tuple(self.own.params), key_of([*self.own.params.values()], None)
+            params = self.own.params
+            own = key_of([*params.values()], tuple(params), are_fixed=True)
         return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs)
+
+    def is_former(self, flat: Sequence[tuple[list[Any], Any]]) -> bool:
+        """Whether the former engine runs this: compiled losses, and DTensors."""
+        grad_fn = self.program.grad_fn
+        if "torch._dynamo" in sys.modules:
+            loss_fn = getattr(self.gradient, "loss_fn", None)
+            is_compiled = of_compiled_loss(grad_fn) or _private.compiled_of(loss_fn)
+            if torch.compiler.is_compiling() or is_compiled:
+                return True
+        own = [] if self.own is None else [*self.own.params.values()]
+        leaves = [*own, *[leaf for each, _ in flat for leaf in each]]
+        return not _PLAIN.issuperset(map(type, leaves)) and any(map(is_dtensor, leaves))
 
     def window(self, arguments: Arguments, plan: Plan | None) -> Window | Called:
         """A window for calls with arguments like these."""
@@ -171,25 +186,11 @@ class Source:
         return Called(program, function, arguments, is_own)
 
 
-def _is_former(program: Program, flat: Sequence[tuple[list[Any], Any]]) -> bool:
+def _is_former(program: Program) -> bool:
     """Whether the former engine runs this: replicas, wrapped modules, what observes or drops."""
-    grad_fn = program.grad_fn
-    if program.across is not None or program.observers is not None or program.dropping is not None:
-        return True
-    if isinstance(grad_fn, ModuleGradient):
-        params = program.memory.keep(Walk).trainable(grad_fn.module).values()
-        if grad_fn.kind != MODULE or _has_dtensors([*params]):
-            return True
-    if "torch._dynamo" in sys.modules:
-        if torch.compiler.is_compiling() or of_compiled_loss(grad_fn) is not None:
-            return True
-        if isinstance(grad_fn, GradientFunction) and _private.compiled_of(grad_fn.loss_fn):
-            return True
-    return any(_has_dtensors(leaves) for leaves, _ in flat)
-
-
-def _has_dtensors(leaves: Sequence[object]) -> bool:
-    return not _PLAIN.issuperset(map(type, leaves)) and any(map(is_dtensor, leaves))
+    grad_fn, options = program.grad_fn, (program.across, program.observers, program.dropping)
+    is_wrapped = isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE
+    return is_wrapped or options != (None, None, None)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

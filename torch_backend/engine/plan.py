@@ -113,27 +113,24 @@ def ambient() -> tuple[bool, ...]:
     )
 
 
-def key_of(leaves: Sequence[Any], structure: object) -> tuple[object, ...]:
-    """What trees of one structure have in common: shapes, dtypes, and what acts on gradients."""
+def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:
+    """What trees of one structure have in common: shapes, dtypes, and what acts on gradients.
+
+    `are_fixed`: of parameters of a module, which are known by identity, so that they have no other
+    shapes the next time.
+    """
     types = tuple(map(type, leaves))
     if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
         return structure, *map(_kind, leaves)
     records = tuple(map(_REQUIRES_GRAD, leaves))
     hooks: tuple[bool, ...] = ()
     if True in records:
-        looks = _private.has_hooks, _private.has_hooks_on_grad
-        hooks = tuple([any(map(look, leaves)) for look in looks])
-    return (
-        structure,
-        types,
-        records,
-        hooks,
-        tuple(map(_SHAPE, leaves)),
-        tuple(map(_DTYPE, leaves)),
-        tuple(map(_LAYOUT, leaves)),
-        tuple(map(_IS_CPU, leaves)),
-        True in map(torch.is_inference, leaves),
-    )
+        hooks = any(map(_private.has_hooks, leaves)), any(map(_private.has_hooks_on_grad, leaves))
+    key = structure, types, records, hooks, tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
+    if are_fixed:
+        return key
+    shapes, layouts = tuple(map(_SHAPE, leaves)), tuple(map(_LAYOUT, leaves))
+    return *key, shapes, layouts, True in map(torch.is_inference, leaves)
 
 
 def _kind(leaf: Any) -> object:

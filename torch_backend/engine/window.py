@@ -129,9 +129,10 @@ class Window:
                     self.backward(objective, seed, nodes, moving, self.writes if is_lent else 0)
                 if not is_lent:
                     self._take(weight)
+                    self.writes = self._count_writes()
                 elif not self.begun:
                     self._adopt()
-                self.writes = self._count_writes()
+                    self.writes = self._count_writes()
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
         else:
@@ -183,7 +184,8 @@ class Window:
             if "use_reentrant" in str(error) and not graph.custom:
                 raise functions.changed() from error
             raise
-        arrivals = self._count_writes() - before
+        self.writes = self._count_writes()
+        arrivals = self.writes - before
         if graph.arrivals != arrivals and not graph.custom:
             # Nobody has counted yet; or this is another graph of equally many nodes.
             if graph.arrivals is not None and graphs.reach(loss, {*map(id, leaves)}).custom:
@@ -376,7 +378,8 @@ class Window:
         named = (
             {name: detached(value, True) for name, value in kwargs.items()} if kwargs else kwargs
         )
-        return replace(arguments, parts=tuple(parts)), named
+        kept = arguments.grad_fn, arguments.backend, arguments.assumed, arguments.state
+        return Arguments(tuple(parts), *kept), named
 
     # --- what becomes of the output
 
@@ -475,7 +478,7 @@ class Window:
         if unchanged.versions_of(self.unwritten) != self.versions:
             raise unchanged.written()
         own, visits = self.own, self.visits
-        if own is not None and own.walk.trainable(own.module) is not own.params:
+        if own is not None and not own.walk.still_finds(own.params):
             raise unchanged.other_parameters()
         if visits is not None and not visits.parts.are_those_of(visits.loss.module):
             raise unchanged.other_parameters()

@@ -64,6 +64,11 @@ def _entries(tables: Sequence[dict[str, Any]]) -> Entries:
     return Entries([*map(len, tables)], [*names], [*values])
 
 
+def _are_same(tables: Sequence[dict[str, Any]], before: list[Any]) -> bool:
+    values = [*chain.from_iterable(map(dict.values, tables))]
+    return len(values) == len(before) and all(map(operator.is_, values, before))
+
+
 class Parts:
     """A module and those inside, as they were when it was walked through: its `owners`, and
     their `__dict__`s.
@@ -160,6 +165,15 @@ class Walk:
         if self.trained is None or not own.is_as(self.trained[0]):
             self.trained = own, trainable(module)
         return self.trained[1]
+
+    def still_finds(self, params: dict[str, nn.Parameter]) -> bool:
+        """Whether the module has the parts and the parameters that `trainable` found last."""
+        if self.trained is None or self.trained[1] is not params:
+            return False
+        parts, entries, _ = self.trained[0]
+        return _are_same(parts.tables(_private.PARTS), parts.inside.values) and _are_same(
+            parts.tables(_private.PARAMETERS), entries.values
+        )
 
     def places_of(self, params: Tensors, own: Own) -> list[int | None]:
         """For each of the module's own parameters the one of `params` that stands in for it; None
