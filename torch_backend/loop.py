@@ -67,13 +67,15 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             arguments, kwargs = window.prepared(arguments, kwargs)
             # Slice all views first: after a backward pass the CPU cache is cold.
             views = views_of(arguments, cuts, state)
-            weights = _weights(program, arguments, cuts, views)
+            weights: list[Any] = [size for _, size in cuts]
+            if program.weight is not None:
+                weights = _weights(program, arguments, cuts, views)
             for (start, size), view, weight in zip(cuts, views, weights, strict=True):
                 if program.is_exact or state:
                     take = _copied_rows if program.is_exact else None
                     view = arguments.cut(start, size, state, take)
                 window.fold(view, kwargs, weight)
-                state = window.state
+                state = window.state if state else state
             result = window.result()
         if window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan.with_cuts(arguments, cuts))
@@ -248,14 +250,12 @@ def _weights(
     arguments: Arguments,
     cuts: Sequence[tuple[int, int]],
     views: Sequence[tuple[Tree, ...]],
-) -> Sequence[Scalar]:
+) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    if program.weight is None:
-        return [size for _, size in cuts]
     weighed = [
         program.weigh(arguments, view, size) for view, (_, size) in zip(views, cuts, strict=True)
     ]
-    return on_host(weighed)
+    return [*on_host(weighed)]
 
 
 def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:

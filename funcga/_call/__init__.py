@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from funcga import normalizers, reducers
@@ -34,6 +35,7 @@ from funcga.errors import FuncgaError, check_callable, check_count, refuses_argu
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
+_NOTHING = nullcontext()
 
 # What stock folds lift and normalize by without a look at the weight. A user's own function may
 # look at it.
@@ -143,6 +145,12 @@ class Program:
         None  # of a plan: what runs a function on every device of a mesh
     )
 
+    @cached_property
+    def is_told(self) -> bool:
+        """Whether other processes may take part in a call."""
+        owner = owner_of(self.grad_fn)
+        return self.across is not None or not (owner is None or owner.kind == MODULE)
+
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
         return backend_of(
@@ -155,9 +163,8 @@ class Program:
         """The context of a call, in which other processes that fold it are told of an error.
         `later`: what the call folds after this program.
         """
-        owner = owner_of(self.grad_fn)
-        if self.across is None and (owner is None or owner.kind == MODULE):
-            return nullcontext()
+        if not self.is_told:
+            return _NOTHING
         told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
         return next((context for context in told if context is not None), nullcontext())
 

@@ -96,10 +96,11 @@ def _run(
     with recording_loss(), window.visit as loss_fn:
         loss, aux, objective, nodes = window.forward(loss_fn, args, kwargs)
         window.check_no_grads(inputs)
-        window.note_reached(objective, (), 1.0)
+        if not window.gradient.reached:
+            window.note_reached(objective, (), 1.0)
         if not (objective.requires_grad and inputs):
             return loss, aux, _own_grads(inputs), False
-        graph = window.graph_of(objective, nodes, inputs)
+        graph = window.plan.graphs.get(nodes) or window.graph_of(objective, nodes, inputs)
         leads = keeps_graphs and graph.leads_elsewhere
         if leads and graph.custom:  # it may run a pass of its own, of which nothing is recorded
             return loss, aux, None, False

@@ -69,8 +69,6 @@ def leads_elsewhere(foreign: Sequence[torch.Tensor]) -> bool:
     return not all(hasattr(leaf, "_stands_in") for leaf in foreign)
 
 
-def run(
-    loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool
-) -> None:
-    """One backward pass, restricted to the inputs, or unrestricted if there are none."""
-    _private.run_backward(loss, cotangent, tuple(inputs), on_host and loss.is_cpu)
+# One backward pass: `run(loss, cotangent, leaves, on_host)` is restricted to these leaves, or
+# unrestricted if there are none.
+run = _private.run_backward

@@ -62,6 +62,16 @@ class Folding:
         return None not in self._kinds_of_grads and (self.may_be_wide or not is_wide)
 
     @cached_property
+    def wide(self) -> list[tuple[int, torch.dtype]]:
+        """Where among the gradients sums stand that are wider than their leaves, and the dtypes."""
+        folds = [self.outputs.folds[index] for index in self.grads] if self.lends else []
+        return [
+            (at, fold.accumulator_dtype)
+            for at, fold in enumerate(folds)
+            if fold is not None and fold.accumulator_dtype != self.outputs.dtypes[self.grads[at]]
+        ]
+
+    @cached_property
     def weighs(self) -> bool:
         """Whether some gradients are to be multiplied by their weight."""
         return "weighted" in self._kinds_of_grads

@@ -45,7 +45,7 @@ from torch_backend.modules.checks import check_initialised, check_unfrozen
 from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.modules.visits import Visit
 
-_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_grad", "layout"))
 _NOTHING = nullcontext()
 
 
@@ -71,7 +71,9 @@ class Window:
 
     visits: Visit | None = None  # of a pure_loss: set on entering
     sums: Sums | None = None  # set by `_bind`, with the first loss
-    held: Sequence[Any] = ()  # the sum that stands as the `.grad` of each of the inputs, or None
+    held: list[
+        Any
+    ]  # set by `_bind`: the sum that stands as the `.grad` of each of the inputs, or None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -93,6 +95,7 @@ class Window:
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
         self.count = len(arguments.parts)
+        self.held = []
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
         self.passed: dict[int, Any] = {}  # gradients that are collected or threaded
 
@@ -110,13 +113,14 @@ class Window:
             sums, folding = self.sums, self.sums.folding
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
             if ON and self._count_writes(moving) != self.writes:
-                unchanged.check_held(inputs, self.held)
-                raise unchanged.ran_backward()
+                is_cleared = any(map(operator.is_not, map(_GRAD, inputs), self.held))
+                raise unchanged.cleared() if is_cleared else unchanged.ran_backward()
             share = sums.share(weight)
             assert share is not None
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             if share or moving or not folding.are_weighted:
-                self.note_reached(objective, moving, weight)
+                if not self.gradient.reached:
+                    self.note_reached(objective, moving, weight)
                 has_graph = objective.requires_grad and (inputs or moving)
                 seed = share if folding.are_weighted else 1.0
                 is_lent = folding.lends and (seed == share or not folding.weighs)
@@ -145,7 +149,9 @@ class Window:
         gradient, scale = self.gradient, None
         if kwargs or gradient.scaled:
             scale, kwargs = gradient.read_scale(kwargs, self.backend)
-        self.evaluations, nodes = evaluations(), graphs.nodes_made()
+        nodes = graphs.nodes_made()
+        if not gradient.reached:
+            self.evaluations = evaluations()
         with self.noted:
             loss, aux = loss_fn(*args[self.first :], **kwargs), None
         # The usual output is a plain scalar. Anything else is split, and checked.
@@ -167,7 +173,9 @@ class Window:
         how much had been added to these.
         """
         plan, leaves = self.plan, (*self.inputs, *moving)
-        graph = self.graph_of(loss, nodes, leaves)
+        graph: Graph | None = plan.graphs.get(nodes)
+        if graph is None or EVERY:
+            graph = self.graph_of(loss, nodes, leaves)
         on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         try:
@@ -193,12 +201,10 @@ class Window:
             plan.graphs.put(nodes, graph._replace(arrivals=arrivals))
 
     def graph_of(self, loss: torch.Tensor, nodes: int, leaves: Sequence[torch.Tensor]) -> Graph:
-        """What a graph of so many nodes needs: it is walked if there was none."""
-        graph: Graph | None = self.plan.graphs.get(nodes)
-        if graph is None or EVERY:
-            found = graphs.reach(loss, {*map(id, leaves)})
-            graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign), None)
-            self.plan.graphs.put(nodes, graph)
+        """What a graph of so many nodes needs, which is walked."""
+        found = graphs.reach(loss, {*map(id, leaves)})
+        graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign), None)
+        self.plan.graphs.put(nodes, graph)
         return graph
 
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
@@ -206,7 +212,7 @@ class Window:
         grads = self.held
         if not self.begun or moving:
             grads = [g for g in map(_GRAD, (*self.inputs, *moving)) if g is not None]
-        return unchanged.writes_of(grads)
+        return len(grads) + sum(map(_private.version, grads))
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
@@ -217,7 +223,9 @@ class Window:
         assert self.sums is not None
         grads, held, indices = [*map(_GRAD, self.inputs)], [*self.held], self.sums.folding.grads
         new = [at for at, grad in enumerate(grads) if grad is not None and held[at] is None]
-        firsts = [arrays.strided(grads[at]) for at in new]
+        firsts = [grads[at] for at in new]
+        if {*map(_LAYOUT, firsts)} - {torch.strided}:
+            firsts = [*map(arrays.strided, firsts)]
         # Later gradients are added in place, so nobody else may hold this memory.
         for at, first, alone in zip(new, firsts, are_alone(firsts), strict=True):
             total = first if alone else first.clone()
@@ -390,19 +398,17 @@ class Window:
         if folding is None or not is_known or self.gradient.has_aux or plan.moving:
             folding = self._folding(loss, aux)
             self.plan = replace(plan, folding=folding, loss_dtype=loss.dtype)
-        self.check_no_grads((*inputs, *moving))
+        if self._count_writes(moving):
+            raise unchanged.ran_backward()
         sums = Sums(folding)
-        totals: list[Any] = [None] * len(inputs)
-        for at, index in enumerate(folding.grads):
-            fold = folding.outputs.folds[index]
-            assert fold is not None
-            if folding.lends and fold.accumulator_dtype != inputs[at].dtype:
-                # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
-                dtype = fold.accumulator_dtype
-                totals[at] = torch.zeros_like(inputs[at], dtype=dtype, requires_grad=False)
-                sums.of[index] = totals[at]
-        self._hold(totals)
-        self.writes = self._count_writes()
+        self.held = [None] * len(inputs)
+        if folding.wide:
+            # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
+            for at, dtype in folding.wide:
+                total = torch.zeros_like(inputs[at], dtype=dtype, requires_grad=False)
+                self.held[at] = sums.of[folding.grads[at]] = total
+            self._hold(self.held)
+            self.writes = self._count_writes()
         return sums
 
     def _folding(self, loss: torch.Tensor, aux: Tree) -> Folding:
@@ -444,7 +450,7 @@ class Window:
         A constant is explained by being 0, as where all is masked, or by a gradient inside of the
         loss, such as that of a linear function.
         """
-        if self.gradient.reached or not weight:
+        if not weight:
             return
         ids = {id(leaf) for leaf in (*self.inputs, *moving)}
         found = graphs.reach(loss, ids) if loss.requires_grad else None
@@ -488,10 +494,11 @@ class Window:
         sums, inputs = self.sums, self.inputs
         assert sums is not None
         self.check()
-        if sums.folding.lends:
-            unchanged.check_held(inputs, self.held)
-        for index, leaf in zip(sums.folding.grads, inputs, strict=True):
+        if ON and sums.folding.lends and any(map(operator.is_not, map(_GRAD, inputs), self.held)):
+            raise unchanged.cleared()
+        for leaf in inputs:
             leaf.grad = None
+        for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
             if sums.of[index] is None and index in sums.folding.outputs.reduced:
                 # No loss of the window depended on it, or none had a weight.
                 fold = sums.folding.outputs.folds[index]

@@ -1,8 +1,6 @@
 """No parameter is written to in a window, and no sum but by the window's own backward passes."""
 
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,17 +8,10 @@ from torch import nn
 from funcga.errors import FuncgaError
 from torch_backend import _private
 
-_GRAD = operator.attrgetter("grad")
-
 
 def versions_of(leaves: Sequence[torch.Tensor]) -> int:
     """A number that grows with every write to one of these."""
     return sum(map(_private.version, leaves))
-
-
-def writes_of(grads: Sequence[torch.Tensor]) -> int:
-    """A number that grows with everything that is added to these `.grad`s."""
-    return len(grads) + sum(map(_private.version, grads))
 
 
 def that_shorten_rows(module: nn.Module) -> set[int]:
@@ -60,11 +51,10 @@ def ran_backward() -> FuncgaError:
     )
 
 
-def check_held(leaves: Sequence[torch.Tensor], sums: Sequence[Any]) -> None:
-    """Raises FuncgaError if a sum no longer stands as the `.grad` of its leaf."""
-    if any(map(operator.is_not, map(_GRAD, leaves), sums)):
-        raise FuncgaError(
-            "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "
-            "instance, and what was accumulated in it. Leave that line out: gradients are "
-            "returned, not kept in the module."
-        )
+def cleared() -> FuncgaError:
+    """The error for a sum that no longer stands as the `.grad` of its leaf."""
+    return FuncgaError(
+        "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "
+        "instance, and what was accumulated in it. Leave that line out: gradients are "
+        "returned, not kept in the module."
+    )
