@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch_backend.engine.called import Called
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
 from torch_backend.engine.window import Own, Window
 from torch_backend.former import loop as former
-from torch_backend.former.compiled import of_compiled_loss
+from torch_backend.former.compiled import compiled_steps_of, of_compiled_loss
 from torch_backend.former.loop import (
     check_unwrapped,
     is_out_of_memory,
@@ -63,13 +63,13 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         source.check(args)
         arguments, cuts = _arguments_and_cuts(program, backend, args, flat, plan)
         state = [_owned(leaf) for leaf in arguments.state]
+        weights: list[Any] = [size for _, size in cuts]
+        if program.weight is not None:
+            weights = _weights(program, arguments, cuts, state)
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
             # Slice all views first: after a backward pass the CPU cache is cold.
             views = views_of(arguments, cuts, state)
-            weights: list[Any] = [size for _, size in cuts]
-            if program.weight is not None:
-                weights = _weights(program, arguments, cuts, views)
             for (start, size), view, weight in zip(cuts, views, weights, strict=True):
                 if program.is_exact or state:
                     take = _copied_rows if program.is_exact else None
@@ -81,7 +81,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan.with_cuts(arguments, cuts))
         return result
 
-    return _not_traced(fold)
+    return _not_traced(fold, program)
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan)
         return result
 
-    return _not_traced(fold)
+    return _not_traced(fold, program)
 
 
 class Source:
@@ -170,9 +170,10 @@ class Source:
         """Whether the former engine runs this: compiled losses, and DTensors."""
         grad_fn = self.program.grad_fn
         if "torch._dynamo" in sys.modules:
-            loss_fn = getattr(self.gradient, "loss_fn", None)
-            is_compiled = of_compiled_loss(grad_fn) or _private.compiled_of(loss_fn)
-            if torch.compiler.is_compiling() or is_compiled:
+            steps = None
+            if isinstance(grad_fn, GradientFunction):
+                steps = compiled_steps_of(self.program, grad_fn)
+            if steps is not None or of_compiled_loss(grad_fn) is not None:
                 return True
         own = [] if self.own is None else [*self.own.params.values()]
         leaves = [*own, *[leaf for each, _ in flat for leaf in each]]
@@ -217,13 +218,18 @@ def _arguments_and_cuts(
     return Arguments(tuple(parts), program.grad_fn, backend, program.in_axes is None), plan.cuts
 
 
+def _is_unusual(leaf: torch.Tensor) -> bool:
+    return leaf.layout is not torch.strided or leaf.is_nested
+
+
 def views_of(
     arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any]
 ) -> list[tuple[Tree, ...]]:
     """The arguments of each micro-batch, as views."""
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
-    if {*map(type, leaves)} != {torch.Tensor} or {*map(type, axes)} != {int}:
+    is_usual = {*map(type, leaves)} == {torch.Tensor} and {*map(type, axes)} == {int}
+    if not is_usual or any(map(_is_unusual, leaves)):
         return [arguments.cut(start, size, state) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.
     sizes = [size for _, size in cuts]
@@ -249,13 +255,13 @@ def _weights(
     program: Program,
     arguments: Arguments,
     cuts: Sequence[tuple[int, int]],
-    views: Sequence[tuple[Tree, ...]],
+    state: list[Any],
 ) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    weighed = [
-        program.weigh(arguments, view, size) for view, (_, size) in zip(views, cuts, strict=True)
-    ]
-    return [*on_host(weighed)]
+    views = views_of(arguments, cuts, state)
+    sizes = [size for _, size in cuts]
+    weighed = map(program.weigh, repeat(arguments), views, sizes)
+    return [*on_host([*weighed])]
 
 
 def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:
@@ -263,7 +269,7 @@ def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:
     tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     if not tensors or arrays.in_transform():
         return weights
-    if _private.FAKE in {*map(type, tensors)}:
+    if _private.FAKE in {*map(type, tensors)} or any(tensor.is_meta for tensor in tensors):
         numbers = [next(_private.NUMBERS) for _ in tensors]
     else:
         wide = torch.float64 if any(map(torch.is_floating_point, tensors)) else torch.int64
@@ -305,10 +311,14 @@ def _check_not_packed(arguments: Arguments) -> None:
             )
 
 
-def _not_traced(fold: Callable[..., Any]) -> Callable[..., Any]:
+def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any]:
     """The function, which torch.compile runs as it is."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return fold
+    if isinstance(program.grad_fn, ModuleGradient):
+        program.grad_fn.check_not_traced()
+    if program.across is not None:
+        return untraced(fold)
     if torch.compiler.is_compiling() or callable(_private.compiling()):
         return untraced(fold, "funcga accumulates here; compile the loss, and not the step")
     return fold

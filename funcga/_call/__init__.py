@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 from funcga import normalizers, reducers
@@ -35,7 +34,6 @@ from funcga.errors import FuncgaError, check_callable, check_count, refuses_argu
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
-_NOTHING = nullcontext()
 
 # What stock folds lift and normalize by without a look at the weight. A user's own function may
 # look at it.
@@ -140,16 +138,11 @@ class Program:
     totals: Totals | None = None
     observers: Observers | None = None
     dropping: DroppingStep | None = None
+    is_told: bool = False  # whether other processes may take part in a call
     is_exact: bool = False  # whether a fold reads bits, as reproducible() does
     on_each: Callable[..., Tree] | None = (
         None  # of a plan: what runs a function on every device of a mesh
     )
-
-    @cached_property
-    def is_told(self) -> bool:
-        """Whether other processes may take part in a call."""
-        owner = owner_of(self.grad_fn)
-        return self.across is not None or not (owner is None or owner.kind == MODULE)
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -164,7 +157,7 @@ class Program:
         `later`: what the call folds after this program.
         """
         if not self.is_told:
-            return _NOTHING
+            return nullcontext()
         told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
         return next((context for context in told if context is not None), nullcontext())
 
@@ -465,6 +458,7 @@ def read_program(
         counted,
         observers,
         dropping,
+        across is not None or not (owner is None or owner.kind == MODULE),
         fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
     )
 

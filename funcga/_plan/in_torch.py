@@ -363,7 +363,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "_Follower":
         # FSDP frees memory by resizing storages, which no mode is told of.
-        own = self.resize = torch.UntypedStorage.resize_
+        own = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             done = own(storage, size)
@@ -377,7 +377,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        del torch.UntypedStorage.resize_  # then it is that of the base class again
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -154,6 +154,7 @@ MODELS = {
 
 @pytest.mark.parametrize(("way", "model"), [*zip(WAYS, MODELS, strict=True), ("module", "tied"), ("stream", "untied")])
 def test_gradients_are_those_of_the_whole_batch(way, model):
+    is_packed = model == "checkpoint"  # its rows, so that they are left to autograd
     model, args = MODELS[model]().double(), batch()
     step = WAYS[way](model, loss_of)
     for _ in range(2):
@@ -163,7 +164,7 @@ def test_gradients_are_those_of_the_whole_batch(way, model):
     tables = 1 if model.head.weight is model.table.weight else 2
     with torch_backend.fused_gradients(False):
         plain = made(lambda: step(*args))
-    if model != "checkpoint":  # whose rows are packed: left to autograd
+    if not is_packed:
         assert made(lambda: step(*args)) <= tables + 1 < plain
 
 
@@ -415,6 +416,7 @@ def test_on_a_device(dtype):
 @pytest.mark.parametrize("model", ["tied", "checkpoint", "Conv1D"])
 def test_under_autocast(model, loss):
     """The product of a micro-batch is rounded to 16 bits, as it is without; and not once more."""
+    is_packed = model == "checkpoint"
     model, args = MODELS[model](), batch(6)
 
     def cast(model, *args):
@@ -428,7 +430,7 @@ def test_under_autocast(model, loss):
             plain = step(*args)
         check(plain, wanted, limit=1e-6)
         check(step(*args), plain, limit=1e-2)
-    if loss is loss_of and model != "checkpoint":
+    if loss is loss_of and not is_packed:
         assert made(partial(step, *args)) < made_without(step, args)
 
 
@@ -605,4 +607,5 @@ def test_replicas(wrapper):
     for tied in ties:
         for worst, fused, unfused in processes(2).run(replicas, wrapper, tied):
             assert worst < 1e-12
-            assert fused < unfused if wrapper != "FSDP1" else fused == unfused
+            # What FSDP runs is no pass that a weight could be left out of.
+            assert fused < unfused if not wrapper.startswith("FSDP") else fused == unfused

@@ -92,9 +92,9 @@ def _run(
     """(the loss, its aux, its gradients, whether these have graphs); None for gradients that
     torch.func has to take.
     """
-    inputs = window.inputs
+    inputs, (scale, kwargs) = window.inputs, window.read_scale(kwargs)
     with recording_loss(), window.visit as loss_fn:
-        loss, aux, objective, nodes = window.forward(loss_fn, args, kwargs)
+        loss, aux, objective, nodes = window.forward(loss_fn, args, kwargs, scale)
         window.check_no_grads(inputs)
         if not window.gradient.reached:
             window.note_reached(objective, (), 1.0)

@@ -188,7 +188,7 @@ def plan_of(
         on_host=all(map(_IS_CPU, leaves)),
         shortens_rows=frozenset(() if module is None else that_shorten_rows(module)),
         run=run_of(leaves, hooked),
-        noted=recompute.may_note(gradient),
+        noted=recompute.may_note((gradient, module)),
     )
 
 

@@ -23,7 +23,8 @@ class Folding:
 
     `grads`: the gradients of leaves that last as long as the window, in the order of these; they
     are the same for all micro-batches. `moved`: those of arguments that are split. `beside`: all
-    other leaves, and `rest_outputs` the Outputs of these alone. `may_be_wide`: whether a `.grad`
+    other leaves, and `rest_outputs` the Outputs of these alone; `with_loss`: whether the first of
+    them is the loss. `may_be_wide`: whether a `.grad`
     may be wider than its leaf. `pure`: whether nothing may be written to, as what is computed is
     differentiated from outside.
     """
@@ -33,6 +34,7 @@ class Folding:
     moved: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
     rest_outputs: Outputs | None = None
+    with_loss: bool = False
     may_be_wide: bool = True
     pure: bool = False
 
@@ -50,7 +52,8 @@ class Folding:
     @cached_property
     def loss_alone(self) -> int | None:
         """The index of the loss, if it is all that is added beside gradients; None otherwise."""
-        if len(self.beside) != 1 or self.moved or self.outputs.threads or not self.lends:
+        is_alone = self.with_loss and len(self.beside) == 1 and not self.moved
+        if not is_alone or self.outputs.threads or not self.lends:
             return None
         return None if self.kinds[self.beside[0]] is None else self.beside[0]
 

@@ -23,7 +23,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import graphs
@@ -106,8 +106,9 @@ class Window:
         inputs, moving = self.inputs, list[torch.Tensor]()
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
+        scale, kwargs = self.read_scale(kwargs)
         with recording_loss(), self.visit as loss_fn:
-            loss, aux, objective, nodes = self.forward(loss_fn, args, kwargs)
+            loss, aux, objective, nodes = self.forward(loss_fn, args, kwargs, scale)
             if self.sums is None:
                 self.sums = self._bind(loss.detach(), aux, moving)
             sums, folding = self.sums, self.sums.folding
@@ -142,13 +143,21 @@ class Window:
         else:
             sums.add(self._rest(loss.detach(), aux, moving), weight)
 
+    def read_scale(self, kwargs: dict[str, Tree]) -> tuple[Scalar | None, dict[str, Tree]]:
+        """(the scale of the loss, the other keyword arguments)."""
+        if not (kwargs or self.gradient.scaled):
+            return None, kwargs
+        return self.gradient.read_scale(kwargs, self.backend)
+
     def forward(
-        self, loss_fn: Callable[..., Any], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+        self,
+        loss_fn: Callable[..., Any],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        scale: Scalar | None,
     ) -> tuple[torch.Tensor, Tree, torch.Tensor, int]:
         """(the loss, its aux, the loss times its scale, how many nodes its graph has)."""
-        gradient, scale = self.gradient, None
-        if kwargs or gradient.scaled:
-            scale, kwargs = gradient.read_scale(kwargs, self.backend)
+        gradient = self.gradient
         nodes = graphs.nodes_made()
         if not gradient.reached:
             self.evaluations = evaluations()
@@ -439,6 +448,7 @@ class Window:
             moved=present(self.plan.moving),
             beside=tuple(beside),
             rest_outputs=outputs.part(beside, trees.flatten(rest)[1]),
+            with_loss=gradient.with_value,
             may_be_wide=self.own is None,
         )
 

@@ -168,7 +168,9 @@ class Walk:
 
     def still_finds(self, params: dict[str, nn.Parameter]) -> bool:
         """Whether the module has the parts and the parameters that `trainable` found last."""
-        if self.trained is None or self.trained[1] is not params:
+        if self.trained is None:  # of TorchScript, whose parts stay the same
+            return True
+        if self.trained[1] is not params:
             return False
         parts, entries, _ = self.trained[0]
         return _are_same(parts.tables(_private.PARTS), parts.inside.values) and _are_same(

@@ -81,6 +81,8 @@ class ModuleGradient(OwningGradient):
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
         backend, program = load("torch"), Program(self, mean(), memory=self._memory)
         if self.kind == MODULE and not any(map(is_dtensor, self.module.parameters())):
+            check_wrapped_before(self.module)
+            check_no_params(args, self.module)
             self._check_call(args, kwargs)
             walk = program.memory.keep(Walk)
             own = Own(self.module, walk.trainable(self.module), walk)
@@ -92,8 +94,6 @@ class ModuleGradient(OwningGradient):
     def _check_call(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> list[int]:
         """The rows of the arguments. Raises FuncgaError if the function cannot be called here."""
         self.check_not_traced()
-        check_wrapped_before(self.module)
-        check_no_params(args, self.module)
         rows = _rows(args)
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])

@@ -102,9 +102,7 @@ def test_grads_of_the_user_and_their_dtypes_come_back(dtype, fails):
         identical(step(*data), functional(module, mse)(4, *data))
     assert module[0].weight.grad is kept
     assert bool((kept == 1).all())
-    # The default of a 16-bit parameter cannot be set again: torch would keep it when the parameter becomes wider.
-    default = None if dtype.itemsize < 4 else dtype
-    assert [p.grad_dtype for p in module.parameters()] == [torch.float32, default, default, default]
+    assert [p.grad_dtype for p in module.parameters()] == [torch.float32, dtype, dtype, dtype]
     assert [p.grad for p in module.parameters()][1:] == [None] * 3
 
 
