@@ -188,6 +188,26 @@ def test_a_sum_beside_other_outputs():
     assert reproducible.causes[0].fix.startswith("fold=funcga.reproducible(funcga.per_weight()). For")
 
 
+BY_STEPS = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+
+
+@pytest.mark.parametrize(
+    "fold", [funcga.mean(), funcga.sum(), funcga.per_weight(), BY_STEPS], ids=lambda fold: fold.name
+)
+def test_a_count_that_is_not_found_is_said(fold):
+    """Of weights for classes, which are no argument: the line is the form of one, whatever the fold was."""
+    classes = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
+    loss = lambda params, x, labels: F.cross_entropy(x @ params["w"], labels, classes)
+    args = params_of(TORCH), batch_of(TORCH)["x"][:, 0], torch.arange(12) % 4
+    (cause,) = funcga.verify(funcga.value_and_grad(loss), *args, n=3, fold=fold).causes
+    line = cause.fix.partition(". ")[0]
+    assert line.endswith("weight=lambda x, labels: (labels != -100).sum()")
+    assert "No expression of the batch was found that counts" in cause.what + cause.fix
+    options = pasted(line.replace("(labels != -100)", "classes[labels]"))
+    options["weight"].__globals__["classes"] = classes
+    funcga.verify(funcga.value_and_grad(loss), *args, n=3, **options).assert_exact()
+
+
 # --- a count that may be 0
 
 BOXES = {"some": [3, 0, 2, 1, 4, 0, 1, 2], "few": [0, 0, 2, 0, 0, 3, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1]}

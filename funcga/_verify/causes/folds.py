@@ -68,8 +68,8 @@ def causes_of(evidence: Evidence) -> list[Cause]:
     kind, of_kind = evidence.kind.name, _OF_KIND.get(evidence.kind.name)
     is_by_steps = evidence.divides_by == "steps"
     if is_by_steps and kind in ("sum", "sum and constant", "mean"):
-        line = _line(evidence, "funcga.mean()" if kind == "mean" else "funcga.per_weight()")
-        return [evidence.cause("by steps", line=line)]
+        better = "funcga.mean()" if kind == "mean" else "funcga.per_weight()"
+        return [_of_fold(evidence, "by steps", better)]
     return [*of_kind(evidence)] if of_kind else []
 
 
@@ -158,15 +158,18 @@ def _summed(evidence: Evidence) -> Cause:
     if divisor is not None and evidence.leaves_out(divisor):
         line = f"{_fold_line(evidence, 'funcga.per_weight()')}, {divisor.line}"
         return evidence.cause(f"{name}: left out", line=line, count=divisor.expression)
-    return evidence.cause(name, line=_line(evidence, "funcga.mean()"))
+    return _of_fold(evidence, name, "funcga.mean()")
 
 
-def _line(evidence: Evidence, better: str) -> str:
-    """The options for a mean: another fold, and the weight that the loss divides by."""
+def _of_fold(evidence: Evidence, name: str, better: str) -> Cause:
+    """The Cause for another fold than one that would do; of a mean with the weight that the loss
+    divides by.
+    """
     line, divisor = _fold_line(evidence, better), evidence.divisor
     if evidence.kind.name != "mean" or (divisor and divisor.is_of_rows and not evidence.has_weight):
-        return line
-    return f"{line}, {(divisor or form(evidence.probe)).line}"
+        return evidence.cause(name, line=line)
+    line = f"{line}, {(divisor or form(evidence.probe)).line}"
+    return evidence.cause(name if divisor else f"{name}: unknown", line=line)
 
 
 def _fold_line(evidence: Evidence, better: str) -> str:
