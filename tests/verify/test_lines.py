@@ -188,6 +188,22 @@ def test_a_sum_beside_other_outputs():
     assert reproducible.causes[0].fix.startswith("fold=funcga.reproducible(funcga.per_weight()). For")
 
 
+@pytest.mark.parametrize(("fold", "epsilon"), [("mean", 1e-6), ("sum", 1e-5), ("per_weight", 1e-6)])
+def test_an_epsilon_beside_the_count(kit, epsilon, fold):
+    """The line has the count, and then verify says what to write instead of the epsilon."""
+    over = lambda count: lambda params, x, mask: errors(params, x, mask).sum() / count(mask.sum())
+    batch, guarded = batch_of(kit), funcga.value_and_grad(over(lambda count: count + epsilon))
+    args, options = (params_of(kit), batch["x"], batch["mask"]), {"fold": getattr(funcga, fold)()}
+    (cause,) = funcga.verify(guarded, *args, n=3, **options).causes
+    assert cause.name == FOLDS[fold][0]
+    assert cause.fix.endswith("weight=lambda x, mask: mask.sum()")
+    options |= pasted(cause.fix)
+    (cause,) = funcga.verify(guarded, *args, n=3, **options).causes
+    assert cause.name == "small remainder"
+    at_least_1 = (lambda count: count.clamp(min=1)) if kit is TORCH else (lambda count: kit.xp.maximum(count, 1))
+    funcga.verify(funcga.value_and_grad(over(at_least_1)), *args, n=3, **options).assert_exact()
+
+
 BY_STEPS = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
 
 

@@ -80,6 +80,10 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
     """Terms with different denominators if counts fit, which give the totals to write."""
     # In less than float64 too many counts fit.
     is_precise = evidence.case.limit.relative < 1e-8
+    guarded = [*_of_guarded(evidence)] if is_precise else []
+    if guarded:
+        yield from guarded
+        return
     for terms, number in {"two means": 2, "sum and mean": 1}.items() if is_precise else ():
         chosen = evidence.fitting(number, has_sum=number == 1)
         if chosen:
@@ -91,6 +95,19 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
             yield evidence.cause(f"other normaliser: {terms}", ratio=ratio, other=other, **words)
             return
     yield of_statistics(evidence)
+
+
+# What an epsilon in the divisor, as in mask.sum() + 1e-6, changes at most.
+_EPSILON = 1e-6
+
+
+def _of_guarded(evidence: Evidence) -> Iterator[Cause]:
+    """The causes for what is a mean apart from an epsilon in what it is divided by."""
+    case = evidence.case
+    loose = replace(case, limit=case.limit._replace(relative=_EPSILON))
+    mean = compare_groups(loose, evidence.leaves, evidence.a, evidence.b)
+    if mean.kind.name == "mean" and mean.divisor is not None:
+        yield from _of_mean(mean)
 
 
 def _of_power(evidence: Evidence) -> Iterator[Cause]:
