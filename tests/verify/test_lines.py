@@ -204,6 +204,15 @@ def test_an_epsilon_beside_the_count(kit, epsilon, fold):
     funcga.verify(funcga.value_and_grad(over(at_least_1)), *args, n=3, **options).assert_exact()
 
 
+def test_a_mask_of_padding_counts_where_it_is_0(kit):
+    """As torch's key_padding_mask, which is True where nothing counts."""
+    loss = lambda params, x, padding: errors(params, x, ~padding).sum() / (~padding).sum()
+    args = params_of(kit), batch_of(kit)["x"], batch_of(kit)["mask"] == 0
+    (cause,) = funcga.verify(funcga.value_and_grad(loss), *args, n=3).causes
+    assert cause.fix == "weight=lambda x, padding: (padding == 0).sum()"
+    funcga.verify(funcga.value_and_grad(loss), *args, n=3, **pasted(cause.fix)).assert_exact()
+
+
 BY_STEPS = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
 
 
