@@ -248,6 +248,15 @@ class Weighed(NamedTuple):
     weight: jax.Array | None
 
 
+def _like_weight(
+    weigh: Callable[..., Weighed], start: Scalar, state: list[jax.Array]
+) -> jax.Array | None:
+    """Zero, in the type of the weight that `weigh` says; None if it says none."""
+    # Not of eval_shape, whose type may vary over mesh axes, without their mesh.
+    types = jax.make_jaxpr(lambda *args: weigh(*args).weight)(start, state).out_avals
+    return arrays.zeros(types[0]) if types else None
+
+
 def _constant_if_weightless(weight: jax.Array, leaf: Tree) -> Tree:
     """A leaf of the arguments, constant if the weight is 0: the derivative of a NaN would be
     NaN.
@@ -572,7 +581,7 @@ class Accumulate:
             state = (
                 [*map(arrays.without_weak_type, arguments.state)] if carry is None else carry.state
             )
-            amount = None if is_known else jax.eval_shape(weigh, jnp.int32(0), state).weight
+            amount = None if is_known else _like_weight(weigh, jnp.int32(0), state)
             traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state, amount)
             if carry is None:
                 outputs, _ = program.bind(value, arguments)
@@ -817,7 +826,7 @@ class _Stream:
             weighed: Weighed = self.weigh((), leading, kwargs, item, state)
             return weighed
 
-        amount = jax.eval_shape(weigh, None, carry.state).weight
+        amount = _like_weight(weigh, None, carry.state)
         traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state, amount)
         microbatch = self._microbatch(leading, kwargs, item)
         step = _step(microbatch, outputs, weigh, evaluate, traced, value)

@@ -121,8 +121,9 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
         unique, frequency = np.unique(part, return_counts=True)
         if (part >= 0).all():
             yield f"{spelled}.sum()", part
-        # The sum of a mask is what it counts already.
+        # The sum of a mask is what it counts already, unless it is one of padding.
         if {*unique} <= {0, 1}:
+            yield f"({spelled} == 0).sum()", part == 0
             continue
         # The usual values of what is ignored, then the most frequent one and the largest, which
         # padding may be.

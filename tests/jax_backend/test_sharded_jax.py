@@ -190,3 +190,25 @@ def test_replicated(kinds, scanned):
     step = jax_backend.replicated(step, over(kinds), axis="data")
     like = None if kinds == "mixed" else params  # JAX itself gathers what a shard_map of such a mesh returns
     check(step(params, x), whole(), like)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "scanned", "streamed"), [("auto", True, False), ("auto", False, True), ("explicit", False, False)]
+)
+def test_replicated_with_weights(kinds, scanned, streamed):
+    """A weight that is an array varies over `data` alone."""
+    mesh = over(kinds)
+    params, x = placed(mesh, "tp")
+    options = {"weight": lambda x: (x > 0).sum(), "across": "data"}
+    gradient = jax.value_and_grad(partial(loss, scanned=scanned))
+    step = funcga.accumulate(gradient, N, **options)
+    if streamed:
+        fold = funcga.stream(gradient, **options)
+        step = lambda params, x: fold(params, jnp.split(x, N))
+    found = jax_backend.replicated(step, mesh, axis="data")(params, x)
+    with jax.enable_x64(True):
+        alone, rows = arrays("float64")
+        parts = np.split(np.asarray(rows), 2 * N)
+        weights = [(part > 0).sum() for part in parts]
+        values = [jax.tree.map(np.asarray, jax.value_and_grad(loss)(alone, jnp.asarray(part))) for part in parts]
+    check(found, jax.tree.map(lambda *each: np.average(each, axis=0, weights=weights), *values))

@@ -188,6 +188,51 @@ def test_a_sum_beside_other_outputs():
     assert reproducible.causes[0].fix.startswith("fold=funcga.reproducible(funcga.per_weight()). For")
 
 
+@pytest.mark.parametrize(("fold", "epsilon"), [("mean", 1e-6), ("sum", 1e-5), ("per_weight", 1e-6)])
+def test_an_epsilon_beside_the_count(kit, epsilon, fold):
+    """The line has the count, and then verify says what to write instead of the epsilon."""
+    over = lambda count: lambda params, x, mask: errors(params, x, mask).sum() / count(mask.sum())
+    batch, guarded = batch_of(kit), funcga.value_and_grad(over(lambda count: count + epsilon))
+    args, options = (params_of(kit), batch["x"], batch["mask"]), {"fold": getattr(funcga, fold)()}
+    (cause,) = funcga.verify(guarded, *args, n=3, **options).causes
+    assert cause.name == FOLDS[fold][0]
+    assert cause.fix.endswith("weight=lambda x, mask: mask.sum()")
+    options |= pasted(cause.fix)
+    (cause,) = funcga.verify(guarded, *args, n=3, **options).causes
+    assert cause.name == "small remainder"
+    at_least_1 = (lambda count: count.clamp(min=1)) if kit is TORCH else (lambda count: kit.xp.maximum(count, 1))
+    funcga.verify(funcga.value_and_grad(over(at_least_1)), *args, n=3, **options).assert_exact()
+
+
+def test_a_mask_of_padding_counts_where_it_is_0(kit):
+    """As torch's key_padding_mask, which is True where nothing counts."""
+    loss = lambda params, x, padding: errors(params, x, ~padding).sum() / (~padding).sum()
+    args = params_of(kit), batch_of(kit)["x"], batch_of(kit)["mask"] == 0
+    (cause,) = funcga.verify(funcga.value_and_grad(loss), *args, n=3).causes
+    assert cause.fix == "weight=lambda x, padding: (padding == 0).sum()"
+    funcga.verify(funcga.value_and_grad(loss), *args, n=3, **pasted(cause.fix)).assert_exact()
+
+
+BY_STEPS = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+
+
+@pytest.mark.parametrize(
+    "fold", [funcga.mean(), funcga.sum(), funcga.per_weight(), BY_STEPS], ids=lambda fold: fold.name
+)
+def test_a_count_that_is_not_found_is_said(fold):
+    """Of weights for classes, which are no argument: the line is the form of one, whatever the fold was."""
+    classes = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
+    loss = lambda params, x, labels: F.cross_entropy(x @ params["w"], labels, classes)
+    args = params_of(TORCH), batch_of(TORCH)["x"][:, 0], torch.arange(12) % 4
+    (cause,) = funcga.verify(funcga.value_and_grad(loss), *args, n=3, fold=fold).causes
+    line = cause.fix.partition(". ")[0]
+    assert line.endswith("weight=lambda x, labels: (labels != -100).sum()")
+    assert "No expression of the batch was found that counts" in cause.what + cause.fix
+    options = pasted(line.replace("(labels != -100)", "classes[labels]"))
+    options["weight"].__globals__["classes"] = classes
+    funcga.verify(funcga.value_and_grad(loss), *args, n=3, **options).assert_exact()
+
+
 # --- a count that may be 0
 
 BOXES = {"some": [3, 0, 2, 1, 4, 0, 1, 2], "few": [0, 0, 2, 0, 0, 3, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1]}

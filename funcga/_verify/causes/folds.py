@@ -68,8 +68,8 @@ def causes_of(evidence: Evidence) -> list[Cause]:
     kind, of_kind = evidence.kind.name, _OF_KIND.get(evidence.kind.name)
     is_by_steps = evidence.divides_by == "steps"
     if is_by_steps and kind in ("sum", "sum and constant", "mean"):
-        line = _line(evidence, "funcga.mean()" if kind == "mean" else "funcga.per_weight()")
-        return [evidence.cause("by steps", line=line)]
+        better = "funcga.mean()" if kind == "mean" else "funcga.per_weight()"
+        return [_of_fold(evidence, "by steps", better)]
     return [*of_kind(evidence)] if of_kind else []
 
 
@@ -80,6 +80,10 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
     """Terms with different denominators if counts fit, which give the totals to write."""
     # In less than float64 too many counts fit.
     is_precise = evidence.case.limit.relative < 1e-8
+    guarded = [*_of_guarded(evidence)] if is_precise else []
+    if guarded:
+        yield from guarded
+        return
     for terms, number in {"two means": 2, "sum and mean": 1}.items() if is_precise else ():
         chosen = evidence.fitting(number, has_sum=number == 1)
         if chosen:
@@ -91,6 +95,19 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
             yield evidence.cause(f"other normaliser: {terms}", ratio=ratio, other=other, **words)
             return
     yield of_statistics(evidence)
+
+
+# What an epsilon in the divisor, as in mask.sum() + 1e-6, changes at most.
+_EPSILON = 1e-6
+
+
+def _of_guarded(evidence: Evidence) -> Iterator[Cause]:
+    """The causes for what is a mean apart from an epsilon in what it is divided by."""
+    case = evidence.case
+    loose = replace(case, limit=case.limit._replace(relative=_EPSILON))
+    mean = compare_groups(loose, evidence.leaves, evidence.a, evidence.b)
+    if mean.kind.name == "mean" and mean.divisor is not None:
+        yield from _of_mean(mean)
 
 
 def _of_power(evidence: Evidence) -> Iterator[Cause]:
@@ -158,15 +175,18 @@ def _summed(evidence: Evidence) -> Cause:
     if divisor is not None and evidence.leaves_out(divisor):
         line = f"{_fold_line(evidence, 'funcga.per_weight()')}, {divisor.line}"
         return evidence.cause(f"{name}: left out", line=line, count=divisor.expression)
-    return evidence.cause(name, line=_line(evidence, "funcga.mean()"))
+    return _of_fold(evidence, name, "funcga.mean()")
 
 
-def _line(evidence: Evidence, better: str) -> str:
-    """The options for a mean: another fold, and the weight that the loss divides by."""
+def _of_fold(evidence: Evidence, name: str, better: str) -> Cause:
+    """The Cause for another fold than one that would do; of a mean with the weight that the loss
+    divides by.
+    """
     line, divisor = _fold_line(evidence, better), evidence.divisor
     if evidence.kind.name != "mean" or (divisor and divisor.is_of_rows and not evidence.has_weight):
-        return line
-    return f"{line}, {(divisor or form(evidence.probe)).line}"
+        return evidence.cause(name, line=line)
+    line = f"{line}, {(divisor or form(evidence.probe)).line}"
+    return evidence.cause(name if divisor else f"{name}: unknown", line=line)
 
 
 def _fold_line(evidence: Evidence, better: str) -> str:
