@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,9 +222,6 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup):
         # Without a reference: a channel ends with the user's group.
         self.of, self.rank, self.count = ref(group), group.rank(), group.size()
-        # What windows that an error has ended here still have to send, in order. An error may end a
-        # first window before the group is made.
-        self.owed: list[Callable[[], None]] = []
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -241,10 +238,32 @@ class Channel:
         # A second communicator of NCCL would take some 100 MB of each device.
         return self.group if device.type == "cpu" else group
 
+    def owe(self, send: Callable[[], None]) -> None:
+        """Sends this before anything new. An error may end a first window before the group is
+        made.
+        """
+        _OWED.append((self, send))
+
     def send_owed(self) -> None:
-        """Sends what is owed to the others, before anything new."""
-        while self.owed:
-            self.owed.pop(0)()
+        """Sends what is owed to the others, over any channel, before anything new: they may wait
+        in a step that has a group of its own.
+        """
+        while _OWED:
+            channel, send = _OWED.pop(0)
+            if channel is self:
+                send()
+            elif channel.is_open:
+                with suppress(RuntimeError, ValueError):
+                    send()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the user's group has not been destroyed."""
+        try:
+            dist.get_process_group_ranks(self.of())
+        except (KeyError, ValueError):
+            return False
+        return True
 
     def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
         """Begins to tell all processes these numbers, as many as they tell; returns what waits
@@ -305,10 +324,13 @@ def _unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
+# What windows that an error has ended here still have to send, in order.
+_OWED: list[tuple[Channel, Callable[[], None]]] = []
 # A channel lives as long as its group: the keys are weak.
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 # Threads of gloo that outlive the interpreter may end the process with an abort.
 atexit.register(_CHANNELS.clear)
+atexit.register(_OWED.clear)
 
 
 # Makes the channel of a group while a step is planned, when nothing is sent.

@@ -260,7 +260,7 @@ class Reduction:
         else:
             # In a first window the channel may have no group yet. Making it is a collective, and no
             # other replica would take part in it now.
-            self.replicas.channel.owed.append(self.send_rest)
+            self.replicas.channel.owe(self.send_rest)
 
     def send_rest(self) -> None:
         """Sends the rest of a window that was given up; if it was never announced, a header that
