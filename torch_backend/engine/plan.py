@@ -32,12 +32,12 @@ class Graph(NamedTuple):
 
     `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
     `leads_elsewhere`: whether they lead to leaves of somebody else. `arrivals`: how many gradients
-    a pass has added; None while nobody has counted.
+    passes have added.
     """
 
     custom: bool
     leads_elsewhere: bool
-    arrivals: int | None
+    arrivals: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,9 +71,8 @@ class Window:
 
     visits: Visit | None = None  # of a pure_loss: set on entering
     sums: Sums | None = None  # set by `_bind`, with the first loss
-    held: list[
-        Any
-    ]  # set by `_bind`: the sum that stands as the `.grad` of each of the inputs, or None
+    # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
+    held: list[Any]
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -116,8 +115,10 @@ class Window:
             if ON and self._count_writes(moving) != self.writes:
                 is_cleared = any(map(operator.is_not, map(_GRAD, inputs), self.held))
                 raise unchanged.cleared() if is_cleared else unchanged.ran_backward()
-            share = sums.share(weight)
+            unit, share = sums.unit, sums.share(weight)
             assert share is not None
+            if sums.unit != unit:  # the sums may have been rescaled
+                self.writes = self._count_writes()
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             if share or moving or not folding.are_weighted:
                 if not self.gradient.reached:
@@ -203,16 +204,16 @@ class Window:
             raise
         self.writes = self._count_writes()
         arrivals = self.writes - before
-        if graph.arrivals != arrivals and not graph.custom:
+        if arrivals not in graph.arrivals and not graph.custom:
             # Nobody has counted yet; or this is another graph of equally many nodes.
-            if graph.arrivals is not None and graphs.reach(loss, {*map(id, leaves)}).custom:
+            if graph.arrivals and graphs.reach(loss, {*map(id, leaves)}).custom:
                 raise functions.changed()
-            plan.graphs.put(nodes, graph._replace(arrivals=arrivals))
+            plan.graphs.put(nodes, graph._replace(arrivals=graph.arrivals | {arrivals}))
 
     def graph_of(self, loss: torch.Tensor, nodes: int, leaves: Sequence[torch.Tensor]) -> Graph:
         """What a graph of so many nodes needs, which is walked."""
         found = graphs.reach(loss, {*map(id, leaves)})
-        graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign), None)
+        graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign))
         self.plan.graphs.put(nodes, graph)
         return graph
 
