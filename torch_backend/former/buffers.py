@@ -17,7 +17,7 @@ from torch_backend import arrays
 from torch_backend.dtensor import local, local_tensors, without_partials
 from torch_backend.former.layout import Layout
 from torch_backend.replicas import Replicas
-from torch_backend.sums import Sums, elementwise
+from torch_backend.sums import Sums
 
 
 class Merge(Protocol):
@@ -258,10 +258,6 @@ class Buffers:
     def _normalized(self, index: int, reduced: Reduced, folded: Tally) -> Reduced:
         fold = self.folds[index]
         self._check_known(index, reduced, folded)
-        if not (self.pure or torch.compiler.is_compiling()) and elementwise.fits(
-            fold, largest(reduced)
-        ):
-            return elementwise.normalized(fold, reduced, folded)
         return fold.normalize(reduced, folded)
 
     def _divide(self) -> list[int]:

@@ -16,7 +16,7 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed
-from torch_backend.sums import elementwise, ordered
+from torch_backend.sums import ordered
 
 # The values that are added, by the indices of their leaves in the output.
 Values = Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
@@ -132,11 +132,6 @@ class Sums:
     def combine(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
         """Folds a value into a leaf whose fold is no sum, or which cannot be added by torch."""
         fold, before = self.folds[leaf_index], self.accumulators[leaf_index]
-        if self.in_place and elementwise.fits(fold, value):
-            if before is None:
-                before = self.accumulators[leaf_index] = elementwise.begun(fold, value)
-            elementwise.combine(fold, before, value, weight)
-            return
         before = fold.identity(value) if before is None else before
         combined = fold.combine(before, fold.lift(value, weight))
         # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
