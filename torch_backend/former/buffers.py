@@ -21,15 +21,9 @@ from torch_backend.sums import Sums
 
 
 class Merge(Protocol):
-    """What merges a window over replicas.
-
-    `unweighed`: whether gradients of other replicas' losses came in, and nothing had weighed them;
-    `weights`: those of the micro-batches. A window notes both, where losses mix.
-    """
+    """What merges a window over replicas."""
 
     replicas: Replicas
-    unweighed: bool
-    weights: set[Scalar]
 
     def begin(self, buffers: "Buffers", leaves: Sequence[Array]) -> None:
         """Takes the buffers of a window whose first micro-batch has these leaves."""

@@ -371,7 +371,7 @@ def moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[t
 
 def untraced(
     fold: Callable[..., Any],
-    why: str = "funcga merges over replicas here; compile the loss instead",
+    why: str = "funcga accumulates here; compile the loss, and not the step",
 ) -> Callable[..., Any]:
     """The function, excluded from torch.compile: when that traces, nobody knows what the
     replicas do next.
@@ -480,8 +480,7 @@ class Calls:
         # Where gradients are to lie that are DTensors.
         self.parameters_by_leaf: dict[int, torch.Tensor] = {}
         self.buffers: Buffers | None = None
-        # What hears collectives of the loss: of any group, and of those that gradients travel over.
-        self.listener = Listener() if reductions else None
+        # What hears collectives of the loss over the groups that gradients travel over.
         self.own_groups = [Listener(reduction.replicas.group) for reduction in reductions]
         self.may_be_short = bool(reductions)
         # True if in_axes was left at its default, which passes the first argument whole.
@@ -623,7 +622,6 @@ class Calls:
     def _merged(self, buffers: Buffers, state: list[Any]) -> Tree:
         """The result of these buffers, which the reductions have begun with."""
         for reduction in self.reductions:
-            reduction.unweighed = self.listener is not None and self.listener.heard
             state = reduction.finish(state)
         return buffers.result(state)
 
