@@ -93,16 +93,14 @@ class Buffers:
         if not weight:
             return 0.0
         if self.unit is None:
-            # Where shapes are symbols, the weight is one: it equals that of the next micro-batch
-            # whatever it is.
-            self.unit = weight if torch.compiler.is_compiling() else float(weight)
+            self.unit = float(weight)
         if weight == self.unit:
             return 1.0
         # A share that is no power of two may be rounded, as 1/3 is. The unit itself then becomes a
         # power of two: dividing by that is exact. For a heavier micro-batch the unit grows, because
         # a share can be the cotangent of a backward pass in float16, which overflows early.
-        stays = self.unit_is_fixed or torch.compiler.is_compiling()
-        if not stays and (weight > self.unit or not arrays.is_power_of_two(weight / self.unit)):
+        is_held = weight <= self.unit and arrays.is_power_of_two(weight / self.unit)
+        if not (self.unit_is_fixed or is_held):
             self.hold_in(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
@@ -218,8 +216,6 @@ class Buffers:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty
         afterwards.
         """
-        for index in self.sums.borrowed:
-            self.sums.accumulators[index] = self.sums.accumulators[index].clone()
         left = self._divide()
         # The result takes the memory over: nothing of it stays here, where a later window could
         # write to it.
@@ -244,7 +240,7 @@ class Buffers:
         return self.outputs.backend.trees.unflatten(self.outputs.structure, results)
 
     def _check_known(self, index: int, reduced: Reduced, folded: Tally) -> None:
-        if torch.compiler.is_compiling() or not largest(reduced).is_cpu:
+        if not largest(reduced).is_cpu:
             return  # the host sees nothing of it
         path = lambda: self.outputs.paths()[index]
         self.folds[index].check_known(reduced, folded, path)
