@@ -136,13 +136,13 @@ def replicas_of(across: Any) -> Replicas:
 
 
 def of_window(across: Any) -> Any:
-    """`across=`, as it is: in torch it names no replicas of single leaves."""
-    return across
+    """`across=` without the replicas of single leaves: those that weights are counted over."""
+    return across  # only in JAX
 
 
 def names_leaves(across: Any) -> bool:
-    """Whether `across=` names replicas for each leaf: only in JAX."""
-    return False
+    """Whether `across=` names replicas for each leaf."""
+    return False  # only in JAX
 
 
 def are_processes(across: Any) -> bool:
