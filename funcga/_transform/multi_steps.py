@@ -14,7 +14,7 @@ from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
 from funcga._observe import Observers, ObserverTree
-from funcga._replicas import check_one_for_all, step_of
+from funcga._replicas import check_one_for_all, have_leaves, step_of
 from funcga._transform import (
     Traits,
     Transform,
@@ -563,7 +563,7 @@ class MultiStepsUpdate(UpdateFunction):
             self.accumulation_of(part, backend)
             for part in backend.transforms.own_parts([window], replicas)
         ]
-        if len(parts) > 1 and replicas.leaves is not None:
+        if len(parts) > 1 and have_leaves(replicas):
             raise _of_different_experts()
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
@@ -615,11 +615,7 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     """
     if isinstance(weight, int | float) and weight == 1:
         return 1
-    if (
-        replicas is not None
-        and replicas.leaves
-        and any(fold.weighs for fold in window.outputs.reduced_folds)
-    ):
+    if have_leaves(replicas) and any(fold.weighs for fold in window.outputs.reduced_folds):
         raise FuncgaError(
             f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
             "what the losses of other replicas add to them, each as if it weighed 1. Give "

@@ -24,10 +24,6 @@ class Report(NamedTuple):
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     failed: float = False  # whether the replica has raised an error
-    unweighed: float = (
-        False  # whether gradients have what other replicas' losses add to them, unweighed
-    )
-    uneven: float = False  # whether its micro-batches have different weights
     rejected: float = 0  # micro-batches that are dropped, but for those that only the device counts
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
 
