@@ -116,8 +116,10 @@ class Window:
             if ON and self._count_writes(moving) != self.writes:
                 is_cleared = any(map(operator.is_not, map(_GRAD, inputs), self.held))
                 raise unchanged.cleared() if is_cleared else unchanged.ran_backward()
-            share = sums.share(weight)
+            unit, share = sums.unit, sums.share(weight)
             assert share is not None
+            if unit != sums.unit:  # the sums may have been brought to it, which is a write, too
+                self.writes = self._count_writes()
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             if share or moving or not folding.are_weighted:
                 if not self.gradient.reached:
