@@ -117,7 +117,7 @@ class Window:
                 raise unchanged.cleared() if is_cleared else unchanged.ran_backward()
             unit, share = sums.unit, sums.share(weight)
             assert share is not None
-            if sums.unit != unit:  # the sums may have been rescaled
+            if unit != sums.unit:  # the sums may have been brought to it, which is a write, too
                 self.writes = self._count_writes()
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             if share or moving or not folding.are_weighted:

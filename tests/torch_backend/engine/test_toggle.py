@@ -606,6 +606,29 @@ def check(kind, case, width=WIDTH):
         call(batch)
 
 
+@pytest.mark.parametrize("weights", [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_equal_graph_beside_uneven_weights(weights, which):
+    """What brings the sums to another unit is no gradient that has arrived."""
+    w, x = torch.tensor(0.7, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    weights, has_function = torch.tensor(weights, dtype=torch.float64).repeat_interleave(2), [False, False]
+    apply = lambda x: (x * w_now[0]).tanh()
+    w_now, seen = [w], []
+
+    def loss(w, x, weights):
+        w_now[0], x = w, x.clone().requires_grad_()
+        seen.append(1)
+        return (Recompute.apply(apply, x * 1.0) * 1.0 if has_function[len(seen) - 1] else apply(x * 1.0)).mean()
+
+    step = funcga.accumulate(funcga.grad(loss), 2, weight=lambda x, weights: weights.sum())
+    wanted = (weights * x / torch.cosh(w * x) ** 2).sum() / weights.sum()
+    for call in range(3):
+        seen.clear()
+        has_function[which] = call == 2
+        with suppress(funcga.FuncgaError) if call == 2 else nullcontext():
+            torch.testing.assert_close(step(w, x, weights), wanted)
+
+
 def test_what_is_said_to_be_wrong_exists():
     assert {name for _, names, _ in WRONG for name in names} <= {*CASES}
     assert {kind for *_, kinds in WRONG for kind in kinds} <= {*KINDS}

@@ -1,6 +1,7 @@
 """Frozen parameters: the three ways to a gradient agree that they have none, and an optimizer leaves them alone."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -121,6 +122,15 @@ def test_a_gradient_of_a_frozen_parameter_is_refused():
             with pytest.raises(funcga.FuncgaError, match=text):
                 step({k: p.detach() for k, p in module.named_parameters()}, x, y)
     assert not any(p.grad is not None for p in module.parameters())
+    # Also one that is frozen when the step has been called with it.
+    module.requires_grad_(True)
+    for way, step in ways(module).items():
+        # torch.func itself fails in a third functional_call of a module with tied layers
+        calls = () if way == "functional_call, called" else (False, False, True, False)
+        for is_frozen in calls:
+            module.base.requires_grad_(not is_frozen)
+            with pytest.raises(funcga.FuncgaError, match=text) if is_frozen else nullcontext():
+                step(dict(module.named_parameters()), x, y)
 
 
 def test_a_module_that_is_a_mere_frame_freezes_nothing():
