@@ -71,11 +71,10 @@ class Window:
 
     visits: Visit | None = None  # of a pure_loss: set on entering
     sums: Sums | None = None  # set by `_bind`, with the first loss
-    held: list[
-        Any
-    ]  # set by `_bind`: the sum that stands as the `.grad` of each of the inputs, or None
+    # Set by `_bind`: the sum that stands as the `.grad` of each of the inputs, or None.
+    held: list[Any]
     writes = 0  # set after each pass: how much has been added to the `.grad`s
-    begun = False  # whether each of the inputs has its sum
+    begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
 
     def __init__(
