@@ -49,7 +49,9 @@ class Plan:
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
     whether the cotangent of a pass may be a weight. `run` is how a backward pass is run, by
     autograd alone or by a tool. `noted`: whether `seen` has what modules had in forward passes.
-    `parts` and `cuts` say how the arguments are split, without the arguments.
+    `parts` and `cuts` say how the arguments are split, without the arguments. `shortens_rows`: the
+    ids of parameters that a forward pass writes to itself, as an embedding with max_norm does.
+    `folding` and `loss_dtype`: what becomes of the output, decided with the first loss.
     """
 
     indices: tuple[int, ...] = ()

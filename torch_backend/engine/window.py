@@ -74,7 +74,7 @@ class Window:
     # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
     held: list[Any]
     writes = 0  # set after each pass: how much has been added to the `.grad`s
-    begun = False  # whether each of the inputs has its sum
+    begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
 
     def __init__(
