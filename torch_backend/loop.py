@@ -23,8 +23,9 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.called import Called
+from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Own, Window
+from torch_backend.engine.window import Window
 from torch_backend.former import loop as former
 from torch_backend.former.compiled import compiled_steps_of, of_compiled_loss
 from torch_backend.former.loop import (

@@ -55,6 +55,7 @@ class Plan:
     """
 
     indices: tuple[int, ...] = ()
+    count: int = 0  # of the arguments
     whole: tuple[int, ...] = ()
     moving: tuple[int, ...] = ()
     hooked: bool = False
@@ -162,6 +163,7 @@ def is_narrow(leaf: torch.Tensor) -> bool:
 def plan_of(
     gradient: GradientFunction,
     indices: tuple[int, ...],
+    count: int,
     moving: tuple[int, ...],
     leaves: Sequence[torch.Tensor],
     originals: Sequence[Any],
@@ -181,6 +183,7 @@ def plan_of(
     may_weigh = not (hooked or autocast or gradient.scaled or moving)
     return Plan(
         indices=indices,
+        count=count,
         whole=tuple([index for index in indices if index not in moving]),
         moving=moving,
         hooked=hooked,
