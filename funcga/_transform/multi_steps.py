@@ -128,16 +128,16 @@ class MultiSteps(Transform):
             params, leaves = matched_params(
                 params, window if update.folding.observers is None else window.of_value()
             )
-            has_any = arrays.scalar(state.offered) > 0
-            if not arrays.is_array(has_any) and replicas is None and not has_any:
+            offered = arrays.scalar(state.offered)
+            is_known = not arrays.is_array(offered)
+            if is_known and replicas is None and offered == 0:
                 raise FuncgaError(
                     "the window is empty: nothing was accumulated since the last update, so there "
                     "is nothing to flush. After the last window ask first: if state.offered > 0."
                 )
             # Inside of jit it is not known here whether the window is empty; then `offered > 0`
             # decides in the program. With replicas the others may have something.
-            if not arrays.is_array(has_any):
-                has_any = True
+            has_any = is_known or offered > 0
             step = Step(update.tx, backend, update.donate)
             return update.end_window(step, leaves, step.owned, has_any, state, params, extra)
 
@@ -436,8 +436,8 @@ class MultiStepsUpdate(UpdateFunction):
         extra: dict[str, Any],
     ) -> tuple[Tree, MultiStepsState]:
         """`stepped`, with a window that is full at this target."""
-        weight, owned = extra.pop("weight", 1), owned or self.donate
-        backend = _backend_of_state(state)
+        weight = extra.pop("weight", 1)
+        backend, owned = _backend_of_state(state), owned or self.donate
         if extra:
             _check_extra(extra)
         window, replicas = self.window_of(state, backend)
