@@ -16,7 +16,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.engine.guards import EVERY, ON, recompute, unchanged
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.watched import grads_watched
@@ -67,6 +67,7 @@ class Opened:
     watch: recompute.Watch
     unwritten: Sequence[torch.Tensor]
     versions: int
+    hooked: bool  # whether a leaf has hooks of the user's
     own: Own | None
     visits: Visit | None  # of a pure_loss
 
@@ -74,6 +75,8 @@ class Opened:
         """Raises FuncgaError if the window has changed a parameter, or the module."""
         if unchanged.versions_of(self.unwritten) != self.versions:
             raise unchanged.written()
+        if any(map(_private.has_hooks, self.leaves.inputs)) != self.hooked:
+            raise unchanged.other_hooks()
         own, visits = self.own, self.visits
         if own is not None and not own.walk.still_finds(own.params):
             raise unchanged.other_parameters()
@@ -121,10 +124,9 @@ def opened(
     unwritten = inputs
     if plan.shortens_rows:
         unwritten = [p for p in inputs if id(p) not in plan.shortens_rows]
-    versions = unchanged.versions_of(unwritten)
-    return Opened(
-        leaves, visit, first, outside, noted, watch, unwritten, versions, own, visits
-    ), plan
+    versions, hooked = unchanged.versions_of(unwritten), any(map(_private.has_hooks, inputs))
+    guarded = unwritten, versions, hooked, own, visits
+    return Opened(leaves, visit, first, outside, noted, watch, *guarded), plan
 
 
 def _leaves_of_module(own: Own, gradient: GradientFunction, known: Plan | None) -> Leaves:

@@ -107,13 +107,16 @@ _SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
 _DENSE = {torch.Tensor, nn.Parameter}
 
 
-def ambient() -> tuple[bool, ...]:
+def ambient() -> tuple[object, ...]:
     """What is on around the call, that changes what it computes."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        _private.is_any_autocast_enabled(),
-    )
+    autocast: tuple[bool, ...] = ()
+    if _private.is_any_autocast_enabled():
+        autocast = tuple(map(torch.is_autocast_enabled, _DEVICES))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
+# The types of devices that autocast is asked for.
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:

@@ -38,7 +38,13 @@ from torch_backend.reduce.agreement import (
     progress_of,
     propose,
 )
-from torch_backend.reduce.header import Report, check_in_step, digest_of, exchange_reports
+from torch_backend.reduce.header import (
+    Report,
+    check_in_step,
+    check_updates,
+    digest_of,
+    exchange_reports,
+)
 from torch_backend.reduce.wire import Form, Receive, Wire, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
 
@@ -77,6 +83,8 @@ class Reduction:
         self.unreceived = deque[Receive]()
         # It travels in the last message of sums: not 0 if any replica has raised an error.
         self.mark = torch.zeros(1, device="cpu")
+        # How many the state of multi_steps has made; 0 in the window of a call.
+        self.updates: Scalar = 0
         # Whether the replicas were given other options, and so may have other windows in a call.
         self.differs = False
         # Whether it is merged, or all replicas raise the same error, or it was given up here.
@@ -155,6 +163,11 @@ class Reduction:
             self.agreement = agree(
                 self.history, self.proposal, self.rebuild, self.reports, self.replicas
             )
+            # What a replica has not finished is in each header from now on: as long as the others
+            # cannot know what it has left out, all windows are refused.
+            if self.updates < max(report.updates for report in self.reports):
+                self.history.finished -= 1
+            check_updates(self.reports)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in self.reports} - {0.0}
@@ -205,6 +218,7 @@ class Reduction:
             weight=weight,
             unit=unit,
             rejected=0 if isinstance(rejected, torch.Tensor) else rejected,
+            updates=float(self.updates),
             numbers=tuple(
                 [0.0 if number is None else float(arrays.scalar(number)) for number in numbers]
             ),

@@ -14,7 +14,9 @@ and in every pass; "off", never. What puts something aside and gives it back doe
 
 import os
 
+from funcga.errors import FuncgaError
+
 _MODE = os.environ.get("FUNCGA_GUARDS", "first")
 if _MODE not in ("first", "every", "off"):
-    raise ValueError(f"FUNCGA_GUARDS is {_MODE!r}: write first, every or off.")
+    raise FuncgaError(f"FUNCGA_GUARDS is {_MODE!r}: write first, every or off.")
 ON, EVERY = _MODE != "off", _MODE == "every"
