@@ -112,6 +112,15 @@ def test_argnums(kit):
         assert difference(kit, last(*args), whole[1][1]) <= LIMIT
 
 
+def test_argnums_of_a_stream_that_has_other_fields(kit):
+    """Counted from the last: another argument then."""
+    step = funcga.stream(funcga.grad(lambda w, *xs: (w * xs[0] * xs[-1]).sum(), argnums=-2), fold=funcga.sum())
+    w, x, y = (kit.arrays(np.full(3, value)) for value in (2.0, 3.0, 5.0))
+    for fields, wanted in ((x,), 18.0), ((x,), 18.0), ((x, y), 20.0), ((x,), 18.0):
+        found = step(w, [fields, fields])
+        np.testing.assert_allclose(kit.numpy(found), np.full(3, wanted))
+
+
 def test_in_axes_keyword_arguments_and_what_weight_gets(kit):
     seen = []
     gradient = lambda p, a, q, b, s, *, scale: (p * a.mean() * q * b["whole"].sum() * scale, s + b["x"].sum())
@@ -131,7 +140,11 @@ def test_in_axes_keyword_arguments_and_what_weight_gets(kit):
 
 def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zeros(kit, window):
     loss, names = loss_of(kit), [*ROWS.params, "unused"]
-    for fold in (funcga.mean(), (funcga.mean(), {**dict.fromkeys(names, funcga.mean()), "unused": funcga.moments()})):
+    others = [
+        (funcga.mean(), {**dict.fromkeys(names, funcga.mean()), "unused": fold})
+        for fold in (funcga.moments(), funcga.max())
+    ]
+    for fold in (funcga.mean(), *others):
         step = window(funcga.value_and_grad(loss), fold=fold)
         for params, batch in calls(kit):
             _, grads = step({**params, "unused": kit.arrays(np.ones((2, 2)))}, batch)

@@ -202,6 +202,15 @@ def test_arguments_of_every_kind(no_func):
     assert (first.tolist(), second.tolist()) == ([1, 1, 1], [1, 1, 1])
 
 
+def test_a_loss_that_is_a_parameter(no_func):
+    """Its value is no view of it."""
+    w, x = torch.tensor(2.0), torch.tensor(3.0)
+    for _ in range(3):
+        value, (of_w, of_x) = funcga.value_and_grad(lambda w, x: w, argnums=(0, 1))(w, x)
+        assert len({each.data_ptr() for each in (w, x, value, of_w, of_x)}) == 5
+        assert (float(value), float(of_w), float(of_x)) == (2, 1, 0)
+
+
 def test_dtypes_and_layouts(no_func):
     """Each gradient is as autograd leaves it: nothing is summed, so nothing is widened or made dense."""
     p = torch.randn(4, dtype=torch.bfloat16)

@@ -129,8 +129,10 @@ def test_memory_that_a_backward_pass_hands_out_is_not_added_into(kept):
         def backward(ctx, grad):
             return torch.as_tensor(kept), None
 
-    for fold in (funcga.mean(), funcga.sum(), funcga.max(), funcga.concat(), funcga.moments()):
-        out = funcga.accumulate(funcga.grad(Keeps.apply), 3, fold=fold)(torch.zeros(3), torch.ones(6))
+    for fold in (None, funcga.mean(), funcga.sum(), funcga.max(), funcga.concat(), funcga.moments()):
+        gradient = funcga.grad(Keeps.apply)
+        step = gradient if fold is None else funcga.accumulate(gradient, 3, fold=fold)
+        out = step(torch.zeros(3), torch.ones(6))
         assert kept.tolist() == [1, 1, 1]
         assert torch.as_tensor(kept).data_ptr() not in {leaf.data_ptr() for leaf in tree_leaves(out)}
         if fold == funcga.sum():
@@ -325,6 +327,12 @@ def clears(p, x):
     return (p * x).sum()
 
 
+def clears_in_the_backward_pass(p, x):
+    value = (p * x).sum()
+    value.register_hook(lambda _: setattr(p, "grad", None))
+    return value
+
+
 def runs_backward(p, x):
     value = (p * x).sum()
     value.backward(retain_graph=True)
@@ -343,6 +351,10 @@ REFUSED = {
     ),
     "a number": (lambda p, x: TOTAL(p, x).item(), {}, 2, "not a number that was taken out of one"),
     "a gradient that is cleared": (clears, {}, 2, r"loss_fn cleared or replaced the \.grad of a parameter"),
+    "a gradient that is cleared in the last pass": (
+        lambda p, x: (clears_in_the_backward_pass if x[0] else TOTAL)(p, x),
+        {}, 2, r"loss_fn cleared or replaced the \.grad of a parameter",
+    ),
     "backward in the only micro-batch": (runs_backward, {}, 1, r"loss_fn called \.backward\(\)"),
 }  # fmt: skip
 
@@ -352,7 +364,7 @@ def test_refusals(kind):
     loss, options, n, match = REFUSED[kind]
     parameter = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(funcga.FuncgaError, match=match):
-        funcga.accumulate(funcga.value_and_grad(loss, **options), n)(parameter, torch.ones(4))
+        funcga.accumulate(funcga.value_and_grad(loss, **options), n)(parameter, torch.arange(4.0) // 2)
     assert parameter.grad is None
 
 
