@@ -99,12 +99,12 @@ def opened(
         stack.enter_context(torch.inference_mode(False))
     if not torch.is_grad_enabled():
         stack.enter_context(torch.enable_grad())
-    leaves = _leaves_of_module(own, gradient, known) if own is not None else None
-    if leaves is None:
+    if own is not None:
+        leaves = _leaves_of_module(own, gradient, known)
+    else:
         leaves = _leaves_of_arguments(parts, gradient, backend, known)
-    inputs, plan, visits = leaves.inputs, known, None
-    if plan is None:
-        plan = _new_plan(gradient, parts, leaves, own)
+    inputs, visits = leaves.inputs, None
+    plan = known or _new_plan(gradient, parts, leaves, own)
     visit: LossContext
     if own is not None:
         stack.enter_context(gradients_aside(inputs, own.walk.ids(own.module)))
@@ -113,20 +113,25 @@ def opened(
         if ON and plan.watches:
             stack.enter_context(grads_watched(leaves.originals))
         visit, first, visits = _visit(program, gradient, parts, leaves.trees, stack)
+    passes = _contexts_of_passes(plan, inputs, known is None, stack)
+    unwritten = [p for p in inputs if id(p) not in plan.shortens_rows]
+    versions, hooked = unchanged.versions_of(unwritten), any(map(_private.has_hooks, inputs))
+    return Opened(leaves, visit, first, *passes, unwritten, versions, hooked, own, visits), plan
+
+
+def _contexts_of_passes(
+    plan: Plan, inputs: Sequence[torch.Tensor], is_new: bool, stack: ExitStack
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object], recompute.Watch]:
+    """(the context of backward passes, that of forward passes, what runs backward passes)."""
     outside: AbstractContextManager[object] = _NOTHING
+    noted: AbstractContextManager[object] = _NOTHING
     if plan.autocast:
         stack.callback(torch.clear_autocast_cache)
         outside = Again(partial(_outside_of_autocast, plan.autocast))
-    noted: AbstractContextManager[object] = _NOTHING
-    if plan.noted and (known is None or EVERY):
+    if plan.noted and (is_new or EVERY):
         noted = Again(partial(recompute.noted, plan.seen, inputs))
     watch = recompute.Watch(plan.seen if plan.noted else None, inputs, plan.on_host)
-    unwritten = inputs
-    if plan.shortens_rows:
-        unwritten = [p for p in inputs if id(p) not in plan.shortens_rows]
-    versions, hooked = unchanged.versions_of(unwritten), any(map(_private.has_hooks, inputs))
-    guarded = unwritten, versions, hooked, own, visits
-    return Opened(leaves, visit, first, outside, noted, watch, *guarded), plan
+    return outside, noted, watch
 
 
 def _leaves_of_module(own: Own, gradient: GradientFunction, known: Plan | None) -> Leaves:
