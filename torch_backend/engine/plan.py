@@ -111,12 +111,10 @@ def ambient() -> tuple[object, ...]:
     """What is on around the call, that changes what it computes."""
     autocast: tuple[bool, ...] = ()
     if _private.is_any_autocast_enabled():
-        autocast = tuple(map(torch.is_autocast_enabled, _DEVICES))
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
+        autocast = tuple(map(torch.is_autocast_enabled, kinds))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-
-
-# The types of devices that autocast is asked for.
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -351,11 +352,12 @@ class Window:
         outputs, leaves = self.program.bind(like, self.arguments)
         for index, tree in trees_of.items():
             check_dense(tree, index, gradient)
-        numbered = gradient.gradient_in(outputs.structure_of(range(len(leaves))))
-        parts = numbered if isinstance(gradient.argnums, tuple) else (numbered,)
-        of_argument = dict(zip(indices, [trees.flatten(part)[0] for part in parts], strict=True))
-        in_gradient = {leaf for leaves_here in of_argument.values() for leaf in leaves_here}
-        beside = [leaf for leaf in range(len(leaves)) if leaf not in in_gradient]
+        # The gradients follow the value, argument by argument. Without a value they come first.
+        counts = [len(trees.flatten(trees_of[index])[0]) for index in indices]
+        start = len(leaves) - sum(counts) if gradient.with_value else 0
+        ends = [*accumulate(counts, initial=start)]
+        of_argument = dict(zip(indices, map(range, ends, ends[1:]), strict=True))
+        beside = [leaf for leaf in range(len(leaves)) if not start <= leaf < ends[-1]]
 
         def present(indices: Sequence[int]) -> tuple[int, ...]:
             found = [leaf for index in indices for leaf in of_argument[index]]
