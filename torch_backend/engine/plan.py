@@ -20,7 +20,6 @@ from funcga._grad import GradientFunction
 from torch_backend import _private
 from torch_backend.engine import graphs
 from torch_backend.engine.guards import recompute
-from torch_backend.engine.guards.unchanged import that_shorten_rows
 from torch_backend.engine.sums import Folding
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
@@ -60,7 +59,6 @@ class Plan:
     autocast: tuple[str, ...] = ()  # the types of devices that it is on for
     takes_weights: bool = False
     on_host: bool = False
-    shortens_rows: frozenset[int] = frozenset()
     run: Callable[..., None] = graphs.run
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
@@ -186,7 +184,6 @@ def plan_of(
         autocast=autocast,
         takes_weights=may_weigh and not any(map(is_narrow, leaves)),
         on_host=all(map(_IS_CPU, leaves)),
-        shortens_rows=frozenset(() if module is None else that_shorten_rows(module)),
         run=run_of(leaves, hooked),
         noted=recompute.may_note((gradient, module)),
     )

@@ -95,6 +95,7 @@ class Window:
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
         self.count = len(arguments.parts)
+        self.is_stream = program is not None and not (program.n or program.microbatch_size)
         self.held = []
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
         self.passed: dict[int, Any] = {}  # gradients that are collected or threaded
@@ -103,6 +104,11 @@ class Window:
 
     def fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
+        # The iterable of a stream has the mode of the caller, and may change it in between.
+        with recording() if self.is_stream else _NOTHING:
+            self._fold(args, kwargs, weight)
+
+    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         inputs, moving = self.inputs, list[torch.Tensor]()
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
@@ -116,8 +122,10 @@ class Window:
             if ON and self._count_writes(moving) != self.writes:
                 is_cleared = any(map(operator.is_not, map(_GRAD, inputs), self.held))
                 raise unchanged.cleared() if is_cleared else unchanged.ran_backward()
-            share = sums.share(weight)
+            unit, share = sums.unit, sums.share(weight)
             assert share is not None
+            if sums.unit != unit:  # the sums were multiplied in place
+                self.writes = self._count_writes()
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             if share or moving or not folding.are_weighted:
                 if not self.gradient.reached:
@@ -284,12 +292,10 @@ class Window:
 
     def __enter__(self) -> "Window":
         with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                # No tensor that is made in it can ever have a gradient.
-                stack.enter_context(torch.inference_mode(False))
-            if not torch.is_grad_enabled():
-                stack.enter_context(torch.enable_grad())
-            self._make_leaves()
+            if not self.is_stream:
+                stack.enter_context(recording())
+            with recording():
+                self._make_leaves()
             plan, loss_fn = self.plan, self.gradient.loss_fn
             self.visit: AbstractContextManager[Callable[..., Any]]
             if self.own is not None:
@@ -302,19 +308,22 @@ class Window:
                 if ON and plan.watches:
                     stack.enter_context(grads_watched(self.originals))
                 self.visit, self.first = self._visit(stack)
-            unwritten = self.inputs
-            if plan.shortens_rows:
-                unwritten = [p for p in unwritten if id(p) not in plan.shortens_rows]
-            self.unwritten, self.versions = unwritten, unchanged.versions_of(unwritten)
+            self.versions = unchanged.versions_of(self.inputs)
             self.outside: AbstractContextManager[object] = _NOTHING
             if plan.autocast:
+                torch.clear_autocast_cache()  # parameters may have moved since
                 stack.callback(torch.clear_autocast_cache)
                 self.outside = Again(partial(_outside_of_autocast, plan.autocast))
-            seen = plan.seen if plan.noted else None
-            self.watch = recompute.Watch(seen, self.inputs, plan.on_host)
             self.noted: AbstractContextManager[object] = _NOTHING
-            if plan.noted and (self.known is None or EVERY):
+            is_noted = plan.noted and (self.known is None or EVERY)
+            if is_noted:
                 self.noted = Again(partial(recompute.noted, plan.seen, self.inputs))
+            # A module that has its parameters in the backward pass, too, may run other layers in it
+            # than in the first call, and other frozen parameters may be in these.
+            keeps_parameters = self.own is not None or self.visits is not None
+            is_compared = is_noted or (plan.noted and not keeps_parameters)
+            seen = plan.seen if is_compared else None
+            self.watch = recompute.Watch(seen, self.inputs, plan.on_host, keeps_parameters)
             self.stack = stack.pop_all()
         return self
 
@@ -381,8 +390,7 @@ class Window:
             return nullcontext(loss), 0
         params: Tree = self.trees.get(0, parts[0].value)
         visit = self.visits = loss.entered(params, recorded=True)
-        is_batch = program is not None and bool(program.n or program.microbatch_size)
-        if not is_batch or loss.buffers or loss.statistics:
+        if program is None or self.is_stream or loss.buffers or loss.statistics:
             return visit, 1
         return nullcontext(stack.enter_context(visit)), 1
 
@@ -491,9 +499,10 @@ class Window:
             raise self.gradient.unreached(self.count, self.backend)
         if not ON:
             return
-        if unchanged.versions_of(self.unwritten) != self.versions:
-            raise unchanged.written()
         own, visits = self.own, self.visits
+        module = None if own is None else own.module
+        if unchanged.are_written(self.inputs, self.versions, module):
+            raise unchanged.written()
         if own is not None and not own.walk.still_finds(own.params):
             raise unchanged.other_parameters()
         if visits is not None and not visits.parts.are_those_of(visits.loss.module):
@@ -508,13 +517,14 @@ class Window:
             raise unchanged.cleared()
         for leaf in inputs:
             leaf.grad = None
-        for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
-            if sums.of[index] is None and index in sums.folding.outputs.reduced:
-                # No loss of the window depended on it, or none had a weight.
-                fold = sums.folding.outputs.folds[index]
-                assert fold is not None
-                sums.of[index] = fold.identity(leaf.detach())
-        return sums.result()
+        with recording():
+            for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
+                if sums.of[index] is None and index in sums.folding.outputs.reduced:
+                    # No loss of the window depended on it, or none had a weight.
+                    fold = sums.folding.outputs.folds[index]
+                    assert fold is not None
+                    sums.of[index] = fold.identity(leaf.detach())
+            return sums.result()
 
 
 class Again(AbstractContextManager[Any]):
@@ -529,6 +539,18 @@ class Again(AbstractContextManager[Any]):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self.entered.__exit__(*error)
+
+
+def recording() -> AbstractContextManager[object]:
+    """A context in which autograd records, and tensors are made that can have a gradient."""
+    is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return _NOTHING if is_on else _recording()
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 @contextmanager
