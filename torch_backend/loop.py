@@ -338,8 +338,6 @@ def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any
     """The function, which torch.compile runs as it is."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return fold
-    if isinstance(program.grad_fn, ModuleGradient):
-        program.grad_fn.check_not_traced()
     if program.across is not None:
         return untraced(fold)
     if torch.compiler.is_compiling() or callable(_private.compiling()):

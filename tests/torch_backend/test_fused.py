@@ -321,7 +321,13 @@ def of_sparse_rows(model, tokens, targets):
     return F.linear(rows.to_sparse(), model.head.weight).square().mean() + loss_of(model, tokens, targets)
 
 
-LOSSES = [penalty, decay, twice, of_weights, under_transforms, of_rows, in_place, with_a_pass_in_a_hook]
+def scaled(model, tokens, targets):
+    """A product that is multiplied by a number."""
+    outputs = torch.addmm(model.head.bias, model.table(tokens).flatten(0, 1), model.head.weight.t(), beta=3, alpha=0.25)
+    return F.cross_entropy(outputs, targets.flatten())
+
+
+LOSSES = [scaled, penalty, decay, twice, of_weights, under_transforms, of_rows, in_place, with_a_pass_in_a_hook]
 LOSSES += [in_a_hook_of_the_loss, under_a_mode, with_a_subclass, of_sparse_rows]
 
 

@@ -102,7 +102,8 @@ def _run(
             window.note_reached(objective, (), 1.0, evaluations() == gradients)
         if not (objective.requires_grad and inputs):
             return loss, aux, _own_grads(inputs), False
-        graph = window.plan.graphs.get(nodes) or window.graph_of(objective, nodes, inputs)
+        graph = None if keeps_graphs else window.plan.graphs.get(nodes)
+        graph = graph or window.graph_of(objective, nodes, inputs)
         leads = keeps_graphs and graph.leads_elsewhere
         if leads and graph.custom:  # it may run a pass of its own, of which nothing is recorded
             return loss, aux, None, False

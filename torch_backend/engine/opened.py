@@ -28,7 +28,7 @@ from torch_backend.modules.layers import Walk, call_loss
 from torch_backend.modules.visits import Visit
 
 LossContext = AbstractContextManager[Callable[..., Any]]
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 class Own(NamedTuple):
@@ -56,7 +56,7 @@ class Opened:
 
     `visit`: the context that the loss is called in; `first`: the first argument that it is given.
     `outside`: the context of a backward pass, `noted` that of a forward pass; `watch` runs backward
-    passes. `unwritten`: the leaves that nobody may write to, and the `versions` that they had.
+    passes. `versions`: those of the leaves, which nobody may write to.
     """
 
     leaves: Leaves
@@ -65,19 +65,20 @@ class Opened:
     outside: AbstractContextManager[object]
     noted: AbstractContextManager[object]
     watch: recompute.Watch
-    unwritten: Sequence[torch.Tensor]
-    versions: int
-    hooked: bool  # whether a leaf has hooks of the user's
+    versions: Sequence[int]
+    hooked: bool  # whether a parameter has hooks of the user's
     own: Own | None
     visits: Visit | None  # of a pure_loss
+    is_stream: bool  # whether code of the user's runs between two micro-batches
 
     def check_unchanged(self) -> None:
         """Raises FuncgaError if the window has changed a parameter, or the module."""
-        if unchanged.versions_of(self.unwritten) != self.versions:
+        own, visits, inputs = self.own, self.visits, self.leaves.inputs
+        module = None if own is None else own.module
+        if unchanged.are_written(inputs, self.versions, module):
             raise unchanged.written()
-        if any(map(_private.has_hooks, self.leaves.inputs)) != self.hooked:
+        if own is not None and any(map(_private.has_hooks, inputs)) != self.hooked:
             raise unchanged.other_hooks()
-        own, visits = self.own, self.visits
         if own is not None and not own.walk.still_finds(own.params):
             raise unchanged.other_parameters()
         if visits is not None and not visits.parts.are_those_of(visits.loss.module):
@@ -94,15 +95,14 @@ def opened(
     stack: ExitStack,
 ) -> tuple[Opened, Plan]:
     """What a window begins with, and its plan; `stack` is closed at its end."""
-    if torch.is_inference_mode_enabled():
-        # No tensor that is made in it can ever have a gradient.
-        stack.enter_context(torch.inference_mode(False))
-    if not torch.is_grad_enabled():
-        stack.enter_context(torch.enable_grad())
-    if own is not None:
-        leaves = _leaves_of_module(own, gradient, known)
-    else:
-        leaves = _leaves_of_arguments(parts, gradient, backend, known)
+    is_stream = program is not None and not (program.n or program.microbatch_size)
+    if not is_stream:
+        stack.enter_context(recording())
+    with recording():
+        if own is not None:
+            leaves = _leaves_of_module(own, gradient, known)
+        else:
+            leaves = _leaves_of_arguments(parts, gradient, backend, known)
     inputs, visits = leaves.inputs, None
     plan = known or _new_plan(gradient, parts, leaves, own)
     visit: LossContext
@@ -112,25 +112,36 @@ def opened(
     else:
         if ON and plan.watches:
             stack.enter_context(grads_watched(leaves.originals))
-        visit, first, visits = _visit(program, gradient, parts, leaves.trees, stack)
-    passes = _contexts_of_passes(plan, inputs, known is None, stack)
-    unwritten = [p for p in inputs if id(p) not in plan.shortens_rows]
-    versions, hooked = unchanged.versions_of(unwritten), any(map(_private.has_hooks, inputs))
-    return Opened(leaves, visit, first, *passes, unwritten, versions, hooked, own, visits), plan
+        lasts = program is not None and not is_stream
+        visit, first, visits = _visit(gradient, parts, leaves.trees, stack if lasts else None)
+    # A module that has its parameters in the backward pass, too, may run other layers in it than in
+    # the first call, and other frozen parameters may be in these.
+    keeps_parameters = own is not None or visits is not None
+    passes = _contexts_of_passes(plan, inputs, known is None, keeps_parameters, stack)
+    versions, hooked = unchanged.versions_of(inputs), any(map(_private.has_hooks, inputs))
+    return Opened(leaves, visit, first, *passes, versions, hooked, own, visits, is_stream), plan
 
 
 def _contexts_of_passes(
-    plan: Plan, inputs: Sequence[torch.Tensor], is_new: bool, stack: ExitStack
+    plan: Plan,
+    inputs: Sequence[torch.Tensor],
+    is_new: bool,
+    keeps_parameters: bool,
+    stack: ExitStack,
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object], recompute.Watch]:
     """(the context of backward passes, that of forward passes, what runs backward passes)."""
-    outside: AbstractContextManager[object] = _NOTHING
-    noted: AbstractContextManager[object] = _NOTHING
+    outside: AbstractContextManager[object] = NOTHING
+    noted: AbstractContextManager[object] = NOTHING
     if plan.autocast:
+        torch.clear_autocast_cache()  # parameters may have moved since
         stack.callback(torch.clear_autocast_cache)
         outside = Again(partial(_outside_of_autocast, plan.autocast))
-    if plan.noted and (is_new or EVERY):
+    is_noted = plan.noted and (is_new or EVERY)
+    if is_noted:
         noted = Again(partial(recompute.noted, plan.seen, inputs))
-    watch = recompute.Watch(plan.seen if plan.noted else None, inputs, plan.on_host)
+    is_compared = is_noted or (plan.noted and not keeps_parameters)
+    seen = plan.seen if is_compared else None
+    watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
     return outside, noted, watch
 
 
@@ -174,26 +185,36 @@ def _new_plan(
 
 
 def _visit(
-    program: Program | None,
     gradient: GradientFunction,
     parts: Sequence[Argument],
     of_leaves: dict[int, Tree],
-    stack: ExitStack,
+    stack: ExitStack | None,
 ) -> tuple[LossContext, int, Visit | None]:
     """The context that the loss is called in, and the first argument that it is given.
 
-    A pure_loss is called in its module, which has the parameters meanwhile: for the window, as no
-    code of the user's runs between two micro-batches of a batch; not of a stream.
+    A pure_loss is called in its module, which has the parameters meanwhile: until the stack, that
+    of a window, is closed, as no code of the user's runs between two micro-batches of a batch.
     """
     loss = gradient.loss_fn
     if not isinstance(loss, PureLoss) or parts[0].axes:
         return nullcontext(loss), 0, None
     params: Tree = of_leaves.get(0, parts[0].value)
     visit = loss.entered(params, recorded=True)
-    is_batch = program is not None and bool(program.n or program.microbatch_size)
-    if not is_batch or loss.buffers or loss.statistics:
+    if stack is None or loss.buffers or loss.statistics:
         return visit, 1, visit
     return nullcontext(stack.enter_context(visit)), 1, visit
+
+
+def recording() -> AbstractContextManager[object]:
+    """A context in which autograd records, and tensors are made that can have a gradient."""
+    is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return NOTHING if is_on else _recording()
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 class Again(AbstractContextManager[Any]):

@@ -20,7 +20,6 @@ from funcga._grad import GradientFunction
 from torch_backend import _private
 from torch_backend.engine import graphs
 from torch_backend.engine.guards import recompute
-from torch_backend.engine.guards.unchanged import that_shorten_rows
 from torch_backend.engine.sums import Folding
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
@@ -49,8 +48,7 @@ class Plan:
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
     whether the cotangent of a pass may be a weight. `run` is how a backward pass is run, by
     autograd alone or by a tool. `noted`: whether `seen` has what modules had in forward passes.
-    `parts` and `cuts` say how the arguments are split, without the arguments. `shortens_rows`: the
-    ids of parameters that a forward pass writes to itself, as an embedding with max_norm does.
+    `parts` and `cuts` say how the arguments are split, without the arguments.
     `folding` and `loss_dtype`: what becomes of the output, decided with the first loss.
     """
 
@@ -63,7 +61,6 @@ class Plan:
     autocast: tuple[str, ...] = ()  # the types of devices that it is on for
     takes_weights: bool = False
     on_host: bool = False
-    shortens_rows: frozenset[int] = frozenset()
     run: Callable[..., None] = graphs.run
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
@@ -192,7 +189,6 @@ def plan_of(
         autocast=autocast,
         takes_weights=may_weigh and not any(map(is_narrow, leaves)),
         on_host=all(map(_IS_CPU, leaves)),
-        shortens_rows=frozenset(() if module is None else that_shorten_rows(module)),
         run=run_of(leaves, hooked),
         noted=recompute.may_note((gradient, module)),
     )

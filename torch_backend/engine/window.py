@@ -34,7 +34,7 @@ from torch_backend.engine.leaves import (
     with_hooks,
     without_graphs,
 )
-from torch_backend.engine.opened import Own, opened
+from torch_backend.engine.opened import NOTHING, Own, opened, recording
 from torch_backend.engine.plan import Graph, Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
@@ -81,6 +81,11 @@ class Window:
 
     def fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
+        # The iterable of a stream has the mode of the caller, and may change it in between.
+        with recording() if self.opened.is_stream else NOTHING:
+            self._fold(args, kwargs, weight)
+
+    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         inputs, moving = self.inputs, list[torch.Tensor]()
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
@@ -422,13 +427,14 @@ class Window:
             raise unchanged.cleared()
         for leaf in inputs:
             leaf.grad = None
-        for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
-            if sums.of[index] is None and index in sums.folding.outputs.reduced:
-                # No loss of the window depended on it, or none had a weight.
-                fold = sums.folding.outputs.folds[index]
-                assert fold is not None
-                sums.of[index] = fold.identity(leaf.detach())
-        return sums.result()
+        with recording():
+            for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
+                if sums.of[index] is None and index in sums.folding.outputs.reduced:
+                    # No loss of the window depended on it, or none had a weight.
+                    fold = sums.folding.outputs.folds[index]
+                    assert fold is not None
+                    sums.of[index] = fold.identity(leaf.detach())
+            return sums.result()
 
 
 def represents_exactly(dtype: torch.dtype, number: float) -> bool:

@@ -167,8 +167,12 @@ def _uses(end: Any, users: dict[Any, list[tuple[Any, int]]]) -> list[Use]:
 
 
 def _is_readable(node: Any) -> bool:
-    """False where a hook packs the rows, as a checkpoint does: the node itself unpacks them."""
+    """False where a hook packs the rows, as a checkpoint does: the node itself unpacks them; and
+    for a product that is multiplied by a number.
+    """
     is_addmm = hasattr(node, "_raw_saved_mat1")
+    if is_addmm and node._saved_alpha != 1:
+        return False
     raw = node._raw_saved_mat1 if is_addmm else node._raw_saved_self
     if raw.unpack_hook is not None:
         return False

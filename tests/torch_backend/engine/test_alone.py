@@ -152,6 +152,17 @@ def test_the_graph_of_aux():
     torch.testing.assert_close(slope, aux["own"].sum())
 
 
+def test_a_graph_of_equally_many_operations_may_lead_elsewhere():
+    params, a = {"w": X[0].clone()}, torch.ones(len(X[0]), dtype=X.dtype, requires_grad=True)
+    factor = a.detach()
+    gradient = funcga.value_and_grad(lambda params, x: (x @ (params["w"] * factor)).square().mean())
+    assert not gradient(params, X)[0].requires_grad
+    factor = a
+    value, grads = gradient(params, X)
+    assert value.requires_grad
+    assert grads["w"].requires_grad
+
+
 def test_what_a_pure_loss_leaves_out_is_a_constant(no_func):
     module = net()
     params = {"0.weight": module[0].weight.detach()}

@@ -520,3 +520,75 @@ def test_where_new_tensors_lie_by_default_makes_no_difference(rows, dtype):
     with torch.device("meta"):
         found = step(w, x)
     assert_same(found, expected)
+
+
+def test_a_constant_loss_whose_weight_changes_the_unit():
+    """70 rows in micro-batches of 18, 18, 17 and 17: the sums are multiplied before the third."""
+    params, x = {"w": torch.randn(3, dtype=torch.float64)}, torch.randn(70, 3, dtype=torch.float64)
+    x[36:53] = 0
+    loss = lambda p, x: ((x @ p["w"]) ** 2).mean() if x.any() else torch.zeros((), dtype=x.dtype)
+    value, grads = funcga.accumulate(funcga.value_and_grad(loss), 4)(params, x)
+    w = params["w"].clone().requires_grad_()
+    expected = ((x @ w) ** 2).mean()
+    expected.backward()
+    torch.testing.assert_close((value, grads["w"]), (expected.detach(), w.grad))
+
+
+def rows_in(mode, x):
+    """A loader whose body enters a mode, which is the caller's then until the loader ends."""
+    with mode():
+        for rows in x.split(4):
+            yield rows.clone()
+
+
+def rows_in_later(mode, x):
+    yield x[:4]
+    yield from rows_in(mode, x[4:])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("loader", [rows_in, rows_in_later])
+@pytest.mark.parametrize("way", ["module", "params"])
+def test_a_loader_that_enters_a_mode(way, loader, mode):
+    module, x = nn.Linear(3, 1).double(), torch.randn(12, 3, dtype=torch.float64)
+    loss = lambda module, x: module(x).square().mean()
+    step = funcga.stream(torch_backend.module_value_and_grad(module, loss))
+    if way == "params":
+        of_params = funcga.stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss)))
+        step = lambda items: of_params(torch_backend.trainable(module), items)
+    expected = torch.autograd.grad(loss(module, x), [*module.parameters()])
+    for _ in range(2):
+        _, grads = step(loader(mode, x))
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        torch.testing.assert_close([*grads.values()], [*expected])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_loader_runs_in_the_mode_of_the_caller(mode):
+    module, seen = nn.Linear(3, 1), []
+
+    def loader():
+        for rows in torch.ones(6, 3).split(2):
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            yield rows
+
+    step = funcga.stream(torch_backend.module_value_and_grad(module, lambda m, x: m(x).mean()), weight=lambda x: 0)
+    with mode():
+        expected = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        _, grads = step(loader())
+    assert seen == [expected] * 3
+    assert not any(grad.is_inference() for grad in grads.values())
+
+
+def test_casts_of_autocast_from_before_an_update():
+    module, x = nn.Linear(4, 1), torch.randn(8, 4)
+    loss = lambda module, x: module(x).float().square().mean()
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x)
+        with torch.no_grad():
+            module.weight.mul_(3)
+        value, _ = step(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(value, loss(module, x).detach(), rtol=1e-5, atol=0)

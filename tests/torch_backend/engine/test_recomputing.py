@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 from tests import oracle
-from torch_backend import pure_loss
+from torch_backend import module_value_and_grad, pure_loss, trainable
 
 # --- losses of one module, layer by layer, each applied in a way of its own
 
@@ -251,3 +251,51 @@ def test_a_function_that_adds_to_what_the_loss_closes_over():
     with pytest.raises(funcga.FuncgaError, match=lost(True)):
         step({"w": w}, torch.ones(4, 3))
     assert w.grad is None
+
+
+class Branch(nn.Module):
+    """A layer under a checkpoint that runs from the second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.runs = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return checkpoint(self.second, x, use_reentrant=False) if self.runs else x
+
+
+def as_before(module, teacher):
+    pass
+
+
+def with_other_memory(module, teacher):
+    for layer in (module.second, teacher):
+        layer.load_state_dict({name: 2 * p for name, p in layer.state_dict().items()}, assign=True)
+        layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("way", ["module", "pure_loss"])
+@pytest.mark.parametrize("change", [as_before, with_other_memory])
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_frozen_layers_that_run_or_move_later(change, way, runs_first):
+    """In the module, and beside it."""
+    module, teacher = Branch().double(), nn.Linear(4, 4).double().requires_grad_(False)
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def loss(module, x):
+        h = module(x)
+        return (checkpoint(teacher, h, use_reentrant=False) if module.runs else h).square().mean()
+
+    if way == "module":
+        step = funcga.accumulate(module_value_and_grad(module, loss), 2)
+    else:
+        of_params = funcga.accumulate(funcga.value_and_grad(pure_loss(module, loss)), 2)
+        step = lambda x: of_params(trainable(module), x)
+    module.runs = runs_first
+    step(x)
+    module.runs = True
+    change(module, teacher)
+    (expected,) = gradients_by_hand(module, loss, [(x,)])
+    torch.testing.assert_close([*step(x)[1].values()], [g for g in expected.values() if g is not None])

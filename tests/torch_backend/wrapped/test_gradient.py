@@ -118,6 +118,21 @@ def test_an_embedding_may_shorten_its_rows_as_in_a_loop():
         torch.testing.assert_close(grads[name], p.grad)
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_an_embedding_that_is_changed_between_two_steps_may_shorten_its_rows(max_norm):
+    module, tokens = nn.Sequential(nn.Embedding(5, 3, max_norm=max_norm), nn.Linear(3, 1)), torch.arange(5)
+    step = funcga.accumulate(module_value_and_grad(module, lambda m, x: m(x).sum()), 5, fold=funcga.sum())
+    step(tokens)
+    if max_norm is None:
+        module[0].max_norm = 0.5
+    else:
+        module[0] = nn.Embedding(5, 3, max_norm=0.5)
+    expected = copy.deepcopy(module)
+    _, grads = step(tokens)
+    expected(tokens).sum().backward()
+    torch.testing.assert_close(grads, {name: p.grad for name, p in expected.named_parameters()})
+
+
 def test_a_loss_or_a_hook_that_acts_on_grad_is_refused():
     module = network()
     clears = lambda module, x, y: (mse(module, x, y), module.zero_grad())[0]

@@ -74,11 +74,19 @@ class Watch:
     """Watches the backward passes of a window: `check` raises FuncgaError if a module runs in one
     with other tensors than in the forward pass.
 
-    `seen`: None where forward passes were not noted.
+    `seen`: None where forward passes were not noted. `keeps_parameters`: whether modules have their
+    parameters in the backward pass too, so that one that was not noted has the right ones.
     """
 
-    def __init__(self, seen: Seen | None, leaves: Sequence[torch.Tensor], on_host: bool):
+    def __init__(
+        self,
+        seen: Seen | None,
+        leaves: Sequence[torch.Tensor],
+        on_host: bool,
+        keeps_parameters: bool = False,
+    ):
         self.seen, self.leaves, self.on_host = seen, leaves, on_host
+        self.keeps_parameters = keeps_parameters
         self.thread, self.tasks = threading.get_ident(), set[int]()
         self.custom = False  # set for each pass: whether it runs unrestricted
 
@@ -107,11 +115,14 @@ class Watch:
         task = _private.graph_task()
         is_here = threading.get_ident() == self.thread if self.on_host else task in self.tasks
         if is_here and task != -1:
-            _check(module, self.seen, self.leaves, self.custom)
+            seen = None
+            if self.seen is not None and (module in self.seen or not self.keeps_parameters):
+                seen = self.seen.get(module, set())
+            _check(module, seen, self.leaves, self.custom)
 
 
 def _check(
-    module: nn.Module, seen: Seen | None, leaves: Sequence[torch.Tensor], custom: bool
+    module: nn.Module, seen: set[int] | None, leaves: Sequence[torch.Tensor], custom: bool
 ) -> None:
     tensors: list[Any] = [p for p in module._parameters.values() if p is not None]
     in_function = isinstance(_private.current_node(), BackwardCFunction)
@@ -129,7 +140,7 @@ def _check(
         if where in own:
             is_right = id(tensor) in own_ids or not in_function
         else:
-            is_right = seen is None or where in seen.get(module, ())
+            is_right = seen is None or where in seen
         if not is_right:
             kind = " with use_reentrant=True" if in_function else ""
             raise FuncgaError(

@@ -9,12 +9,24 @@ from funcga.errors import FuncgaError
 from torch_backend import _private
 
 
-def versions_of(leaves: Sequence[torch.Tensor]) -> int:
-    """A number that grows with every write to one of these."""
-    return sum(map(_private.version, leaves))
+def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
+    """A number for each of these, which grows with every write to it."""
+    return [*map(_private.version, leaves)]
 
 
-def that_shorten_rows(module: nn.Module) -> set[int]:
+def are_written(
+    leaves: Sequence[torch.Tensor], before: Sequence[int], module: nn.Module | None
+) -> bool:
+    """Whether one of these was written to, but for rows that the module's own layers shorten."""
+    now = versions_of(leaves)
+    if now == before:
+        return False
+    pairs = zip(leaves, before, now, strict=True)
+    written = {id(leaf) for leaf, first, last in pairs if first != last}
+    return not written <= (set() if module is None else _that_shorten_rows(module))
+
+
+def _that_shorten_rows(module: nn.Module) -> set[int]:
     """The ids of parameters that a forward pass of the module writes to itself."""
     return {
         id(layer.weight)
