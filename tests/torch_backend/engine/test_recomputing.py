@@ -251,3 +251,14 @@ def test_a_function_that_adds_to_what_the_loss_closes_over():
     with pytest.raises(funcga.FuncgaError, match=lost(True)):
         step({"w": w}, torch.ones(4, 3))
     assert w.grad is None
+
+
+def test_a_batch_that_comes_out_of_a_graph():
+    """No pass goes on into it, though it is not restricted to the leaves."""
+    w, source, seen = torch.ones(3), torch.ones(4, 3, requires_grad=True), []
+    x = source * 2
+    x.register_hook(seen.append)
+    step = funcga.accumulate(funcga.grad(lambda w, x: Recompute.apply(torch.tanh, x * w).sum()), 2)
+    for _ in range(3):
+        step(w, x)
+    assert (seen, source.grad) == ([], None)
