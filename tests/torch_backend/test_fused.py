@@ -325,7 +325,15 @@ def of_sparse_rows(model, tokens, targets):
 
 
 LOSSES = [penalty, decay, twice, of_weights, under_transforms, of_rows, in_place, with_a_pass_in_a_hook]
-LOSSES += [in_a_hook_of_the_loss, under_a_mode, with_a_subclass, of_sparse_rows]
+
+
+def of_frequent_rows(model, tokens, targets):
+    """Whose gradient is divided by how often each is looked up."""
+    rows = F.embedding(tokens % 7, model.table.weight, scale_grad_by_freq=True)
+    return F.cross_entropy(model.head(rows).flatten(0, 1), targets.flatten())
+
+
+LOSSES += [in_a_hook_of_the_loss, under_a_mode, with_a_subclass, of_sparse_rows, of_frequent_rows]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -351,6 +359,10 @@ def test_checkpoints_are_recomputed_once():
         assert len(runs) == 4 * N  # table and head, forwards and again
 
 
+class Mark:
+    pass
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_no_node_lives_on(raises):
     """Nor what it has saved; also after an error in the backward pass, without the collector of cycles."""
@@ -358,7 +370,8 @@ def test_no_node_lives_on(raises):
 
     def loss(model, tokens, targets):
         rows = torch.tanh(model.hidden(model.table(tokens)))
-        saved.append(weakref.ref(rows))
+        rows.grad_fn.metadata["mark"] = mark = Mark()  # which lives as long as the node
+        saved.append(weakref.ref(mark))
         if raises:
             rows.register_hook(lambda _: 1 / 0)
         return F.cross_entropy(model.head(rows).flatten(0, 1), targets.flatten())
