@@ -45,7 +45,7 @@ _ONE_DEVICE = ("torch", "torch_compiled", "torch_optimizer", "torch_coupled", "j
 def _quick() -> list[Case]:
     return [
         _update("torch", "tiny", n=4),
-        _update("torch_compiled", "leaves", n=2, value=2)._replace(only=("funcga", "funcga_loss")),
+        _update("torch_compiled", "leaves", n=2, value=2)._replace(only=("funcga_loss",)),
         _update("torch_ranks", "tiny", n=2, ranks=2),
         _update("torch_optimizer", "tiny", n=2),
         _update("torch_coupled", "tiny_pairs", n=3),

@@ -63,15 +63,21 @@ def loss_fn(model, tokens, targets, counts):
     return ((model(tokens) - targets).square().mean(-1) * counts).sum()
 
 
-def trained(model, batches, **options):
-    """The parameters after an update with each of the batches, in 4 micro-batches."""
-    gradient = torch_backend.module_value_and_grad(model, loss_fn)
-    weight = lambda tokens, targets, counts: counts.sum()
-    step = funcga.accumulate(gradient, n=4, fold=funcga.per_weight(), weight=weight, **options)
+def trained(model, batches, groups=None):
+    """The parameters after an update with each of the batches, in 4 micro-batches.
+
+    `groups(name)` is the group that the gradient of a parameter is summed over.
+    """
+    step = funcga.accumulate(torch_backend.module_value_and_grad(model, loss_fn), n=4, fold=funcga.sum())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     for batch in batches:
         _, grads = step(*batch)
-        torch_backend.assign_grads(model, grads)
+        count = batch[2].sum().double()
+        if groups is not None:
+            dist.all_reduce(count)
+            for name, grad in grads.items():
+                dist.all_reduce(grad, group=groups(name))
+        torch_backend.assign_grads(model, {name: grad / count for name, grad in grads.items()})
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -92,8 +98,8 @@ def main():
     rows = torch.arange(40).split([13, 7, 11, 9])[dist.get_rank()]
     batches = [[leaf[rows] for leaf in batch] for batch in batches]
 
-    across = lambda path: same if ".experts." in path else everybody
-    found = trained(Model(params, Experts(w[own], others)), batches, across=across)
+    groups = lambda name: same if "experts" in name else everybody
+    found = trained(Model(params, Experts(w[own], others)), batches, groups)
     exact = max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-12
     print(f"rank {dist.get_rank()}: after {UPDATES} updates the parameters are those of one process: {exact}")
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from funcga import reducers
 from funcga._backend import Backend
-from funcga._backend.prefixes import leaf_paths
 from funcga._call import Memory, Program, read_program, read_sizes
 from funcga._call.arguments import Arguments
 from funcga._call.totals import check_no_totals
-from funcga._fold import LeafFold, Tally, bind, parts_of
+from funcga._fold import LeafFold, Tally, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import check_one_for_all, step_of
@@ -31,7 +31,6 @@ from funcga.errors import (
     refuses_arguments,
 )
 from funcga.folds import Fold, FoldTree, concat
-from funcga.reducers import moments
 
 
 @explains_arguments
@@ -78,8 +77,8 @@ def coupled(
             Parameters that it uses itself, such as a temperature, count once.
         n: How many micro-batches; as in `accumulate`.
         microbatch_size: How many rows a micro-batch has, in place of `n`.
-        fold: A Fold, or a tree prefix of Folds over summary_fn's output. With a fold that neither
-            adds nor collects, such as `max()`, the summaries of all micro-batches are kept.
+        fold: A Fold, or a tree prefix of Folds over summary_fn's output. Each adds, collects or
+            threads: a maximum is taken in loss_fn, of rows under `concat()`.
         weight: As in `accumulate`, for the folds that weigh.
         in_axes: As in `accumulate`, for summary_fn's arguments. Threaded state gets no gradient.
         across: As in `accumulate`: every replica passes its own rows, and gets the same result.
@@ -151,6 +150,7 @@ def coupled(
                     "`coupled` takes the gradient of one loss over all rows",
                     "Name the replicas of all leaves at once, across=group.",
                 )
+            job.check_folds(backend)
             try:
                 return backend.passes.coupled(job, backend)(args, kwargs)
             except TypeError as error:
@@ -183,8 +183,6 @@ def _in_its_words() -> Iterator[None]:
             "without params for module_value_and_grad, and with jnp.concatenate in JAX.",
             "grad_fn": "summary_fn",
             "Add it: def loss_fn(": "Add it: def summary_fn(",
-            # Where all summaries of a fold are kept, what is folded is a dict.
-            "output['summary']": "summary",
             "output": "summary",
             "for each example.": "for each example. The loss comes second: coupled(summary_fn, "
             "loss_fn).",
@@ -194,6 +192,18 @@ def _in_its_words() -> Iterator[None]:
             text = text.replace(word, instead)
         error.args = (text,)
         raise
+
+
+# What to return from summary_fn and to take in loss_fn, by the reducer of a fold.
+_COLLECTED = "value[None], with fold=funcga.concat(), and take {} in loss_fn"
+_INSTEAD = {
+    reducers.max: _COLLECTED.format("{xp}.amax(s, 0)"),
+    reducers.min: _COLLECTED.format("{xp}.amin(s, 0)"),
+    reducers.logsumexp: _COLLECTED.format("{nn}.logsumexp(s, 0)"),
+    reducers.pairs: "value, with fold=funcga.sum(), and take s[0] / s[1] in loss_fn",
+    reducers.moments: "{{'mean': value, 'square': value**2}}, with fold=funcga.mean(), and take "
+    "the variance in loss_fn, s['square'] - s['mean'] ** 2",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,58 +222,26 @@ class Coupled:
         """A program that stands for the second pass, which is counted apart."""
         return replace(self.program, totals=None, memory=self.memory)
 
-    def first(self, backend: Backend, **changes: Any) -> Program:
-        """The program of the first pass: it folds the summaries, or collects them, where the
-        fold is not differentiated by hand.
+    def first(self, **changes: Any) -> Program:
+        """The program of the first pass, which folds the summaries."""
+        return replace(self.program, totals=None, **changes)
 
-        `changes` are those of the program. Summaries of a fold that neither adds nor collects,
-        such as max(), are collected along a new first axis, and the framework differentiates the
-        fold itself. Such a program returns {"summary": ..., "weight": ...}: the weight of the
-        micro-batch, [1, 2], as two addends, or None if no such fold weighs.
-        """
-        program, trees = replace(self.program, totals=None, **changes), backend.trees
-        folds, structure = trees.flatten(program.fold, _is_fold)
-        if not self.keeps(backend):
-            return program
-        weighs, xp = self.weighs(backend), backend.arrays.xp
-
-        def with_axes(*args: Tree, **kwargs: Tree) -> Tree:
-            summary = program.grad_fn(*args, **kwargs)
-            leaves, structure = trees.flatten(summary)
-            of_leaves = [
-                fold
-                for fold, _ in broadcast_folds(
-                    program.fold, summary, len(leaves), backend, "summary"
-                )
-            ]
-            leaves = [
-                leaf if leaf is None or not _is_kept(fold) else backend.arrays.as_array(leaf)[None]
-                for leaf, fold in zip(leaves, of_leaves, strict=True)
-            ]
-            pairs = zip(leaves, of_leaves, strict=True)
-            kept = next((leaf for leaf, fold in pairs if leaf is not None and _is_kept(fold)), None)
-            if kept is None or not weighs:
-                return {"summary": trees.unflatten(structure, leaves), "weight": None}
-            addends = backend.arrays.addends(
-                program.weigh(program.read(args, backend), args, None), wide=False
+    def check_folds(self, backend: Backend) -> None:
+        """Raises FuncgaError for a fold that neither adds, nor collects, nor threads."""
+        for fold in backend.trees.flatten(self.program.fold, _is_fold)[0]:
+            if not isinstance(fold, Fold):
+                continue  # which is refused where folds are read
+            monoid = fold.reducer.monoid
+            if monoid.collective == "sum" or monoid.axis is not None or fold.reducer.carries:
+                continue
+            instead = _INSTEAD.get(fold.reducer, _COLLECTED.format("the result of the rows s"))
+            names = {"jax": ("jnp", "jax.nn")}.get(backend.name, ("torch", "torch"))
+            raise FuncgaError(
+                f"a summary is folded by `{fold.name}`, and `coupled` has the gradient of "
+                "summaries that are added or collected: by mean(), per_weight(), sum() or "
+                "concat(). "
+                f"Return {instead.format(xp=names[0], nn=names[1])}."
             )
-            # On the device of what is kept.
-            zero = xp.zeros_like(kept, dtype=xp.float32).sum()
-            weight = xp.stack([zero + addend for addend in addends])
-            return {"summary": trees.unflatten(structure, leaves), "weight": weight[None]}
-
-        collected = [concat() if _is_kept(fold) else fold for fold in folds]
-        fold = {"summary": trees.unflatten(structure, collected), "weight": concat()}
-        return replace(program, grad_fn=with_axes, fold=fold)
-
-    def keeps(self, backend: Backend) -> bool:
-        """Whether all summaries of some fold are kept."""
-        return any(map(_is_kept, backend.trees.flatten(self.program.fold, _is_fold)[0]))
-
-    def weighs(self, backend: Backend) -> bool:
-        """Whether weights of micro-batches are collected, for a fold whose summaries are kept."""
-        folds = backend.trees.flatten(self.program.fold, _is_fold)[0]
-        return any(_is_kept(fold) and not fold.reducer.unweighted for fold in folds)
 
     def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
         """The program of the second pass: the fold of `grad_fn` over the micro-batches."""
@@ -334,14 +312,6 @@ def _is_fold(node: object) -> bool:
     return isinstance(node, Fold)
 
 
-def _is_kept(fold: object) -> bool:
-    """Whether all summaries of a fold are kept: it neither adds, nor collects, nor threads."""
-    if not isinstance(fold, Fold):
-        return False
-    monoid = fold.reducer.monoid
-    return monoid.collective != "sum" and monoid.axis is None and not fold.reducer.carries
-
-
 @dataclass(frozen=True, eq=False)
 class Summaries:
     """The folded summaries of all micro-batches and replicas, before they are normalised.
@@ -379,7 +349,7 @@ class Summaries:
         outputs, backend = self.outputs, self.outputs.backend
         reduced, collected = backend.trees.unflatten(structure, leaves)
         triples = zip(outputs.reduced_folds, reduced, strict=True)
-        summary = outputs.join(
+        return outputs.join(
             [fold.normalize(leaf, self.tally_of(fold)) for fold, leaf in triples],
             [
                 backend.arrays.cast(leaf, fold.result_dtype)
@@ -387,47 +357,6 @@ class Summaries:
             ],
             self.state,
         )
-        if not self.job.keeps(backend):
-            return summary
-        summary, weights = summary["summary"], summary["weight"]
-        leaves, structure = backend.trees.flatten(summary)
-        folds = [
-            fold
-            for fold, _ in broadcast_folds(
-                self.job.program.fold, summary, len(leaves), backend, "summary"
-            )
-        ]
-        paths = leaf_paths(summary, backend.trees, "summary")
-        return backend.trees.unflatten(
-            structure,
-            [
-                leaf
-                if leaf is None or not _is_kept(fold)
-                else self._folded(fold, leaf, weights, path)
-                for fold, leaf, path in zip(folds, leaves, paths, strict=True)
-            ],
-        )
-
-    def _folded(self, fold: Fold, rows: Array, weights: Array | None, path: str) -> Reduced:
-        """The fold of the rows, one for each micro-batch."""
-        leaf_fold, monoid = (
-            bind(fold, rows[0], lambda: path, self.outputs.backend.arrays),
-            fold.reducer.monoid,
-        )
-        xp, values = leaf_fold.arrays.xp, [rows[index] for index in range(len(rows))]
-        of_rows: list[Scalar] = [1] * len(values)
-        if weights is not None:
-            exact = self.outputs.backend.arrays.cast(weights, leaf_fold.accumulator_dtype).sum(1)
-            of_rows = [exact[index] for index in range(len(values))]
-        if monoid.collective in ("max", "min") and fold.reducer.unweighted:
-            # In one operation, so that equal values share the derivative.
-            reduced = (xp.amax if monoid.collective == "max" else xp.amin)(rows, 0)
-        else:
-            lifted = [
-                leaf_fold.lift(value, weight) for value, weight in zip(values, of_rows, strict=True)
-            ]
-            reduced = functools.reduce(leaf_fold.combine, lifted)
-        return leaf_fold.normalize(reduced, self.tally_of(leaf_fold))
 
     def cotangents(self, of_variables: Sequence[Array | None]) -> "Cotangents":
         """The cotangents of the leaves, from those of the variables; None if the loss does not
@@ -457,20 +386,16 @@ class Summaries:
             strict=True,
         )
         reached = [leaf_index for leaf_index, cotangent in of_leaves if cotangent is not None]
-        keeps = self.job.keeps(backend)
-        return Cotangents(self.outputs, of_reduced, of_collected, keeps, self._are_weighed(reached))
+        return Cotangents(self.outputs, of_reduced, of_collected, self._are_weighed(reached))
 
     def _are_weighed(self, leaf_indices: Sequence[int]) -> bool:
         """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
         outputs = self.outputs
         # With arrays as leaves, as a dataclass without any is not a container.
         summary = outputs.structure_of([outputs.backend.arrays.integer(0)] * len(outputs.folds))
-        if self.job.keeps(outputs.backend):
-            summary = summary["summary"]
         count = len(outputs.backend.trees.flatten(summary)[0])
         folds = broadcast_folds(self.job.program.fold, summary, count, outputs.backend, "summary")
-        of_leaves = [folds[leaf_index][0].reducer for leaf_index in leaf_indices]
-        return all(reducer.linear or reducer.lift is moments.lift for reducer in of_leaves)
+        return all(folds[leaf_index][0].reducer.linear for leaf_index in leaf_indices)
 
     @property
     def weigh_nothing(self) -> bool:
@@ -488,28 +413,19 @@ class Summaries:
                 "summary_fn returns a complex array, and the gradient is that of real ones. Return "
                 "its real and its imaginary part."
             )
-        # The weights of micro-batches, if there are any, are the last leaf, and constants.
-        has_weights = any(self.outputs.folds[-1:]) and self.job.weighs(self.outputs.backend)
-        variables = [index for index, kind in enumerate(kinds) if kind == "float"]
-        return (
-            leaves,
-            structure,
-            [index for index in variables if not has_weights or index != len(leaves) - 1],
-        )
+        return leaves, structure, [index for index, kind in enumerate(kinds) if kind == "float"]
 
 
 @dataclass(frozen=True, eq=False)
 class Cotangents:
     """The cotangents of folded summaries; None for a leaf that has none.
 
-    `keeps`: whether the output of the first pass is a dict with the summary.
     `are_weighed`: whether a micro-batch of weight 0 contributes to none of those that have one.
     """
 
     outputs: Outputs
     reduced: list[Reduced | None]
     collected: list[Array | None]
-    keeps: bool
     are_weighed: bool
 
     def parts(self, output: Tree, weight: Scalar, share: Scalar = None) -> list[Reduced]:
@@ -554,7 +470,6 @@ class Cotangents:
     def threaded(self, output: Tree) -> Tree:
         """The summary with None for all but threaded state."""
         leaves, threads = self.outputs.in_order(output), self.outputs.threads
-        left = self.outputs.structure_of(
+        return self.outputs.structure_of(
             [leaf if index in threads else None for index, leaf in enumerate(leaves)]
         )
-        return left["summary"] if self.keeps else left

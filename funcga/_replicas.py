@@ -21,7 +21,8 @@ def check_replicas(params: Tree, across: Across) -> None:
 
     Args:
         params: A tree of arrays.
-        across: As in `accumulate`; a tree prefix is one over params. Every replica has to call it.
+        across: As in `accumulate`; in JAX a tree prefix is one over params. Every replica has to
+            call it.
 
     Raises:
         FuncgaError: An array differs. The text names the leaf and the replicas.
@@ -32,9 +33,14 @@ def check_replicas(params: Tree, across: Across) -> None:
     backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
 
 
+def have_leaves(replicas: Any) -> bool:
+    """Whether leaves have replicas of their own, as in JAX they may."""
+    return getattr(replicas, "leaves", None) is not None
+
+
 def check_one_for_all(replicas: Any, found: str, instead: str) -> None:
     """Raises FuncgaError if leaves have replicas of their own, where that is not supported."""
-    if replicas is not None and replicas.leaves is not None:
+    if have_leaves(replicas):
         raise FuncgaError(f"across= names the replicas of each leaf, and {found}. {instead}")
 
 

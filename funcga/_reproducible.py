@@ -82,7 +82,7 @@ def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
     lift = Lift(reducer.lift, limit, reducer.linear)
     return Fold(
         Reducer(lift, _exact.monoid, reducer.dtype, kinds, per_element=True, of_bits=True),
-        replace(normalizer, apply=finish, divides_by=None, per_element=True, lost=finish.lost),
+        replace(normalizer, apply=finish, divides_by=None, lost=finish.lost),
     )
 
 

@@ -42,13 +42,6 @@ class Fold:
                 )
 
     @property
-    def is_per_element(self) -> bool:
-        """Whether both parts look at one element at a time, so that a leaf may be folded piece
-        by piece.
-        """
-        return self.reducer.per_element and self.normalizer.per_element
-
-    @property
     def name(self) -> str:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part
         of your own.

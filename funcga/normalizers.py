@@ -36,8 +36,6 @@ class Normalizer:
             as floats, and the result is what a quotient of two of them is, at least float32.
         divides_by: "weight" or "steps" if all it does is divide by the tally's, which a backend may
             do in place.
-        per_element: Whether each element of the result depends on the same element of what was
-            reduced alone.
         lost: For folds whose sums have a fixed range, as that of `reproducible`.
             `lost(xp, reduced, tally)` returns (condition, message) pairs. Where a condition holds,
             the result is NaN, and an error with the message is raised if the host knows the
@@ -58,7 +56,6 @@ class Normalizer:
     kinds: tuple[str, ...] = _ANY
     wide: bool = False
     divides_by: str | None = None
-    per_element: bool = False
     lost: Callable[[Namespace, Reduced, Any], list[tuple[Scalar, str]]] | None = None
 
 

@@ -53,7 +53,7 @@ class _Step:
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.
-        first = job.first(backend)
+        first = job.first()
         outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
         summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, of_fold)

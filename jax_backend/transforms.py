@@ -1,6 +1,7 @@
 """What `multi_steps` needs of this framework: its conditional, and windows over replicas."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -226,8 +227,17 @@ def check_gradients(
             )
 
 
-def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
-    """The window merged over all replicas."""
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+    """The context of a call that ends a window, in which other processes are told of an error;
+    None if `across` names none of this framework.
+    """
+    return None
+
+
+def merged(
+    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array
+) -> Accumulation:
+    """The window merged over all replicas, whose states have made so many `updates`."""
     outputs, accumulators = window.outputs, [*window.accumulators]
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     folded = merge(outputs, Folded(reduced, window.tally, [], [], unit=window.unit), replicas)

@@ -31,7 +31,7 @@ TOOLS = {
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
     "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
-    "fused gradients": (("torch_backend/fused.py",), ()),
+    "fused gradients": (("funcga/tools/fused/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),

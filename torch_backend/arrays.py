@@ -348,11 +348,7 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
     # faster.
     dtype = sums[0].dtype
-    alike = (
-        not torch.compiler.is_compiling()
-        and all(map(_IS_CPU, sums))
-        and {*map(_DTYPE, sums)} == {dtype}
-    )
+    alike = all(map(_IS_CPU, sums)) and {*map(_DTYPE, sums)} == {dtype}
     if not (alike and dtype in (torch.float32, torch.float64)):
         torch._foreach_div_(sums, total)
     elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:

@@ -260,7 +260,7 @@ class _FirstPass(Calls):
         summarise = (
             parameters.summary_fn if own is None else partial(call_loss, own.loss_fn, own.module)
         )
-        program = parameters.job.first(backend, grad_fn=summarise, across=across)
+        program = parameters.job.first(grad_fn=summarise, across=across)
         super().__init__(
             program, program.grad_fn, [] if across is None else reductions_of(program, backend)
         )
@@ -441,10 +441,6 @@ class _SecondPass:
             put_generator_states(first.devices, first.generators[number])
             # One that counts for nothing is masked as a whole.
             weight = first.weights[number] + (1 - self.counts[number])
-        if cotangents.keeps:
-            summarise = self.parameters.job.first(
-                self.parameters.backend, grad_fn=summarise
-            ).grad_fn
         output = summarise(*args, **kwargs)
         parts = cotangents.parts(output, weight)
         leaves = trees.flatten(parts)[0]

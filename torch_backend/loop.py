@@ -23,8 +23,9 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.called import Called
+from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Own, Window
+from torch_backend.engine.window import Window
 from torch_backend.former import loop as former
 from torch_backend.former.compiled import compiled_steps_of, of_compiled_loss
 from torch_backend.former.loop import (
@@ -97,7 +98,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             return former.stream(program, backend)(leading, items, kwargs)
         if program.device is not None:
             device = torch.device(program.device)
-            items = moved(items, device)
+            items = moved(_with_weights(program, backend, leading, items), device)
             if program.totals is not None:
                 ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
                 kwargs = {**kwargs, "totals": totals}
@@ -106,6 +107,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         plan, key = None, None
         with ExitStack() as stack:
             for item in items:
+                known = item[-1] if program.device is not None else None
+                item = item if program.device is None else item[:-1]
                 arguments = program.read((*leading, *item), backend)
                 # The arguments hold the item. Without references one micro-batch lives at a time.
                 del item
@@ -120,7 +123,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                     stack.enter_context(window)
                 arguments, kwargs = window.prepared(arguments, kwargs)
                 args = arguments.cut(0, None, state)
-                (weight,) = on_host([program.weigh(arguments, args, None)])
+                weight = known
+                if weight is None:
+                    (weight,) = on_host([program.weigh(arguments, args, None)])
                 window.fold(args, kwargs, weight)
                 state, window.arguments = window.state, None
                 del arguments, args
@@ -131,6 +136,24 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         return result
 
     return _not_traced(fold, program)
+
+
+def _with_weights(
+    program: Program, backend: Backend, leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]]
+) -> Iterator[tuple[Tree, ...]]:
+    """The items, each with its weight behind it: a batch of the host is weighed before it is
+    copied to a device, so that nothing waits for that.
+    """
+    for item in items:
+        arguments = program.read((*leading, *item), backend)
+        if program.weight is None:
+            _check_not_packed(arguments)
+        args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
+        (weight,) = on_host([program.weigh(arguments, args, None)])
+        holder = [(*item, weight)]
+        # No reference stays in this frame, so the consumer alone decides how long the item lives.
+        del item, arguments, args
+        yield holder.pop()
 
 
 class Source:

@@ -1,7 +1,9 @@
 """What `multi_steps` needs of this framework: its conditional, and windows over replicas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,11 +16,13 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.former.buffers import Buffers
 from torch_backend.former.layout import Layout
+from torch_backend.former.loop import untraced
 from torch_backend.parameters import added as added
 from torch_backend.parameters import narrowed
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import progress_of
-from torch_backend.replicas import Replicas
+from torch_backend.reduce.agreement import Progress, progress_of
+from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.replicas import Replicas, are_processes, replicas_of
 
 
 def widened(
@@ -120,9 +124,34 @@ def check_gradients(
             )
 
 
-def merged(window: Accumulation, replicas: Replicas, memory: Memory) -> Accumulation:
-    """The window merged over all replicas."""
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+    """The context of a call that ends a window, in which other processes are told of an error;
+    None if `across` names none of this framework.
+    """
+    if not are_processes(across):
+        return None
+    progress = progress_of(memory)
+    begin = partial(_window_without_result, progress, across)
+    context: AbstractContextManager[object] = untraced(telling_windows)([(progress, begin)])
+    return context
+
+
+@contextmanager
+def _window_without_result(progress: Progress, across: Any) -> Iterator[None]:
+    """A window that is counted, and given up at the end."""
+    reduction = Reduction(progress, replicas_of(across))
+    try:
+        yield
+    finally:
+        reduction.give_up()
+
+
+def merged(
+    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array
+) -> Accumulation:
+    """The window merged over all replicas, whose states have made so many `updates`."""
     reduction = Reduction(progress_of(memory), replicas)
+    reduction.updates = arrays.scalar(updates)
     if memory.failed:
         # The others have made the last update, and this replica has not: its header says so.
         reduction.history.finished -= 1

@@ -10,9 +10,9 @@ import ctypes
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -21,17 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcga._backend.prefixes import leaf_paths, named_by_leaf
+from funcga._backend.prefixes import leaf_paths
 from funcga._types import Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
-WRITE_LEAVES = (
-    "across=(WORLD, {'dense': WORLD, 'experts': mesh['edp']}) for a grad_fn that returns (loss, "
-    "grads)"
-)
 
 
 @dataclass(frozen=True)
@@ -45,15 +41,9 @@ class Replicas:
         wire_dtype: What gradients are sent as, such as torch.bfloat16, which halves the traffic and
             rounds what each replica contributes to 8 bits. By default they are sent as they are
             accumulated. Counts, weights and scalars, such as losses, are never rounded.
-        leaves: Where leaves of grad_fn's output are merged over fewer processes than the window: a
-            tree prefix of process groups and 1-D meshes over that output, or a function of a leaf's
-            dotted path, such as `"1.experts.weight"`, that returns one. Each is part of `group`,
-            which still counts the weights. An `across=` that is such a tree itself counts them over
-            the group that has all others, and one that is a function over all processes.
 
     Raises:
-        FuncgaError: If `group` is no group of which this process is a member, or does not have all
-            that `leaves` name.
+        FuncgaError: If `group` is no group of which this process is a member.
 
     Example:
         >>> across = torch_backend.Replicas(dist.group.WORLD, wire_dtype=torch.bfloat16)
@@ -65,13 +55,9 @@ class Replicas:
     group: Any
     bucket_bytes: int = 4 * 2**20
     wire_dtype: torch.dtype | None = None
-    leaves: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", _group(self.group))
-        if self.leaves is not None and not callable(self.leaves):
-            for group in _groups_in(self.leaves):
-                self.check_part(group)
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
             raise FuncgaError(
                 f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20."
@@ -91,19 +77,6 @@ class Replicas:
     def ranks(self) -> list[int]:
         """The global ranks of the replicas, in their order."""
         return dist.get_process_group_ranks(self.group)
-
-    def check_part(self, group: dist.ProcessGroup) -> None:
-        """Raises FuncgaError if a group that a leaf is merged over has a process whose weights
-        are not counted.
-        """
-        ranks = dist.get_process_group_ranks(group)
-        if not {*ranks} <= {*self.ranks}:
-            raise FuncgaError(
-                f"a leaf is to be merged over the ranks {ranks}, and the window is one of the "
-                f"ranks {self.ranks}: what some of them fold would be summed, and their weights "
-                "not counted. Name the group of all processes that fold: "
-                "across=torch_backend.Replicas(group, leaves=...)."
-            )
 
     @property
     def count(self) -> int:
@@ -136,6 +109,13 @@ def _group(across: Any) -> dist.ProcessGroup:
             "across= is a process group that this process is no member of: it has no part in the "
             "fold."
         )
+    if (callable(across) and not isinstance(across, type)) or trees.children(across):
+        raise FuncgaError(
+            "across= names replicas for each leaf, and in torch all leaves of a step are merged "
+            "over one group. Fold sums without across=, and reduce each leaf after the step over "
+            "the processes that have it: dist.all_reduce(grads['experts'], group=edp), then divide "
+            "by the weight of all (docs/howto/experts.md)."
+        )
     if not isinstance(across, dist.ProcessGroup):
         raise FuncgaError(
             f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process "
@@ -148,54 +128,26 @@ class InTurn(list[Replicas]):
     """What a wrapper of a module merges over: its groups, one after the other."""
 
 
-def is_group(value: object) -> bool:
-    """Whether this names processes."""
-    return isinstance(value, dist.ProcessGroup | DeviceMesh | int)
-
-
 def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names; FuncgaError if it names none."""
     if isinstance(across, Replicas):
         return across
-    if not names_leaves(across):
-        return Replicas(across)
-    if callable(across):
-        return Replicas(dist.group.WORLD, leaves=across)
-    # The group that has all others counts the weights.
-    return Replicas(max(_groups_in(across), key=dist.get_world_size), leaves=across)
-
-
-def _groups_in(leaves: Tree) -> list[dist.ProcessGroup]:
-    """All groups that a tree names."""
-    named = trees.flatten(leaves, is_group)[0]
-    for each in named:
-        if not is_group(each):
-            raise FuncgaError(
-                f"across= has {each!r} for some leaves. Name the replicas of every leaf, "
-                f"{WRITE_LEAVES}."
-            )
-    return [*map(_group, named)]
+    return Replicas(across)
 
 
 def of_window(across: Any) -> Any:
     """`across=` without the replicas of single leaves: those that weights are counted over."""
-    return replace(replicas_of(across), leaves=None) if names_leaves(across) else across
+    return across  # only in JAX
 
 
 def names_leaves(across: Any) -> bool:
     """Whether `across=` names replicas for each leaf."""
-    if isinstance(across, Replicas):
-        return across.leaves is not None
-    is_function = callable(across) and not isinstance(across, type)
-    is_of_all = across is None or is_group(across) or isinstance(across, InTurn)
-    return not is_of_all and (is_function or bool(trees.children(across)))
+    return False  # only in JAX
 
 
 def are_processes(across: Any) -> bool:
     """Whether `across=` names processes of torch, and not axes of a mesh of JAX."""
-    if isinstance(across, Replicas | InTurn) or (callable(across) and dist.is_initialized()):
-        return True
-    return any(map(is_group, trees.flatten(across, is_group)[0]))
+    return isinstance(across, Replicas | InTurn | dist.ProcessGroup | DeviceMesh | int)
 
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
@@ -222,9 +174,6 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup):
         # Without a reference: a channel ends with the user's group.
         self.of, self.rank, self.count = ref(group), group.rank(), group.size()
-        # What windows that an error has ended here still have to send, in order. An error may end a
-        # first window before the group is made.
-        self.owed: list[Callable[[], None]] = []
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -241,10 +190,32 @@ class Channel:
         # A second communicator of NCCL would take some 100 MB of each device.
         return self.group if device.type == "cpu" else group
 
+    def owe(self, send: Callable[[], None]) -> None:
+        """Sends this before anything new. An error may end a first window before the group is
+        made.
+        """
+        _OWED.append((self, send))
+
     def send_owed(self) -> None:
-        """Sends what is owed to the others, before anything new."""
-        while self.owed:
-            self.owed.pop(0)()
+        """Sends what is owed to the others, over any channel, before anything new: they may wait
+        in a step that has a group of its own.
+        """
+        while _OWED:
+            channel, send = _OWED.pop(0)
+            if channel is self:
+                send()
+            elif channel.is_open:
+                with suppress(RuntimeError, ValueError):
+                    send()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the user's group has not been destroyed."""
+        try:
+            dist.get_process_group_ranks(self.of())
+        except (KeyError, ValueError):
+            return False
+        return True
 
     def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
         """Begins to tell all processes these numbers, as many as they tell; returns what waits
@@ -305,10 +276,13 @@ def _unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
+# What windows that an error has ended here still have to send, in order.
+_OWED: list[tuple[Channel, Callable[[], None]]] = []
 # A channel lives as long as its group: the keys are weak.
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 # Threads of gloo that outlive the interpreter may end the process with an abort.
 atexit.register(_CHANNELS.clear)
+atexit.register(_OWED.clear)
 
 
 # Makes the channel of a group while a step is planned, when nothing is sent.
@@ -383,23 +357,22 @@ def check_replicas(params: Tree, across: Any) -> None:
     # one's.
     replicas.channel.send_owed()
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
-    # Of an array a hash travels, however large it is; it is compared among the ranks that have the
-    # leaf.
+    # Of an array a hash travels, however large it is.
     mine = {
-        path: (arrays.describe(leaf), _digest(leaf, replicas), ranks)
+        path: (arrays.describe(leaf), _digest(leaf, replicas))
         if arrays.is_array(leaf)
-        else (repr(leaf), b"", ranks)
-        for (path, leaf), ranks in zip(
-            leaves.items(), _ranks_of_leaves(params, replicas), strict=True
-        )
+        else (repr(leaf), b"")
+        for path, leaf in leaves.items()
     }
     said = replicas.channel.all_gather(mine)
     check_alike(
-        [{path: kind for path, (kind, *_) in each.items()} for each in said],
+        [{path: kind for path, (kind, _) in each.items()} for each in said],
         "have different parameters",
     )
-    for (first, *_), texts in _differing(dict(zip(replicas.ranks, said, strict=True))).items():
+    texts = _differing(said, replicas.ranks)
+    if texts:
         more = f"; and {len(texts) - 4} more" if texts[4:] else ""
+        first = replicas.ranks[0]
         raise FuncgaError(
             f"the replicas start from different parameters: not as on rank {first} "
             f"{'are' if texts[1:] else 'is'} {'; '.join(texts[:4])}{more}. Send them around once "
@@ -408,34 +381,16 @@ def check_replicas(params: Tree, across: Any) -> None:
         )
 
 
-def _differing(
-    said: dict[int, dict[str, tuple[str, bytes, tuple[int, ...]]]],
-) -> dict[tuple[int, ...], list[str]]:
-    """What differs, by the ranks that have the leaf. All replicas see all of it, and all raise."""
-    differing: dict[tuple[int, ...], list[str]] = {}
-    for path in next(iter(said.values())):
-        digests = {rank: leaves[path][1] for rank, leaves in said.items()}
-        for ranks in dict.fromkeys(leaves[path][2] for leaves in said.values()):
-            others = [str(rank) for rank in ranks if digests[rank] != digests[ranks[0]]]
-            if others:
-                text = f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}"
-                differing.setdefault(ranks, []).append(text)
-    return differing
-
-
-def _ranks_of_leaves(params: Tree, replicas: Replicas) -> list[tuple[int, ...]]:
-    """The ranks of those replicas that each leaf is to be the same on."""
-    groups = [replicas.group for _ in trees.flatten(params)[0]]
-    if replicas.leaves is not None:
-        groups = [
-            *map(
-                _group,
-                named_by_leaf(replicas.leaves, params, is_group, trees, "params", WRITE_LEAVES),
-            )
+def _differing(said: list[dict[str, tuple[str, bytes]]], ranks: list[int]) -> list[str]:
+    """What differs, as texts. All replicas see all of it, and all raise."""
+    texts = []
+    for path, (_, first) in said[0].items():
+        others = [
+            str(rank) for rank, leaves in zip(ranks, said, strict=True) if leaves[path][1] != first
         ]
-    for group in groups:
-        replicas.check_part(group)
-    return [tuple(dist.get_process_group_ranks(group)) for group in groups]
+        if others:
+            texts.append(f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}")
+    return texts
 
 
 # So many bytes are copied to the host at a time, so that it needs no room for a whole array.

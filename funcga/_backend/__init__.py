@@ -366,8 +366,16 @@ class Transforms(Protocol):
         """A window as this replica's part of a state; without replicas the whole of all parts."""
         ...
 
-    def merged(self, window: Accumulation, replicas: Any, memory: Memory) -> Accumulation:
-        """The window merged over all replicas."""
+    def merged(
+        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array
+    ) -> Accumulation:
+        """The window merged over all replicas, whose states have made so many `updates`."""
+        ...
+
+    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+        """The context of a call that ends a window, in which other processes are told of an error;
+        None if `across` names none of this framework.
+        """
         ...
 
 

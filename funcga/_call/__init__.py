@@ -458,9 +458,14 @@ def read_program(
         counted,
         observers,
         dropping,
-        across is not None or not (owner is None or owner.kind == MODULE),
+        _is_told(across, owner),
         fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
     )
+
+
+def _is_told(across: Across, owner: OwningGradient | None) -> bool:
+    """Whether other processes may take part in a call."""
+    return across is not None or (owner is not None and owner.kind != MODULE)
 
 
 def options_of(

@@ -182,6 +182,12 @@ class _Echo(Channel):
         """What arrays travel over."""
         return self
 
+    def owe(self, send: Callable[[], None]) -> None:
+        """Nothing: nobody waits."""
+
+    def send_owed(self) -> None:
+        """Nothing: what real steps owe is sent by the next one of them."""
+
     def exchange(self, mine: list[float]) -> Any:
         """The numbers of all."""
         return lambda: [mine] * self.count

@@ -1,12 +1,13 @@
 """`multi_steps`: the fold spread over calls, as a transform around an optimizer."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial, reduce
 from typing import Any, Literal
 
-from funcga._backend import Backend
+from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import check_initialised
 from funcga._call import options_of
@@ -14,7 +15,7 @@ from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
 from funcga._observe import Observers, ObserverTree
-from funcga._replicas import check_one_for_all, step_of
+from funcga._replicas import check_one_for_all, have_leaves, step_of
 from funcga._transform import (
     Traits,
     Transform,
@@ -35,7 +36,13 @@ from funcga._transform.window import (
     matched_params,
     with_others,
 )
-from funcga._transform.window_size import WindowSize, check_target, is_full, target_of
+from funcga._transform.window_size import (
+    TargetWeight,
+    WindowSize,
+    check_target,
+    is_full,
+    target_of,
+)
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -105,30 +112,34 @@ class MultiSteps(Transform):
             (updates, state).
 
         Raises:
-            FuncgaError: The window is empty.
+            FuncgaError: The window is empty; with across= in torch that of every replica: one that
+                has nothing takes part, and adds nothing.
 
         Example:
             >>> updates, state = tx.flush(state, params)
         """
-        if extra:
-            _check_extra(extra)
         update = self.update
-        backend = _backend_of_state(state)
-        window, _ = update.window_of(state, backend)
-        arrays = backend.arrays
-        params, leaves = matched_params(
-            params, window if update.folding.observers is None else window.of_value()
-        )
-        offered = arrays.scalar(state.offered)
-        if not arrays.is_array(offered) and offered == 0:
-            raise FuncgaError(
-                "the window is empty: nothing was accumulated since the last update, so there is "
-                "nothing to flush. After the last window ask first: if state.offered > 0."
+        with update.telling():
+            if extra:
+                _check_extra(extra)
+            backend = _backend_of_state(state)
+            window, replicas = update.window_of(state, backend)
+            arrays = backend.arrays
+            params, leaves = matched_params(
+                params, window if update.folding.observers is None else window.of_value()
             )
-        # Inside of jit it is not known here whether the window is empty; then `offered > 0` decides
-        # in the program.
-        step = Step(update.tx, backend, update.donate)
-        return update.end_window(step, leaves, step.owned, offered > 0, state, params, extra)
+            offered = arrays.scalar(state.offered)
+            is_known = not arrays.is_array(offered)
+            if is_known and replicas is None and offered == 0:
+                raise FuncgaError(
+                    "the window is empty: nothing was accumulated since the last update, so there "
+                    "is nothing to flush. After the last window ask first: if state.offered > 0."
+                )
+            # Inside of jit it is not known here whether the window is empty; then `offered > 0`
+            # decides in the program. With replicas the others may have something.
+            has_any = is_known or offered > 0
+            step = Step(update.tx, backend, update.donate)
+            return update.end_window(step, leaves, step.owned, has_any, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -265,7 +276,7 @@ def multi_steps(
             bool, or a 0-d array of one.
         across: The replicas to merge over, as in `accumulate`, once an update. For `update` all
             make the same number of calls, as n counts these. With `accumulate` each adds as many
-            micro-batches as it has, at least one, and all call `flush`. In JAX this is inside
+            micro-batches as it has, or none, and all call `flush`. In JAX this is inside
             shard_map, with jax_backend.state_specs(tx) as the specs of the state.
         observe: As in `accumulate`; `state.observed` has what the last update's window gave. Not
             with gradient_norms(), whose list would grow in the state.
@@ -401,17 +412,39 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state) with one more micro-batch: zeros, or unchanged params, unless it fills
         the window.
         """
-        extra, owned = {**extra}, owned or self.donate
+        backend = _backend_of_state(state)
+        target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
+        with self.telling() if self._ends(state, target, backend) else nullcontext():
+            return self._stepped(target, owned, into, grads, state, params, {**extra})
+
+    def _ends(self, state: MultiStepsState, target: Scalar, backend: Backend) -> bool:
+        """Whether replicas are sure to merge in the next call, in which their windows get full. A
+        TargetWeight does not tell before they have added up their weights.
+        """
+        if self.across is None or isinstance(self.n, TargetWeight):
+            return False
+        return is_full(self.n, target, state.offered + 1, float, backend.arrays) is True
+
+    def _stepped(
+        self,
+        target: Scalar,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: MultiStepsState,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, MultiStepsState]:
+        """`stepped`, with a window that is full at this target."""
         weight = extra.pop("weight", 1)
+        backend, owned = _backend_of_state(state), owned or self.donate
         if extra:
             _check_extra(extra)
-        backend = _backend_of_state(state)
         window, replicas = self.window_of(state, backend)
         trained, leaves = matched_params(
             params, window if self.folding.observers is None else window.of_value()
         )
         # All checks come first, so that the state is intact after an error.
-        target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
         window, state = self.add_microbatch(grads, window, state, weight, replicas, owned)
         # The usual case: n is a number.
         if type(self.n) is int:
@@ -493,7 +526,8 @@ class MultiStepsUpdate(UpdateFunction):
         window, replicas = self.window_of(state, step.backend)
         arrays, sums, merged = step.backend.arrays, step.backend.sums, window
         if replicas is not None:
-            merged = self.folding.merged(window, replicas)
+            merged = self.folding.merged(window, replicas, state.updates)
+            _check_not_empty(merged, arrays)
         keep, dropped = has_any, state.dropped
         if self.dropping.scope is not None:
             keep, dropped = self.dropping.at_the_end(
@@ -563,7 +597,7 @@ class MultiStepsUpdate(UpdateFunction):
             self.accumulation_of(part, backend)
             for part in backend.transforms.own_parts([window], replicas)
         ]
-        if len(parts) > 1 and replicas.leaves is not None:
+        if len(parts) > 1 and have_leaves(replicas):
             raise _of_different_experts()
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
@@ -573,6 +607,18 @@ class MultiStepsUpdate(UpdateFunction):
             else self.accumulation_of(window, backend).emptied()
         )
         return mine, replicas
+
+    def telling(self) -> AbstractContextManager[object]:
+        """The context of a call that ends a window, in which other processes, which wait for its
+        merge, are told of an error.
+        """
+        if self.across is None:
+            return nullcontext()
+        told = (
+            backend.transforms.telling(self.across, self.folding.memory)
+            for backend in load_imported()
+        )
+        return next((context for context in told if context is not None), nullcontext())
 
     def _replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`."""
@@ -609,17 +655,24 @@ def _as_window(window: Accumulation, replicas: Any, is_empty: bool = False) -> W
     )
 
 
+def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
+    """Raises FuncgaError, on all replicas, if the host sees that none has added anything."""
+    count = arrays.scalar(merged.tally.steps + merged.rejected)
+    if not arrays.is_array(count) and count == 0:
+        raise FuncgaError(
+            "the window is empty on every replica: none has accumulated anything since the last "
+            "update, so there is nothing to flush. Flush once for each window that some replica "
+            "has a micro-batch of: one that has none adds nothing."
+        )
+
+
 def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
     """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
     be counted.
     """
     if isinstance(weight, int | float) and weight == 1:
         return 1
-    if (
-        replicas is not None
-        and replicas.leaves
-        and any(fold.weighs for fold in window.outputs.reduced_folds)
-    ):
+    if have_leaves(replicas) and any(fold.weighs for fold in window.outputs.reduced_folds):
         raise FuncgaError(
             f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
             "what the losses of other replicas add to them, each as if it weighed 1. Give "

@@ -162,15 +162,17 @@ class Folding:
         self.last = kinds, outputs, replace(counted, before=1)
         return outputs
 
-    def merged(self, window: Accumulation, replicas: Any) -> Accumulation:
-        """The window of all replicas. The rejected micro-batches are summed as one more leaf."""
+    def merged(self, window: Accumulation, replicas: Any, updates: Array) -> Accumulation:
+        """The window of all replicas, whose states have made so many `updates`. The rejected
+        micro-batches are summed as one more leaf.
+        """
         # So that the count needs no collective of its own.
         assert self.last is not None
         counted = window._replace(
             outputs=self.last[2], accumulators=[window.rejected, *window.accumulators]
         )
         merged: Accumulation = window.outputs.backend.transforms.merged(
-            counted, replicas, self.memory
+            counted, replicas, self.memory, updates
         )
         rejected, *accumulators = merged.accumulators
         return merged._replace(outputs=window.outputs, accumulators=accumulators, rejected=rejected)

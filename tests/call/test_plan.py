@@ -267,7 +267,7 @@ def test_memory_is_read_and_shown():
 def over_replicas(group, make, n, how):
     """(what was predicted, what the first window and the next ones took), and what was sent while planning."""
     model, batch = make()
-    across = group if how == "plain" else Replicas(group, wire_dtype=torch.bfloat16, leaves=lambda path: group)
+    across = group if how == "plain" else Replicas(group, wire_dtype=torch.bfloat16)
     gradient, params = funcga.value_and_grad(pure_loss(model, mean_loss)), trainable(model)
     step = funcga.accumulate(gradient, n, fold=(funcga.max(), funcga.mean()) if how == "max" else funcga.mean(),
                              weight=counts, across=across)  # fmt: skip

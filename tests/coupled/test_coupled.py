@@ -1,7 +1,6 @@
 """coupled: the loss and the gradient of the whole batch, however it is cut, in both frameworks."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -29,30 +28,16 @@ def folded(xp, name, values, weights):
     return {
         "rows": lambda: xp.concatenate(values),
         "columns": lambda: xp.concatenate(values, 1),
-        "max": lambda: xp.amax(xp.stack(values), 0),
-        "min": lambda: xp.amin(xp.stack(values), 0),
-        "logsumexp": lambda: xp.log(sum(map(xp.exp, values))),
-        "product": lambda: math.prod(values),
         "sum": lambda: sum(values),
         "per_weight": lambda: sum(values) / sum(weights),
         "squares": lambda: sum(v * v for v in values) / len(values),
-        "ratio": lambda: sum(v[0] for v in values) / sum(v[1] for v in values),
         "mean": lambda: mean(values),
-        "moments": lambda: funcga.normalizers.Moments(mean(values), mean([(v - mean(values)) ** 2 for v in values])),
     }[name]()
 
 
-OWN = funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
 OF_ROWS = {
     "rows": (funcga.concat(), lambda xp, h: h),
     "columns": (funcga.concat(axis=1), lambda xp, h: h.T),
-    "max": (funcga.max(), lambda xp, h: xp.amax(h, 0)),
-    "min": (funcga.min(), lambda xp, h: xp.amin(h, 0)),
-    "logsumexp": (funcga.logsumexp(), lambda xp, h: xp.log(xp.exp(h).sum(0))),
-    "product": (
-        funcga.Fold(funcga.Reducer(lambda xp, v, w: v, OWN, kinds=("float",)), funcga.normalizers.identity),
-        lambda xp, h: 1 + h.mean(0),
-    ),
     "sum": (funcga.sum(), lambda xp, h: h.sum()),
     "per_weight": (funcga.per_weight(), lambda xp, h: h.sum(0)),
     "squares": (  # a sum, whose terms are no linear function of the values
@@ -61,9 +46,7 @@ OF_ROWS = {
         ),
         lambda xp, h: h.mean(0),
     ),
-    "ratio": (funcga.ratio(), lambda xp, h: xp.stack([h.sum(0), 1 + (h * h).sum(0)])),
     "mean": (funcga.mean(), lambda xp, h: h.T @ h / len(h)),
-    "moments": (funcga.moments(), lambda xp, h: h.mean(0)),
 }  # fmt: skip
 
 
@@ -81,8 +64,7 @@ def test_every_fold_of_a_summary(kit, weigh):
     )  # fmt: skip
 
     def loss_fn(params, s):
-        leaves = [leaf for name in OF_ROWS for leaf in (s[0][name] if name == "moments" else [s[0][name]])]
-        total = sum((k + 1) * kit.xp.tanh(leaf).sum() for k, leaf in enumerate(leaves))
+        total = sum((k + 1) * kit.xp.tanh(s[0][name]).sum() for k, name in enumerate(OF_ROWS))
         return (1 + params["scale"] ** 2) * total * total / 100 + params["scale"] * s[1]
 
     pieces = cut(batch, *losses.bounds(11, 4))
@@ -141,12 +123,8 @@ def test_state_is_threaded_once(kit):
     assert difference(kit, state, final[-1]) < LIMIT
 
 
-@pytest.mark.parametrize(
-    ("fold", "masked"),
-    [(funcga.mean(), [0, 1, 2]), (funcga.moments(), [2])],
-    ids=lambda part: getattr(part, "name", str(part)),
-)
-def test_micro_batches_of_weight_0_add_nothing(kit, masked, fold):
+@pytest.mark.parametrize("masked", [[0, 1, 2], [2]])
+def test_micro_batches_of_weight_0_add_nothing(kit, masked):
     """Their summaries are NaN here, as a mean over no tokens is."""
     params, batch = losses.problem(kit, "InfoNCE", rows=9)
     mask = np.ones(9)
@@ -158,9 +136,8 @@ def test_micro_batches_of_weight_0_add_nothing(kit, masked, fold):
         h = kit.xp.tanh(batch["x"] @ params["v"])
         return (h * batch["mask"][:, None]).sum(0) / batch["mask"].sum()
 
-    mean = lambda s: s.mean if isinstance(s, tuple) else s
-    loss_fn = lambda params, s: (kit.xp.sin(mean(s)) * (1 + mean(s))).sum() * params["scale"]
-    step = funcga.coupled(summary_fn, loss_fn, 3, fold=fold, weight=lambda batch: batch["mask"].sum())
+    loss_fn = lambda params, s: (kit.xp.sin(s) * (1 + s)).sum() * params["scale"]
+    step = funcga.coupled(summary_fn, loss_fn, 3, fold=funcga.mean(), weight=lambda batch: batch["mask"].sum())
 
     def whole(params):
         h = kit.xp.tanh(batch["x"] @ params["v"])
@@ -257,6 +234,55 @@ def test_refusals(kit, name):
         batch = {"ragged": rows(5), "window": [rows(2), rows(3)], "loader": Loader()}[options["call"]]
         options = {**options, "call": (kit.arrays(np.ones(())), batch)}
     refused(text, kit, **{"n": 2, **options})
+
+
+def of_largest(kit):
+    """That of max()."""
+    return lambda value: value[None], lambda s: kit.xp.amax(s, 0), funcga.concat()
+
+
+def of_variance(kit):
+    """That of moments()."""
+    return (
+        lambda value: {"mean": value, "square": value**2},
+        lambda s: s["square"] - s["mean"] ** 2,
+        funcga.mean(),
+    )
+
+
+OWN = funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
+PRODUCT = funcga.Fold(funcga.Reducer(lambda xp, v, w: v, OWN, kinds=("float",)), funcga.normalizers.identity)
+AMAX = "Return value[None], with fold=funcga.concat(), and take {xp}.amax(s, 0) in loss_fn."
+NO_SUMS = {
+    "max": (funcga.max(), AMAX, of_largest, lambda xp, values: xp.amax(values, 0)),
+    "min": (funcga.min(), "take {xp}.amin(s, 0) in loss_fn.", None, None),
+    "logsumexp": (funcga.logsumexp(), "take {nn}.logsumexp(s, 0) in loss_fn.", None, None),
+    "moments": (funcga.moments(), "s['square'] - s['mean'] ** 2.", of_variance, lambda xp, values: xp.var(values, 0)),
+    "ratio": (funcga.ratio(), "Return value, with fold=funcga.sum(), and take s[0] / s[1] in loss_fn.", None, None),
+    "a monoid of your own": (PRODUCT, "take the result of the rows s in loss_fn.", None, None),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_a_fold_that_is_no_sum_is_refused_with_what_to_write(kit, name):
+    """And what is written instead is the fold."""
+    fold, text, instead, of_values = NO_SUMS[name]
+    text = text.format(xp="jnp" if kit is JAX else "torch", nn="jax.nn" if kit is JAX else "torch")
+    refused(text, kit, fold={"a": fold, "b": funcga.sum()}, summary_fn=lambda w, x: dict.fromkeys("ab", x * w))
+    if instead is None:
+        return
+    (returned, taken, fold), (params, batch) = instead(kit), losses.problem(kit, "InfoNCE", rows=9)
+    value = lambda params, batch: kit.xp.tanh(batch["x"] @ params["v"]).mean(0)
+    step = funcga.coupled(
+        lambda params, batch: returned(value(params, batch)), lambda params, s: taken(s).sum(), 3, fold=fold
+    )
+
+    def whole(params):
+        values = kit.xp.stack([value(params, piece) for piece in cut(batch, *losses.bounds(9, 3))])
+        centred = values - values.mean(0)
+        return ((centred**2).mean(0) if name == "moments" else of_values(kit.xp, values)).sum()
+
+    assert difference(kit, step(params, batch), losses.differentiated(kit, whole, params)) < LIMIT
 
 
 @pytest.mark.parametrize(("leaf", "shown"), [(3, "of type int"), (len, "of type builtin"), (np.arange(2), "int64[2]")])

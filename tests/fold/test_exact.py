@@ -124,7 +124,7 @@ def test_bits_do_not_depend_on_where_rows_lie_in_memory():
     ],
 )
 def test_large_leaves_and_small_ones_are_held_alike(kit, shape, weight):
-    """In torch a large leaf is folded in place, in pieces: as funcga._exact says."""
+    """A window and a state between calls, of any size and weight: as funcga._exact says."""
     r = np.random.default_rng(8)
     values = [r.normal(size=shape).astype("float32") for _ in range(3)]
     fold = funcga.reproducible(funcga.mean())

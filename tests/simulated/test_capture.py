@@ -50,8 +50,13 @@ def update(problem):
     return lambda: funcga.transforms.apply(tx, grads, state, params)
 
 
-CAN = {name: feature.step for name, feature in FEATURES.items()} | {"an update": update}
+# The host reads the weights of a window when it begins.
+WEIGHED_ON_DEVICE = ("`weight=` on the device, `mean()`", "`weight=` on the device, `per_weight()`")
+CAN = {name: feature.step for name, feature in FEATURES.items() if name not in WEIGHED_ON_DEVICE} | {
+    "an update": update
+}
 CANNOT = {
+    **{name: (FEATURES[name].step, {"waits", "copies"}) for name in WEIGHED_ON_DEVICE},
     "coupled": (coupled, {"generators"}),
     "a stream from the host": (from_the_host, {"copies"}),
     **{name: (made, {"waits"}) for name, made in WINDOWS.items() if name != "`multi_steps(tx, n)`"},

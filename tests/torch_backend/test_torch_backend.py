@@ -1,8 +1,5 @@
 """What the torch backend promises of any grad_fn, beyond the shared properties: memory, graphs, compilation, devices."""
 
-import subprocess
-import sys
-
 import torch
 from torch.func import grad
 
@@ -23,25 +20,6 @@ def test_peak_memory_is_two_gradients_and_a_leaf():
     weight = lambda x: (x > 0).sum().as_subclass(Unseen)
     step = funcga.accumulate(grad(loss), 4, weight=weight)
     assert peak(step, params, x) <= 2 * size + 2 * leaf + 256  # the weight, as scalars
-
-
-def test_compiles_as_the_first_call_of_a_process_and_never_again():
-    """What is imported later, JAX too, is nothing that the graph depends on; nor is it in the way of another graph."""
-    program = """
-import sys, torch, funcga
-step = funcga.accumulate(torch.func.grad(lambda p, x: (p * x).sum()), 2)
-compiled = torch.compile(step, fullgraph=True, backend="eager")
-print(float(compiled(torch.tensor(3.0), torch.arange(4.0))))
-with torch.compiler.set_stance("fail_on_recompile"):
-    for name in ("another", "jax"):
-        sys.modules[name] = sys
-        compiled(torch.tensor(3.0), torch.arange(4.0))
-del sys.modules["jax"]
-import jax
-print(float(compiled(torch.tensor(3.0), torch.arange(6.0))))
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.split(), done.returncode) == (["3.0", "7.5"], 0), done.stderr
 
 
 def test_state_may_be_anything_and_is_matched_by_key():

@@ -309,3 +309,112 @@ def test_between_two_windows_the_state_of_one_replica_is_that_of_all():
     for updates in processes().run(saved_after_an_update, None, size=2):
         for name in updates:
             torch.testing.assert_close(updates[name], -(halves[0][name] + halves[1][name]) / 2)
+
+
+# An error of one rank, which it catches, and goes on with a new state
+
+
+def goes_on_after_an_error(group, kind, at, windows):
+    """What each rank has of its windows, of 4 rows each: the updates, or a text. Rank 1 fails in window `at`."""
+    params, rows = problem()
+    rank, found = group.rank(), []
+    n = (lambda updates: 2) if kind == "update of a schedule" else 2
+    tx = funcga.multi_steps(sgd(), n, across=group)
+    state = tx.init(params)
+    for window in range(windows[rank]):
+        fails, (first, second) = rank == 1 and window == at, rows[4 * window + 2 * rank :][:2]
+        last, weight, given = gradient(params, second[None]), 1, params
+        if fails and kind == "structure":
+            last = {"v": last["w"]}
+        elif fails and ("update" in kind or kind in ("weight", "dropped")):
+            weight = -1
+        elif fails and kind == "params":
+            given = {"v": params["w"]}
+        try:
+            if "update" in kind:
+                _, state = tx.update(gradient(params, first[None]), state, params)
+                updates, state = tx.update(last, state, given, weight=weight)
+            else:
+                state = tx.accumulate(gradient(params, first[None]), state)
+                try:
+                    state = tx.accumulate(last, state, weight=weight)
+                except funcga.FuncgaError:
+                    if kind != "dropped":
+                        raise
+                updates, state = tx.flush(None if fails and kind == "state" else state, given)
+            found.append(updates)
+        except funcga.FuncgaError as error:
+            found.append(str(error))
+            state = tx.init(params)
+    return found
+
+
+def is_that_of_the_rows(found, rows):
+    """Whether this is an update, exact by autograd of the mean over these rows in float64."""
+    expected = gradient(problem()[0], problem()[1][rows])
+    return isinstance(found, dict) and all(torch.allclose(found[k], -expected[k], rtol=1e-12) for k in expected)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("kind", ["params", "state", "update", "update of a schedule"])
+def test_an_error_in_a_call_that_merges_ends_that_window_on_all(kind, at):
+    found = processes().run(goes_on_after_an_error, kind, at, (4, 4), size=2)
+    assert found[0][at].startswith("rank 1 has raised an error in this window, and has nothing to merge")
+    assert isinstance(found[1][at], str)
+    for window in {*range(4)} - {at}:
+        for each in found:
+            assert is_that_of_the_rows(each[window], [*range(4 * window, 4 * window + 4)])
+
+
+@pytest.mark.parametrize("kind", ["weight", "structure"])
+def test_a_window_that_one_rank_leaves_out_is_refused_on_all(kind):
+    """Rank 1 calls `flush` once less: its window 2 meets window 1 of rank 0, and is refused with all that follow."""
+    first, second = processes().run(goes_on_after_an_error, kind, 1, (3, 4), size=2)
+    for found in (first[0], second[0]):
+        assert is_that_of_the_rows(found, [0, 1, 2, 3])
+    assert "micro-batch is -1" in second[1] or "another structure" in second[1]
+    assert first[1:] == second[2:]
+    assert first[1] == (
+        "the replicas are out of step: rank 0 has a state after 1 updates, rank 1 has a state after 0 updates. One of "
+        "them has left out a window that the others merged, or has begun with a new state, as after an error that was "
+        "caught. Let an error end the process; or make the transform anew on every rank, and go on from one state: tx "
+        "= funcga.multi_steps(...)."
+    )
+    assert first[2].startswith("the replicas are out of step: rank 0 begins window 3 and has finished 1, rank 1 ")
+
+
+def test_a_micro_batch_that_one_rank_drops_after_an_error_is_left_out_alone():
+    for found in processes().run(goes_on_after_an_error, "dropped", 1, (3, 3), size=2):
+        for window, rows in enumerate(([0, 1, 2, 3], [4, 5, 6], [8, 9, 10, 11])):
+            assert is_that_of_the_rows(found[window], rows)
+
+
+def some_without(group, drop, observe):
+    """Four windows: with rows of rank 1, of none, of rank 0, and of both."""
+    params, rows = problem()
+    observe = funcga.gradient_noise() if observe else None
+    tx = funcga.multi_steps(sgd(), 1, across=group, drop=drop, observe=observe)
+    state, found = tx.init(params), []
+    for window, ranks in enumerate(([1], [], [0], [0, 1])):
+        if group.rank() in ranks:
+            part = rows[4 * window + 2 * group.rank() :][:2]
+            state = tx.accumulate(gradient(params, part), state, weight=2)
+        try:
+            updates, state = tx.flush(state, params)
+            found.append(updates)
+        except funcga.FuncgaError as error:
+            found.append(str(error))
+    return found, int(state.updates)
+
+
+@pytest.mark.parametrize(("drop", "observe"), [(None, False), ("microbatch", False), ("window", False), (None, True)])
+def test_a_rank_that_has_nothing_takes_part_in_a_flush(drop, observe):
+    for found, updates in processes().run(some_without, drop, observe, size=2):
+        assert found.pop(1) == (
+            "the window is empty on every replica: none has accumulated anything since the last update, so there is "
+            "nothing to flush. Flush once for each window that some replica has a micro-batch of: one that has none "
+            "adds nothing."
+        )
+        assert updates == 3
+        for each, rows in zip(found, ([2, 3], [8, 9], [12, 13, 14, 15]), strict=True):
+            assert is_that_of_the_rows(each, rows)

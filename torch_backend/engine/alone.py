@@ -13,13 +13,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
-from funcga._grad import GradientFunction
+from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
 from torch_backend import _private, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import graphs
+from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Own, Window, are_alone
+from torch_backend.engine.window import Window, are_alone
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
@@ -52,7 +53,7 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
         each = iter(grads)
         in_order = [
             trees.unflatten(structure, [None if leaf is None else next(each) for leaf in leaves])
-            for leaves, structure in map(trees.flatten, window.trees.values())
+            for leaves, structure in map(trees.flatten, window.opened.leaves.trees.values())
         ]
         if gradient.has_aux:
             aux = _without_graphs(aux, window, keeps_graphs)
@@ -93,11 +94,12 @@ def _run(
     torch.func has to take.
     """
     inputs, (scale, kwargs) = window.inputs, window.read_scale(kwargs)
-    with recording_loss(), window.visit as loss_fn:
+    gradients = evaluations()
+    with recording_loss(), window.opened.visit as loss_fn:
         loss, aux, objective, nodes = window.forward(loss_fn, args, kwargs, scale)
         window.check_no_grads(inputs)
         if not window.gradient.reached:
-            window.note_reached(objective, (), 1.0)
+            window.note_reached(objective, (), 1.0, evaluations() == gradients)
         if not (objective.requires_grad and inputs):
             return loss, aux, _own_grads(inputs), False
         graph = window.plan.graphs.get(nodes) or window.graph_of(objective, nodes, inputs)

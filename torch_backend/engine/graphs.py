@@ -3,7 +3,8 @@
 The graph of a loss is no part of the structure of a call: a loss may build another one each time.
 `torch.autograd` counts the nodes that a thread makes, so a graph of a number of nodes that was not
 seen before is walked once. The count only saves walks, it is no identity: what a walk would have
-shown is watched for in every pass (guards.recompute, guards.foreign).
+shown is watched for in every pass, by guards.recompute and by the gradients that the pass has added
+(`Window.backward`).
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -32,12 +32,12 @@ class Graph(NamedTuple):
 
     `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
     `leads_elsewhere`: whether they lead to leaves of somebody else. `arrivals`: how many gradients
-    a pass has added; None while nobody has counted.
+    passes have added.
     """
 
     custom: bool
     leads_elsewhere: bool
-    arrivals: int | None
+    arrivals: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +49,13 @@ class Plan:
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
     whether the cotangent of a pass may be a weight. `run` is how a backward pass is run, by
     autograd alone or by a tool. `noted`: whether `seen` has what modules had in forward passes.
-    `parts` and `cuts` say how the arguments are split, without the arguments.
+    `parts` and `cuts` say how the arguments are split, without the arguments. `shortens_rows`: the
+    ids of parameters that a forward pass writes to itself, as an embedding with max_norm does.
+    `folding` and `loss_dtype`: what becomes of the output, decided with the first loss.
     """
 
     indices: tuple[int, ...] = ()
+    count: int = 0  # of the arguments
     whole: tuple[int, ...] = ()
     moving: tuple[int, ...] = ()
     hooked: bool = False
@@ -104,13 +107,14 @@ _SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
 _DENSE = {torch.Tensor, nn.Parameter}
 
 
-def ambient() -> tuple[bool, ...]:
+def ambient() -> tuple[object, ...]:
     """What is on around the call, that changes what it computes."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        _private.is_any_autocast_enabled(),
-    )
+    autocast: tuple[bool, ...] = ()
+    if _private.is_any_autocast_enabled():
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
+        autocast = tuple(map(torch.is_autocast_enabled, kinds))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:
@@ -160,6 +164,7 @@ def is_narrow(leaf: torch.Tensor) -> bool:
 def plan_of(
     gradient: GradientFunction,
     indices: tuple[int, ...],
+    count: int,
     moving: tuple[int, ...],
     leaves: Sequence[torch.Tensor],
     originals: Sequence[Any],
@@ -179,6 +184,7 @@ def plan_of(
     may_weigh = not (hooked or autocast or gradient.scaled or moving)
     return Plan(
         indices=indices,
+        count=count,
         whole=tuple([index for index in indices if index not in moving]),
         moving=moving,
         hooked=hooked,

@@ -24,8 +24,8 @@ class Folding:
     `grads`: the gradients of leaves that last as long as the window, in the order of these; they
     are the same for all micro-batches. `moved`: those of arguments that are split. `beside`: all
     other leaves, and `rest_outputs` the Outputs of these alone; `with_loss`: whether the first of
-    them is the loss. `may_be_wide`: whether a `.grad`
-    may be wider than its leaf. `pure`: whether nothing may be written to, as what is computed is
+    them is the loss. `may_be_wide`: whether a `.grad` may be wider than its leaf, as a module's own
+    parameters may not have it. `pure`: whether nothing may be written to, as what is computed is
     differentiated from outside.
     """
 

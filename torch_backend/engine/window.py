@@ -10,14 +10,13 @@ pass, and folded in.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import nn
 
 from funcga._backend import Backend
 from funcga._call import Program
@@ -27,9 +26,7 @@ from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import graphs
-from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
-from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.guards.watched import grads_watched
+from torch_backend.engine.guards import EVERY, ON, functions, unchanged
 from torch_backend.engine.leaves import (
     check_dense,
     detached,
@@ -37,45 +34,27 @@ from torch_backend.engine.leaves import (
     with_hooks,
     without_graphs,
 )
-from torch_backend.engine.plan import OWN, Graph, Plan, plan_of
+from torch_backend.engine.opened import Own, opened
+from torch_backend.engine.plan import Graph, Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
-from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import check_initialised, check_unfrozen
-from torch_backend.modules.layers import Walk, call_loss
-from torch_backend.modules.visits import Visit
 
 _GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_grad", "layout"))
-_NOTHING = nullcontext()
-
-
-class Own(NamedTuple):
-    """A module, its own parameters that are differentiated, and the walk that has found them."""
-
-    module: nn.Module
-    params: dict[str, nn.Parameter]
-    walk: Walk
 
 
 class Window:
     """One window, a context: `fold` each micro-batch, then take the `result`.
 
-    Set on entering, and the same until the end:
-
-    - `trees`: the differentiated arguments as the loss is given them, by index; `inputs` are their
-      leaves, and `originals` what these are made of. Arguments that are split have leaves of their
-      own in each micro-batch, `moving`.
-    - `visit`: the context that the loss is called in; `first`: the first argument that it is given.
-    - `plan`: the one that is known, or a new one; the first loss completes it.
+    `opened`: what stays the same until the end, and `inputs` the leaves that last as long; both are
+    set on entering. Arguments that are split have leaves of their own in each micro-batch,
+    `moving`. `plan`: the one that is known, or a new one, which the first loss completes.
     """
 
-    visits: Visit | None = None  # of a pure_loss: set on entering
     sums: Sums | None = None  # set by `_bind`, with the first loss
-    held: list[
-        Any
-    ]  # set by `_bind`: the sum that stands as the `.grad` of each of the inputs, or None
+    # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
+    held: list[Any]
     writes = 0  # set after each pass: how much has been added to the `.grad`s
-    begun = False  # whether each of the inputs has its sum
+    begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
 
     def __init__(
@@ -94,7 +73,6 @@ class Window:
         self.known, self.own = plan, own
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
-        self.count = len(arguments.parts)
         self.held = []
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
         self.passed: dict[int, Any] = {}  # gradients that are collected or threaded
@@ -107,7 +85,8 @@ class Window:
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
         scale, kwargs = self.read_scale(kwargs)
-        with recording_loss(), self.visit as loss_fn:
+        gradients = evaluations()
+        with recording_loss(), self.opened.visit as loss_fn:
             loss, aux, objective, nodes = self.forward(loss_fn, args, kwargs, scale)
             if self.sums is None:
                 self.sums = self._bind(loss.detach(), aux, moving)
@@ -123,27 +102,40 @@ class Window:
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             if share or moving or not folding.are_weighted:
                 if not self.gradient.reached:
-                    self.note_reached(objective, moving, weight)
-                has_graph = objective.requires_grad and (inputs or moving)
-                seed = share if folding.are_weighted else 1.0
-                is_lent = folding.lends and (seed == share or not folding.weighs)
-                is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
-                if not is_lent:
-                    seed, self.begun = 1.0, False
-                    for leaf in inputs:
-                        leaf.grad = None
-                if has_graph:
-                    self.backward(objective, seed, nodes, moving, self.writes if is_lent else 0)
-                if not is_lent:
-                    self._take(weight)
-                    self.writes = self._count_writes()
-                elif not self.begun:
-                    self._adopt()
-                    self.writes = self._count_writes()
+                    self.note_reached(objective, moving, weight, evaluations() == gradients)
+                self._add_gradients(objective, nodes, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
         else:
             sums.add(self._rest(loss.detach(), aux, moving), weight)
+
+    def _add_gradients(
+        self,
+        loss: torch.Tensor,
+        nodes: int,
+        weight: float,
+        share: float,
+        moving: Sequence[torch.Tensor],
+    ) -> None:
+        """Folds the gradients of a loss in, whose graph has so many nodes."""
+        assert self.sums is not None
+        folding, inputs = self.sums.folding, self.inputs
+        seed = share if folding.are_weighted else 1.0
+        # The cotangent is the weight, or no gradient has one.
+        is_lent = folding.lends and (seed == share or not folding.weighs)
+        is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
+        if not is_lent:
+            seed, self.begun = 1.0, False
+            for leaf in inputs:
+                leaf.grad = None
+        if loss.requires_grad and (inputs or moving):
+            self.backward(loss, seed, nodes, moving, self.writes if is_lent else 0)
+        if not is_lent:
+            self._take(weight)
+            self.writes = self._count_writes()
+        elif not self.begun:
+            self._adopt()
+            self.writes = self._count_writes()
 
     def read_scale(self, kwargs: dict[str, Tree]) -> tuple[Scalar | None, dict[str, Tree]]:
         """(the scale of the loss, the other keyword arguments)."""
@@ -161,10 +153,8 @@ class Window:
         """(the loss, its aux, the loss times its scale, how many nodes its graph has)."""
         gradient = self.gradient
         nodes = graphs.nodes_made()
-        if not gradient.reached:
-            self.evaluations = evaluations()
-        with self.noted:
-            loss, aux = loss_fn(*args[self.first :], **kwargs), None
+        with self.opened.noted:
+            loss, aux = loss_fn(*args[self.opened.first :], **kwargs), None
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -183,20 +173,21 @@ class Window:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves; `before`:
         how much had been added to these.
         """
-        plan, leaves = self.plan, (*self.inputs, *moving)
+        plan, begun_with, leaves = self.plan, self.opened, (*self.inputs, *moving)
         graph: Graph | None = plan.graphs.get(nodes)
         if graph is None or EVERY:
             graph = self.graph_of(loss, nodes, leaves)
         on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         try:
-            with self.outside:
+            with begun_with.outside:
                 if graph.custom:
+                    around = begun_with.leaves.originals, self.gradient
                     functions.run_unrestricted(
-                        loss, cotangent, leaves, on_host, self.watch, self.originals, self.gradient
+                        loss, cotangent, leaves, on_host, begun_with.watch, *around
                     )
                 else:
-                    self.watch.run(plan.run, loss, cotangent, leaves, on_host)
+                    begun_with.watch.run(plan.run, loss, cotangent, leaves, on_host)
         except RuntimeError as error:
             if not all(map(_REQUIRES_GRAD, leaves)):
                 raise switched_off() from error
@@ -205,16 +196,16 @@ class Window:
             raise
         self.writes = self._count_writes()
         arrivals = self.writes - before
-        if graph.arrivals != arrivals and not graph.custom:
+        if arrivals not in graph.arrivals and not graph.custom:
             # Nobody has counted yet; or this is another graph of equally many nodes.
-            if graph.arrivals is not None and graphs.reach(loss, {*map(id, leaves)}).custom:
+            if graph.arrivals and graphs.reach(loss, {*map(id, leaves)}).custom:
                 raise functions.changed()
-            plan.graphs.put(nodes, graph._replace(arrivals=arrivals))
+            plan.graphs.put(nodes, graph._replace(arrivals=graph.arrivals | {arrivals}))
 
     def graph_of(self, loss: torch.Tensor, nodes: int, leaves: Sequence[torch.Tensor]) -> Graph:
         """What a graph of so many nodes needs, which is walked."""
         found = graphs.reach(loss, {*map(id, leaves)})
-        graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign), None)
+        graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign))
         self.plan.graphs.put(nodes, graph)
         return graph
 
@@ -285,78 +276,23 @@ class Window:
     # --- what a window begins with
 
     def __enter__(self) -> "Window":
+        assert self.arguments is not None
         with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                # No tensor that is made in it can ever have a gradient.
-                stack.enter_context(torch.inference_mode(False))
-            if not torch.is_grad_enabled():
-                stack.enter_context(torch.enable_grad())
-            self._make_leaves()
-            plan, loss_fn = self.plan, self.gradient.loss_fn
-            self.visit: AbstractContextManager[Callable[..., Any]]
-            if self.own is not None:
-                stack.enter_context(
-                    gradients_aside(self.inputs, self.own.walk.ids(self.own.module))
-                )
-                self.visit = nullcontext(partial(call_loss, loss_fn, self.own.module))
-                self.first = 0
-            else:
-                if ON and plan.watches:
-                    stack.enter_context(grads_watched(self.originals))
-                self.visit, self.first = self._visit(stack)
-            unwritten = self.inputs
-            if plan.shortens_rows:
-                unwritten = [p for p in unwritten if id(p) not in plan.shortens_rows]
-            self.unwritten, self.versions = unwritten, unchanged.versions_of(unwritten)
-            self.outside: AbstractContextManager[object] = _NOTHING
-            if plan.autocast:
-                stack.callback(torch.clear_autocast_cache)
-                self.outside = Again(partial(_outside_of_autocast, plan.autocast))
-            seen = plan.seen if plan.noted else None
-            self.watch = recompute.Watch(seen, self.inputs, plan.on_host)
-            self.noted: AbstractContextManager[object] = _NOTHING
-            if plan.noted and (self.known is None or EVERY):
-                self.noted = Again(partial(recompute.noted, plan.seen, self.inputs))
+            self.opened, self.plan = opened(
+                self.program,
+                self.gradient,
+                self.backend,
+                self.arguments.parts,
+                self.known,
+                self.own,
+                stack,
+            )
+            self.inputs = self.opened.leaves.inputs
             self.stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
-
-    def _make_leaves(self) -> None:
-        assert self.arguments is not None
-        gradient, known, parts = self.gradient, self.known, self.arguments.parts
-        self.trees: dict[int, Tree] = {}
-        self.inputs: list[torch.Tensor] = []
-        self.originals: list[Any] = []
-        hooked = False
-        indices: tuple[int, ...] = (OWN,)
-        if self.own is not None:
-            params = self.trees[OWN] = self.own.params
-            if known is None and arrays.has_lazy(self.own.module.parameters()):
-                check_initialised(self.own.module)
-            self.inputs = self.originals = [*params.values()]
-            if known is None or known.hooked:
-                hooked = with_hooks(self.inputs, self.inputs, params, OWN, gradient)
-        else:
-            indices = gradient.arg_indices(len(parts)) if known is None else known.indices
-        for index in indices if self.own is None else ():
-            if known is None:
-                value = parts[index].value
-                check_unfrozen(trees.flatten(value)[0], value, gradient, index)
-            if parts[index].axes:
-                continue
-            tree, leaves, originals = leaves_of(parts[index].value, index, gradient, self.backend)
-            if known is None or known.hooked:
-                hooked |= with_hooks(originals, leaves, tree, index, gradient)
-            self.trees[index] = tree
-            self.inputs += leaves
-            self.originals += originals
-        if known is None:
-            moving = tuple([i for i in indices if i != OWN and parts[i].axes])
-            own = None if self.own is None else self.own.module
-            known = plan_of(gradient, indices, moving, self.inputs, self.originals, hooked, own)
-        self.plan = known
 
     def _with_leaves_of(
         self, args: tuple[Tree, ...]
@@ -371,29 +307,12 @@ class Window:
         args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
         return args, moving
 
-    def _visit(self, stack: ExitStack) -> tuple[AbstractContextManager[Callable[..., Any]], int]:
-        """The context that the loss is called in, and the first argument that it is given.
-
-        A pure_loss is called in its module, which has the parameters meanwhile: for the window, as
-        no code of the user's runs between two micro-batches of a batch; not of a stream.
-        """
-        assert self.arguments is not None
-        loss, parts, program = self.gradient.loss_fn, self.arguments.parts, self.program
-        if not isinstance(loss, PureLoss) or parts[0].axes:
-            return nullcontext(loss), 0
-        params: Tree = self.trees.get(0, parts[0].value)
-        visit = self.visits = loss.entered(params, recorded=True)
-        is_batch = program is not None and bool(program.n or program.microbatch_size)
-        if not is_batch or loss.buffers or loss.statistics:
-            return visit, 1
-        return nullcontext(stack.enter_context(visit)), 1
-
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments as the loss is given them: with leaves, and all others without graphs."""
         self.arguments = arguments
-        parts = without_graphs(arguments, self.trees, self.plan.moving, True)
+        parts = without_graphs(arguments, self.opened.leaves.trees, self.plan.moving, True)
         named = (
             {name: detached(value, True) for name, value in kwargs.items()} if kwargs else kwargs
         )
@@ -428,16 +347,17 @@ class Window:
         assert self.arguments is not None
         aux = detached(aux, True)
         # Before the first backward pass the leaves stand in for their gradients: they are alike.
-        trees_of = {**self.trees, **self.moving_trees}
+        trees_of = {**self.opened.leaves.trees, **self.moving_trees}
         like = gradient.compose(loss, aux, [trees_of[index] for index in indices])
         outputs, leaves = self.program.bind(like, self.arguments)
         for index, tree in trees_of.items():
             check_dense(tree, index, gradient)
-        numbered = gradient.gradient_in(outputs.structure_of(range(len(leaves))))
-        parts = numbered if isinstance(gradient.argnums, tuple) else (numbered,)
-        of_argument = dict(zip(indices, [trees.flatten(part)[0] for part in parts], strict=True))
-        in_gradient = {leaf for leaves_here in of_argument.values() for leaf in leaves_here}
-        beside = [leaf for leaf in range(len(leaves)) if leaf not in in_gradient]
+        # The gradients follow the value, argument by argument. Without a value they come first.
+        counts = [len(trees.flatten(trees_of[index])[0]) for index in indices]
+        start = len(leaves) - sum(counts) if gradient.with_value else 0
+        ends = [*accumulate(counts, initial=start)]
+        of_argument = dict(zip(indices, map(range, ends, ends[1:]), strict=True))
+        beside = [leaf for leaf in range(len(leaves)) if not start <= leaf < ends[-1]]
 
         def present(indices: Sequence[int]) -> tuple[int, ...]:
             found = [leaf for index in indices for leaf in of_argument[index]]
@@ -455,12 +375,12 @@ class Window:
         )
 
     def note_reached(
-        self, loss: torch.Tensor, moving: Sequence[torch.Tensor], weight: float
+        self, loss: torch.Tensor, moving: Sequence[torch.Tensor], weight: float, is_alone: bool
     ) -> None:
         """Notes whether a loss leads to a leaf, until one does.
 
         A constant is explained by being 0, as where all is masked, or by a gradient inside of the
-        loss, such as that of a linear function.
+        loss, such as that of a linear function; `is_alone`: whether there was none.
         """
         if not weight:
             return
@@ -469,8 +389,7 @@ class Window:
         if found is not None and (found.own or found.custom):
             self.gradient.reached.add(True)
         elif ids:
-            has_gradient_inside = evaluations() != self.evaluations
-            self.unreached |= loss.requires_grad or (not has_gradient_inside and is_constant(loss))
+            self.unreached |= loss.requires_grad or (is_alone and is_constant(loss))
 
     @staticmethod
     def check_no_grads(leaves: Sequence[torch.Tensor]) -> None:
@@ -490,16 +409,9 @@ class Window:
         if not all(map(_REQUIRES_GRAD, self.inputs)):
             raise switched_off()
         if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(self.count, self.backend)
-        if not ON:
-            return
-        if unchanged.versions_of(self.unwritten) != self.versions:
-            raise unchanged.written()
-        own, visits = self.own, self.visits
-        if own is not None and not own.walk.still_finds(own.params):
-            raise unchanged.other_parameters()
-        if visits is not None and not visits.parts.are_those_of(visits.loss.module):
-            raise unchanged.other_parameters()
+            raise self.gradient.unreached(self.plan.count, self.backend)
+        if ON:
+            self.opened.check_unchanged()
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
@@ -517,29 +429,6 @@ class Window:
                 assert fold is not None
                 sums.of[index] = fold.identity(leaf.detach())
         return sums.result()
-
-
-class Again(AbstractContextManager[Any]):
-    """A context that can be entered again and again: each time a new one is made."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
-        self.make = make
-
-    def __enter__(self) -> Any:
-        self.entered = self.make()
-        return self.entered.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.entered.__exit__(*error)
-
-
-@contextmanager
-def _outside_of_autocast(devices: Sequence[str]) -> Iterator[None]:
-    """A context outside of autocast, which is for the forward pass."""
-    with ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def represents_exactly(dtype: torch.dtype, number: float) -> bool:

@@ -17,19 +17,13 @@ from torch_backend import arrays
 from torch_backend.dtensor import local, local_tensors, without_partials
 from torch_backend.former.layout import Layout
 from torch_backend.replicas import Replicas
-from torch_backend.sums import Sums, elementwise
+from torch_backend.sums import Sums
 
 
 class Merge(Protocol):
-    """What merges a window over replicas.
-
-    `unweighed`: whether gradients of other replicas' losses came in, and nothing had weighed them;
-    `weights`: those of the micro-batches. A window notes both, where losses mix.
-    """
+    """What merges a window over replicas."""
 
     replicas: Replicas
-    unweighed: bool
-    weights: set[Scalar]
 
     def begin(self, buffers: "Buffers", leaves: Sequence[Array]) -> None:
         """Takes the buffers of a window whose first micro-batch has these leaves."""
@@ -99,16 +93,14 @@ class Buffers:
         if not weight:
             return 0.0
         if self.unit is None:
-            # Where shapes are symbols, the weight is one: it equals that of the next micro-batch
-            # whatever it is.
-            self.unit = weight if torch.compiler.is_compiling() else float(weight)
+            self.unit = float(weight)
         if weight == self.unit:
             return 1.0
         # A share that is no power of two may be rounded, as 1/3 is. The unit itself then becomes a
         # power of two: dividing by that is exact. For a heavier micro-batch the unit grows, because
         # a share can be the cotangent of a backward pass in float16, which overflows early.
-        stays = self.unit_is_fixed or torch.compiler.is_compiling()
-        if not stays and (weight > self.unit or not arrays.is_power_of_two(weight / self.unit)):
+        is_held = weight <= self.unit and arrays.is_power_of_two(weight / self.unit)
+        if not (self.unit_is_fixed or is_held):
             self.hold_in(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
@@ -224,8 +216,6 @@ class Buffers:
         """The normalised result, in the structure of grad_fn's output. The buffers are empty
         afterwards.
         """
-        for index in self.sums.borrowed:
-            self.sums.accumulators[index] = self.sums.accumulators[index].clone()
         left = self._divide()
         # The result takes the memory over: nothing of it stays here, where a later window could
         # write to it.
@@ -250,7 +240,7 @@ class Buffers:
         return self.outputs.backend.trees.unflatten(self.outputs.structure, results)
 
     def _check_known(self, index: int, reduced: Reduced, folded: Tally) -> None:
-        if torch.compiler.is_compiling() or not largest(reduced).is_cpu:
+        if not largest(reduced).is_cpu:
             return  # the host sees nothing of it
         path = lambda: self.outputs.paths()[index]
         self.folds[index].check_known(reduced, folded, path)
@@ -258,10 +248,6 @@ class Buffers:
     def _normalized(self, index: int, reduced: Reduced, folded: Tally) -> Reduced:
         fold = self.folds[index]
         self._check_known(index, reduced, folded)
-        if not (self.pure or torch.compiler.is_compiling()) and elementwise.fits(
-            fold, largest(reduced)
-        ):
-            return elementwise.normalized(fold, reduced, folded)
         return fold.normalize(reduced, folded)
 
     def _divide(self) -> list[int]:

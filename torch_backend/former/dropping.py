@@ -131,7 +131,7 @@ class DroppingBuffers(Buffers):
 
 def _or_zeros(keep: bool | torch.Tensor, leaf: torch.Tensor, pure: bool) -> torch.Tensor:
     """A leaf of a result, or zeros in its place; in the same memory, unless it is `pure`."""
-    if pure or torch.compiler.is_compiling():
+    if pure:
         return _where(torch.as_tensor(keep, device=leaf.device), leaf, 0)
     shard = local(leaf)
     shard.masked_fill_(~torch.as_tensor(keep, device=shard.device), 0)

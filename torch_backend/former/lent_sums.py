@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.former.buffers import Buffers, Merge
+from torch_backend.former.buffers import Buffers
 from torch_backend.former.foreign_leaves import reach
 from torch_backend.former.passes import Pass, check_no_grads, ran_backward
 
@@ -41,9 +41,6 @@ class LentSums:
     every leaf is a weighted sum, no user's hook is to see the gradient of the loss alone, the
     loss's dtype holds that number, and nothing is float16, which would overflow. Where it cannot
     be, a hook scales the gradients in the accumulator's dtype.
-
-    `mixed`: the merge of leaves that are merged over fewer replicas than the window, so that they
-    have what the losses of the others add to them. It is told of weights.
     """
 
     def __init__(
@@ -51,11 +48,10 @@ class LentSums:
         buffers: Buffers,
         leaves: dict[int, torch.Tensor],
         passes: Pass,
-        mixed: Merge | None = None,
     ):
         self.buffers, self.how = buffers, buffers.layout.backward
         self.leaves, self.inputs = leaves, tuple(leaves.values())
-        self.passes, self.mixed = passes, mixed
+        self.passes = passes
         # The window has run a loss already, and no backward pass.
         check_no_grads(self.inputs)
         # The leaves that autograd adds to sums: as a rule all.
@@ -91,7 +87,7 @@ class LentSums:
         accumulators = [*map(self.buffers.sums.accumulators.__getitem__, self.how.added_sums)]
         # Whether every sum has an accumulator.
         self.begun = type(None) not in {*map(type, accumulators)}
-        hooked = self.how.not_sums or self.how.dtensors or self.mixed
+        hooked = self.how.not_sums or self.how.dtensors
         self.needs_hooks = bool(hooked or not self.attached)
         # All accumulators, where every leaf has one as its `.grad`, and no hook.
         self.accumulators: list[torch.Tensor] = (
@@ -130,10 +126,6 @@ class LentSums:
             else self._seed(loss, weight, share, bool(moving), communicates)
         )
         self.seed = seed
-        if self.mixed is not None:
-            # Whether what other processes' losses add came to a pass that does not weigh it.
-            self.mixed.weights.add(weight)
-            self.mixed.unweighed |= communicates and not has_weight
         if seed is not None:
             if has_weight != self.attached:
                 self._attach(has_weight)
@@ -160,11 +152,8 @@ class LentSums:
         """
         may_seed = not moves and self._takes_weights(communicates)
         if share is None:
-            # What other processes add to a gradient has to have its weight before it travels.
-            # Otherwise a mask is better, which keeps the NaN of a weight of 0 out.
-            travels = communicates and self.mixed is not None
-            is_seed = travels and may_seed and loss.dtype.itemsize >= 4
-            return (weight, True) if is_seed else (1.0, False)
+            # A mask keeps the NaN of a weight of 0 out.
+            return 1.0, False
         # A weight of 0 needs no pass: it adds nothing, not even a NaN. But the loss may communicate
         # in its backward pass, and other processes wait for that. The gradients that they send here
         # have their weights, so they are added.

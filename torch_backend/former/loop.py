@@ -20,7 +20,7 @@ from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
-from torch_backend import _private, arrays, trees
+from torch_backend import arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.called import calling
 from torch_backend.former import Window
@@ -45,14 +45,13 @@ from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Listener, are_processes
-from torch_backend.sums import ordered
 from torch_backend.wrapped.gradient import ModuleGradient
 
 
 def window_of(program: Program, backend: Backend) -> Window:
     """The window for a program. Engine: funcga made the gradient function, and autograd computes
     it. ModuleWindow or PipelineWindow: that of a wrapped module, or of a pipeline. Calls: any other
-    function; and funcga's own in transforms of torch.func, under torch.compile, and with drop=.
+    function; and funcga's own in transforms of torch.func, and with drop=.
     """
     grad_fn = program.grad_fn
     if dist.is_available() and dist.is_initialized():
@@ -60,8 +59,8 @@ def window_of(program: Program, backend: Backend) -> Window:
     if isinstance(grad_fn, ModuleGradient):
         return _window_of_module(program, grad_fn, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
-    # Autograd can neither run inside of a transform of torch.func nor be traced by torch.compile.
-    runs_autograd = not (torch.compiler.is_compiling() or arrays.in_transform())
+    # Autograd cannot run inside of a transform of torch.func.
+    runs_autograd = not arrays.in_transform()
     if isinstance(grad_fn, GradientFunction):
         gradient: GradientFunction | None = grad_fn
     else:
@@ -107,14 +106,6 @@ class _NotWrapped:
     """Kept by a step whose gradient function was seen to use no wrapped module."""
 
 
-def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
-    """The gradient function for a call outside of any window."""
-    if torch.compiler.is_compiling() or arrays.in_transform():
-        return grad_fn.bound(backend)
-    gradient = partial(value_alone, grad_fn, backend)
-    return untraced(gradient) if callable(_private.compiling()) else gradient
-
-
 # A micro-batch: the arguments that it is cut from, its first row on each device, and how many rows
 # it has on each; None for all.
 Microbatch = tuple[Arguments, int, int | None]
@@ -131,15 +122,14 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 window.detached(args),
                 detached(kwargs, window.records) if kwargs else kwargs,
             )
-            known = None if torch.compiler.is_compiling() else program.memory.keep(LastCut)
-            arguments = None if known is None else known.arguments_like_last(program, backend, args)
-            if known is not None and arguments is not None:
+            known = program.memory.keep(LastCut)
+            arguments = known.arguments_like_last(program, backend, args)
+            if arguments is not None:
                 cuts, devices = known.cuts, 1
             else:
                 arguments = program.read(args, backend)
                 cuts, devices = cut(program, arguments, window.may_be_short)
-                if known is not None:
-                    known.note(arguments, cuts)
+                known.note(arguments, cuts)
             microbatches = iter([(arguments, start, count) for start, count in cuts])
             views = None
             if devices == 1 and not (program.is_exact or arguments.state):
@@ -150,8 +140,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 program, window, microbatches, lambda: arguments, kwargs, devices, views
             )
 
-    # Without torch._dynamo nothing is compiled, and there is nothing to look at.
-    return untraced(fold) if "torch._dynamo" in sys.modules and is_untraced(program) else fold
+    return fold
 
 
 class LastCut:
@@ -230,18 +219,6 @@ def cut(
     return starts(groups(rows, n, size)) if rows else (), devices
 
 
-def is_untraced(program: Program) -> bool:
-    """True if torch.compile must not trace this call: replicas merge, or Dynamo runs it eagerly and
-    would compile functions of the engine one by one.
-
-    It does so once it has failed to trace any step, because it remembers the code object.
-    """
-    if program.across is not None:
-        return True
-    is_own = isinstance(program.grad_fn, GradientFunction)
-    return is_own and not torch.compiler.is_compiling() and callable(_private.compiling())
-
-
 def _check_not_packed(arguments: Arguments) -> None:
     """Raises FuncgaError for a PackedSequence that is to be cut, or whose rows are to be
     counted.
@@ -298,8 +275,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             microbatches = _read(program, window, leading, items, backend)
             return run_window(program, window, microbatches, without, kwargs)
 
-    # Without torch._dynamo nothing is compiled, and there is nothing to look at.
-    return untraced(fold) if "torch._dynamo" in sys.modules and is_untraced(program) else fold
+    return fold
 
 
 def _read(
@@ -371,11 +347,9 @@ def moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[t
 
 def untraced(
     fold: Callable[..., Any],
-    why: str = "funcga merges over replicas here; compile the loss instead",
+    why: str = "funcga accumulates here; compile the loss, and not the step",
 ) -> Callable[..., Any]:
-    """The function, excluded from torch.compile: when that traces, nobody knows what the
-    replicas do next.
-    """
+    """The function, which torch.compile runs as it is, and leaves out of its graph."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
     # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
@@ -480,13 +454,12 @@ class Calls:
         # Where gradients are to lie that are DTensors.
         self.parameters_by_leaf: dict[int, torch.Tensor] = {}
         self.buffers: Buffers | None = None
-        # What hears collectives of the loss: of any group, and of those that gradients travel over.
-        self.listener = Listener() if reductions else None
+        # What hears collectives of the loss over the groups that gradients travel over.
         self.own_groups = [Listener(reduction.replicas.group) for reduction in reductions]
         self.may_be_short = bool(reductions)
         # True if in_axes was left at its default, which passes the first argument whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
-        self.assumes_whole = no_axes and gradient is None and not torch.compiler.is_compiling()
+        self.assumes_whole = no_axes and gradient is None
 
     def __enter__(self) -> Self:
         return self
@@ -515,10 +488,6 @@ class Calls:
         last: bool,
     ) -> list[Any]:
         """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        if self.buffers is not None and not self.buffers.pure and torch.compiler.is_compiling():
-            layout = self.buffers.layout
-            begun = self.buffers.begun([*layout.weighted, *layout.plain])
-            args = ordered.after(begun, arguments, args)
         args, kwargs = self._with_derivatives(arguments, args, kwargs, weight)
         statistics = statistics_of(self.module)
         value = self._called(arguments, args, kwargs)
@@ -556,7 +525,7 @@ class Calls:
         derivative.
         """
         program, backend, counts = self.program, arguments.backend, None
-        if torch.compiler.is_compiling() or not arrays.in_transform():
+        if not arrays.in_transform():
             return args, kwargs
         leaves, structure = trees.flatten((args, kwargs))
         constants = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -623,7 +592,6 @@ class Calls:
     def _merged(self, buffers: Buffers, state: list[Any]) -> Tree:
         """The result of these buffers, which the reductions have begun with."""
         for reduction in self.reductions:
-            reduction.unweighed = self.listener is not None and self.listener.heard
             state = reduction.finish(state)
         return buffers.result(state)
 

@@ -225,8 +225,7 @@ class Engine:
         in_backward = dict(zip(layout.backward.present, self.inputs.tensors, strict=True))
         if isinstance(self.gradient_fn, ObservedGradient):
             self.observing = Observing(self.gradient_fn, in_backward)
-        mixed = self.reduction if self.reduction is not None and self._mixes else None
-        return LentSums(self.buffers, in_backward, self.passes, mixed)
+        return LentSums(self.buffers, in_backward, self.passes)
 
     # --- replicas
 
@@ -234,11 +233,6 @@ class Engine:
     def may_be_short(self) -> bool:
         """Whether other replicas may have more micro-batches."""
         return self.reduction is not None
-
-    @property
-    def _mixes(self) -> bool:
-        """Whether leaves may have what the losses of other replicas add to them."""
-        return self.reduction is not None and self.reduction.replicas.leaves is not None
 
     @property
     def _sharded(self) -> OwnParameters | None:
@@ -251,7 +245,7 @@ class Engine:
 
     def _begin_merge(self, reduction: Merge, value: Tree) -> None:
         """Says what outputs like this value are like."""
-        if self._mixes or (self.listener is not None and self.listener.heard):
+        if self.listener is not None and self.listener.heard:
             # Collectives of the loss add cotangents of several replicas, so these must be in one
             # unit.
             self.buffers.unit, self.buffers.unit_is_fixed = 1.0, True

@@ -191,7 +191,7 @@ def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
     It looks in closures, defaults, partial arguments and the globals that the code names, and in
     functions among these.
     """
-    if torch.compiler.is_compiling() or not _is_distributed():
+    if not _is_distributed():
         return False
     check_not_wrapped(*modules_in(grad_fn))
     return True

@@ -35,11 +35,16 @@ from torch_backend.reduce.agreement import (
     Rebuild,
     agree,
     check_options,
-    check_weighed,
     progress_of,
     propose,
 )
-from torch_backend.reduce.header import Report, check_in_step, digest_of, exchange_reports
+from torch_backend.reduce.header import (
+    Report,
+    check_in_step,
+    check_updates,
+    digest_of,
+    exchange_reports,
+)
 from torch_backend.reduce.wire import Form, Receive, Wire, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
 
@@ -78,9 +83,8 @@ class Reduction:
         self.unreceived = deque[Receive]()
         # It travels in the last message of sums: not 0 if any replica has raised an error.
         self.mark = torch.zeros(1, device="cpu")
-        # Whether gradients of other replicas' losses came in, and nothing had weighed them; and the
-        # weights of the micro-batches, if their unit does not tell whether they differ.
-        self.unweighed, self.weights = False, set[Scalar]()
+        # How many the state of multi_steps has made; 0 in the window of a call.
+        self.updates: Scalar = 0
         # Whether the replicas were given other options, and so may have other windows in a call.
         self.differs = False
         # Whether it is merged, or all replicas raise the same error, or it was given up here.
@@ -159,7 +163,11 @@ class Reduction:
             self.agreement = agree(
                 self.history, self.proposal, self.rebuild, self.reports, self.replicas
             )
-            check_weighed(self.agreement, self.reports)
+            # What a replica has not finished is in each header from now on: as long as the others
+            # cannot know what it has left out, all windows are refused.
+            if self.updates < max(report.updates for report in self.reports):
+                self.history.finished -= 1
+            check_updates(self.reports)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in self.reports} - {0.0}
@@ -209,9 +217,8 @@ class Reduction:
             steps=buffers.steps,
             weight=weight,
             unit=unit,
-            unweighed=self.unweighed,
-            uneven=len(self.weights) > 1 or not (self.weights or weight == buffers.steps * unit),
             rejected=0 if isinstance(rejected, torch.Tensor) else rejected,
+            updates=float(self.updates),
             numbers=tuple(
                 [0.0 if number is None else float(arrays.scalar(number)) for number in numbers]
             ),
@@ -260,7 +267,7 @@ class Reduction:
         else:
             # In a first window the channel may have no group yet. Making it is a collective, and no
             # other replica would take part in it now.
-            self.replicas.channel.owed.append(self.send_rest)
+            self.replicas.channel.owe(self.send_rest)
 
     def send_rest(self) -> None:
         """Sends the rest of a window that was given up; if it was never announced, a header that
@@ -295,7 +302,7 @@ class Reduction:
         """What begins each of them, in their order."""
         buffers, plan = self.buffers, self.agreement.plan
         for message in plan.sums:
-            wire, mark = self._wire(message.kind.among, message.kind.device), None
+            wire, mark = self._wire(message.kind.device), None
             if message is plan.sums[-1]:
                 mark = self.mark = torch.full(
                     (1,), self.is_over, dtype=message.kind.dtype, device=wire.device
@@ -306,21 +313,20 @@ class Reduction:
         if plan.gathered and not buffers.outputs.collected:
             yield self._gather
 
-    def _wire(self, group: int, device: torch.device) -> Wire:
-        """What travels from a device over the group of replicas of this number."""
-        replicas = self.agreement.groups[group]
+    def _wire(self, device: torch.device) -> Wire:
+        """What arrays on a device travel over."""
+        replicas = self.replicas
         return Wire(replicas.channel.carrier(device, replicas.group), device, replicas.channel)
 
     def _gather(self) -> Receive:
-        plan, ranks = self.agreement.plan, self.replicas.ranks
-        members = [[*map(ranks.index, group.ranks)] for group in self.agreement.groups]
-        return gather(self.buffers, plan, self._wire(0, plan.device), members)
+        plan = self.agreement.plan
+        return gather(self.buffers, plan, self._wire(plan.device))
 
     def _count_on_device(self) -> Receive:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the
         host cannot see.
         """
-        buffers, wire = self.buffers, self._wire(0, self.agreement.plan.device)
+        buffers, wire = self.buffers, self._wire(self.agreement.plan.device)
         rejected = buffers.rejected if isinstance(buffers.rejected, torch.Tensor) else 0
         counts = (
             (0, 0)

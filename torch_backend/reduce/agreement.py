@@ -14,19 +14,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from funcga._backend.prefixes import named_by_leaf
 from funcga._call import Memory
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._replicas import Step, steps_made
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import arrays
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.former.layout import Layout
 from torch_backend.reduce.header import ROOM, Report, digest_of
 from torch_backend.reduce.wire import Form, Plan, plan_of
-from torch_backend.replicas import WRITE_LEAVES, Replicas, check_alike, is_group
+from torch_backend.replicas import Replicas, check_alike
 
 # Makes the Outputs of a tree, and leaves like its own, from the tree of their numbers and the shape
 # and dtype of each.
@@ -40,8 +39,7 @@ class Agreement:
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
     it is one of `description`, which has a text for each path. `forms` are the shapes and dtypes of
     the leaves of the outputs as this process holds them; None for a leaf that is not an array, or
-    that is reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `groups`
-    are the replicas of the window, and then those that some leaves are merged over instead. `steps`
+    that is reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `steps`
     are digests of the Steps that the replicas take, in their order; empty until all of them have
     agreed.
     """
@@ -51,7 +49,6 @@ class Agreement:
     forms: list[Form | None]
     plan: Plan
     specs: dict[int, Spec]
-    groups: list[Replicas]
     description: dict[str, str]
     digest: int
     steps: list[float] = field(default_factory=list)
@@ -161,9 +158,8 @@ def _proposal(
 ) -> Agreement:
     reduced = {leaf: like for leaf in outputs.reduced if (like := likes[leaf]) is not None}
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
-    groups, among = _groups_of_leaves(outputs, replicas)
-    for index, spec in specs.items():
-        _check_copies(spec, groups[among.get(index, 0)])
+    for spec in specs.values():
+        _check_copies(spec, replicas)
     shards = {index: local(like) for index, like in reduced.items()}
     added = [
         index
@@ -173,10 +169,7 @@ def _proposal(
     # What travels in the header has no mark of an error, which has to be read before the exchanges
     # that these take.
     may_be_numbers = not (specs or outputs.collected or outputs.threads)
-    description = _description(outputs, likes, replicas) | {
-        outputs.paths()[index] + " across": f"replicas {group} of {groups[group].count}"
-        for index, group in among.items()
-    }
+    description = _description(outputs, likes, replicas)
     return Agreement(
         key=key,
         outputs=outputs,
@@ -185,13 +178,11 @@ def _proposal(
             layout.folds,
             shards,
             added,
-            among,
             replicas.bucket_bytes,
             replicas.wire_dtype,
             ROOM if may_be_numbers else 0,
         ),
         specs=specs,
-        groups=groups,
         description=description,
         digest=digest_of([*description.items()]),
     )
@@ -199,51 +190,6 @@ def _proposal(
 
 def _form_of(like: torch.Tensor | None) -> Form | None:
     return None if like is None else (tuple(like.shape), like.dtype)
-
-
-def _groups_of_leaves(
-    outputs: Outputs, replicas: Replicas
-) -> tuple[list[Replicas], dict[int, int]]:
-    """The groups of an Agreement; and which of them a reduced leaf is merged over that is not
-    over all replicas.
-    """
-    groups, among = [replicas], dict[int, int]()
-    if replicas.leaves is None:
-        return groups, among
-    named = [None] * outputs.before + named_by_leaf(
-        replicas.leaves,
-        outputs.value_of(range(len(outputs.folds))),
-        is_group,
-        trees,
-        "output",
-        WRITE_LEAVES,
-    )
-    whole = {
-        leaf
-        for leaf, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
-        if fold.is_of_window
-    }
-    for leaf_index in (*outputs.collected, *outputs.threads, *whole):
-        fold = outputs.folds[leaf_index]
-        if named[leaf_index] is not None and Replicas(named[leaf_index]).ranks != replicas.ranks:
-            raise FuncgaError(
-                f"across= names fewer replicas than all for `{outputs.paths()[leaf_index]}`, whose "
-                f"fold ({fold and fold.fold.name}) is of the whole window. Name {replicas.ranks} "
-                "there."
-            )
-    for leaf_index in outputs.reduced:
-        if named[leaf_index] is None:
-            continue
-        own = Replicas(named[leaf_index])
-        replicas.check_part(own.group)
-        # Two groups of the same processes are one.
-        known = [group.ranks for group in groups]
-        if own.ranks not in known:
-            groups.append(own)
-            known.append(own.ranks)
-        if own.ranks != replicas.ranks:
-            among[leaf_index] = known.index(own.ranks)
-    return groups, among
 
 
 def _check_copies(spec: Spec, replicas: Replicas) -> None:
@@ -311,7 +257,6 @@ class _Statement(NamedTuple):
     steps_made: dict[str, int]
     description: dict[str, str] | None = None
     structure: bytes | str | None = None  # pickled; a text says why it cannot be
-    groups: Sequence[list[int]] = ()
 
 
 def agree(
@@ -336,7 +281,6 @@ def agree(
     if known is not None or _are_mixed_up(said):
         raise _mixed_up(said)
     check_alike([each.description for each in said], "fold different structures")
-    _check_groups([each.groups for each in said], replicas)
     structure = next((each.structure for each in said if each.structure is not None), None)
     if structure is not None:
         mine = _adopt(history, mine, structure, rebuild, replicas)
@@ -391,8 +335,7 @@ def _statement_of(step: Step | None, mine: Agreement | None, reports: list[Repor
     digests = {report.digest for report in reports}
     description = mine.description if len(digests - {0}) > 1 else None
     structure = _pickled(mine) if 0 in digests else None
-    groups = [group.ranks for group in mine.groups[1:]]
-    return _Statement(step, steps_made(), description, structure, groups)
+    return _Statement(step, steps_made(), description, structure)
 
 
 # -------------------------------------------- a first window in which a replica has nothing to fold
@@ -448,64 +391,6 @@ def _adopt(
         )
     check_alike([each for each in said if isinstance(each, dict)], "fold different structures")
     return mine
-
-
-# ----------------------------------------------------------------------------- what is checked then
-
-
-def check_weighed(agreement: Agreement, reports: list[Report]) -> None:
-    """Raises FuncgaError, on all replicas, if a mean over micro-batches of different weights cannot
-    be had any more.
-
-    A leaf that is merged over fewer replicas than the window has what the losses of the others add
-    to it: it has to be weighed before it travels.
-    """
-    if not (agreement.plan.among and any(report.unweighed for report in reports)):
-        return
-    folded = [report for report in reports if report.steps]
-    are_equal = len({report.weight / report.steps for report in folded}) <= 1 and not any(
-        report.uneven or report.on_device for report in folded
-    )
-    outputs = agreement.outputs
-    mixed = [
-        leaf
-        for leaf, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
-        if leaf in agreement.plan.among and fold.weighs
-    ]
-    if mixed and not are_equal:
-        raise FuncgaError(
-            f"`{outputs.paths()[mixed[0]]}` is merged over fewer replicas than "
-            "the window, micro-batches have different weights, and collectives were called where "
-            "their gradients were computed. So it may have what the losses of other replicas add "
-            "to it, and nothing has weighed that. Return sums, and let funcga divide them: "
-            "fold=funcga.per_weight(), and a loss that is summed over what weight counts."
-        )
-
-
-def _check_groups(groups_of_replicas: list[Sequence[list[int]]], replicas: Replicas) -> None:
-    """Raises FuncgaError if two replicas name different processes for the same leaf, and would
-    wait for each other.
-    """
-    spoke = {
-        rank: groups
-        for rank, groups in zip(replicas.ranks, groups_of_replicas, strict=True)
-        if groups
-    }
-    named = {
-        (number, tuple(group)): rank
-        for rank, groups in spoke.items()
-        for number, group in enumerate(groups)
-    }
-    # Each group is looked at once, however many replicas name it.
-    for (number, group), rank in named.items():
-        for other in group:
-            theirs = tuple(spoke[other][number]) if other in spoke else group
-            if theirs != group:
-                raise FuncgaError(
-                    f"across= names the ranks {[*group]} for a leaf on rank {rank}, and "
-                    f"{[*theirs]} on rank {other}, which is one of them. Name the same group on "
-                    "all of its ranks."
-                )
 
 
 def _are_mixed_up(said: list[_Statement]) -> bool:

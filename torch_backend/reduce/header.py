@@ -24,11 +24,8 @@ class Report(NamedTuple):
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     failed: float = False  # whether the replica has raised an error
-    unweighed: float = (
-        False  # whether gradients have what other replicas' losses add to them, unweighed
-    )
-    uneven: float = False  # whether its micro-batches have different weights
     rejected: float = 0  # micro-batches that are dropped, but for those that only the device counts
+    updates: float = 0  # of the state of `multi_steps` that the window is in
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
 
 
@@ -76,6 +73,23 @@ def check_in_step(reports: list[Report]) -> None:
         )
     if not any(report.digest for report in reports):
         raise nothing_to_fold()
+
+
+def check_updates(reports: list[Report]) -> None:
+    """Raises FuncgaError, on all replicas, if their states of `multi_steps` are not of one
+    update.
+    """
+    if len({report.updates for report in reports}) > 1:
+        spelled = ", ".join(
+            f"rank {rank} has a state after {report.updates:.0f} updates"
+            for rank, report in enumerate(reports[:8])
+        )
+        raise FuncgaError(
+            f"the replicas are out of step: {spelled}. One of them has left out a window that the "
+            "others merged, or has begun with a new state, as after an error that was caught. Let "
+            "an error end the process; or make the transform anew on every rank, and go on from "
+            "one state: tx = funcga.multi_steps(...)."
+        )
 
 
 def nothing_to_fold() -> FuncgaError:

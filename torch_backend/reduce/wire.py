@@ -34,14 +34,12 @@ class MessageKind(NamedTuple):
     """What leaves have in common that are added over the replicas together.
 
     `dtype`: of their accumulators, as real numbers; None if their monoid makes of them what is
-    added. `wire`: what they are sent as. `among`: which of the groups of replicas they are added
-    over, as in a Plan.
+    added. `wire`: what they are sent as.
     """
 
     dtype: torch.dtype | None
     device: torch.device
     wire: torch.dtype | None
-    among: int
 
 
 class Sum(NamedTuple):
@@ -56,8 +54,7 @@ class Plan(NamedTuple):
     replica.
 
     `sums` and `gathered` have all leaves, unless `numbers` has them: these travel in the header.
-    `shapes` are those of all leaves. `among` has the leaves that are merged over fewer replicas
-    than the window: over the group of this number, from 1 on. `device`: where anything travels from
+    `shapes` are those of all leaves. `device`: where anything travels from
     that is no sum.
     """
 
@@ -65,7 +62,6 @@ class Plan(NamedTuple):
     gathered: tuple[int, ...]
     numbers: tuple[int, ...]
     shapes: Mapping[int, tuple[int, ...]]
-    among: Mapping[int, int]
     device: torch.device
 
 
@@ -73,19 +69,17 @@ def plan_of(
     folds: Mapping[int, LeafFold],
     likes: Mapping[int, torch.Tensor],
     added: Collection[int],
-    among: Mapping[int, int],
     bucket_bytes: int,
     wire_dtype: torch.dtype | None,
     most_numbers: int = 0,
 ) -> Plan:
-    """The Plan for leaves like these, of which `added` are merged by adding them; `among` as in a
-    Plan.
+    """The Plan for leaves like these, of which `added` are merged by adding them.
 
     If all are numbers on the host, and `most_numbers` at most, they travel in the header.
     """
     kinds: dict[MessageKind, list[int]] = {}
     for leaf, like in sorted(likes.items()):
-        kind = _message_kind_of(folds[leaf], like, leaf in added, wire_dtype, among.get(leaf, 0))
+        kind = _message_kind_of(folds[leaf], like, leaf in added, wire_dtype)
         if kind is not None:
             kinds.setdefault(kind, []).append(leaf)
     shapes = {leaf: tuple(like.shape) for leaf, like in likes.items()}
@@ -99,27 +93,25 @@ def plan_of(
             if kind.dtype is None or not _are_few_counts(leaves, folds, likes)
         }
     elif are_few_scalars and all(map(_fits_the_header, kinds)):
-        return Plan((), (), tuple(sorted(added)), shapes, among, torch.device("cpu"))
+        return Plan((), (), tuple(sorted(added)), shapes, torch.device("cpu"))
     sums = _messages(kinds, likes, bucket_bytes)
     gathered = {*likes}.difference(*kinds.values())
-    return Plan(sums, tuple(sorted(gathered)), (), shapes, among, sums[-1].kind.device)
+    return Plan(sums, tuple(sorted(gathered)), (), shapes, sums[-1].kind.device)
 
 
 def _message_kind_of(
-    fold: LeafFold, like: torch.Tensor, is_added: bool, wire_dtype: torch.dtype | None, among: int
+    fold: LeafFold, like: torch.Tensor, is_added: bool, wire_dtype: torch.dtype | None
 ) -> MessageKind | None:
     """The MessageKind of a leaf; None if it is gathered. Scalars, such as the loss, and counts are
     never rounded.
     """
     if not is_added:
         is_sent = fold.fold.reducer.monoid.sent is not None
-        return MessageKind(None, like.device, None, among) if is_sent else None
+        return MessageKind(None, like.device, None) if is_sent else None
     dtype: torch.dtype = fold.accumulator_dtype
     dtype = dtype.to_real() if dtype.is_complex else dtype
     is_exact = like.ndim == 0 or not dtype.is_floating_point
-    return MessageKind(
-        dtype, like.device, dtype if wire_dtype is None or is_exact else wire_dtype, among
-    )
+    return MessageKind(dtype, like.device, dtype if wire_dtype is None or is_exact else wire_dtype)
 
 
 def _are_few_counts(
@@ -132,12 +124,12 @@ def _are_few_counts(
 
 def _fits_the_header(kind: MessageKind) -> bool:
     is_float = kind.dtype is not None and kind.dtype.is_floating_point
-    return is_float and kind.device.type == "cpu" and not kind.among
+    return is_float and kind.device.type == "cpu"
 
 
-def _is_for_all(message: Sum) -> bool:
-    """Whether it has numbers of one dtype that all replicas of the window add."""
-    return message.kind.dtype is not None and not message.kind.among
+def _is_of_one_dtype(message: Sum) -> bool:
+    """Whether it has numbers of one dtype, and so may have the mark of an error."""
+    return message.kind.dtype is not None
 
 
 def _messages(
@@ -158,10 +150,10 @@ def _messages(
             room -= nbytes
     # The mark is copied with all of its message, so the smallest one of all replicas comes last.
     messages.sort(key=lambda message: -sum([likes[leaf].numel() for leaf in message.leaves]))
-    messages.sort(key=_is_for_all)
-    if not messages or not _is_for_all(messages[-1]):
+    messages.sort(key=_is_of_one_dtype)
+    if not messages or not _is_of_one_dtype(messages[-1]):
         device = next((like.device for like in likes.values()), torch.device("cpu"))
-        messages.append(Sum(MessageKind(torch.float32, device, torch.float32, 0), ()))
+        messages.append(Sum(MessageKind(torch.float32, device, torch.float32), ()))
     return tuple(messages)
 
 
@@ -266,12 +258,11 @@ def _as_reduced(buffers: Buffers, leaf: int, total: Reduced, kind: MessageKind) 
 # --------------------------------------------------------------------------------- what is gathered
 
 
-def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[int]]) -> Receive:
+def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Receive:
     """Begins to gather the leaves that are no sums, and collected rows.
 
     The function that it returns waits for them, and combines and joins them in the order of the
-    replicas. `members` has for each group of replicas which of those of the window they are: it
-    takes the leaves of these alone.
+    replicas.
     """
     lifted = [_lifted(buffers, plan, leaf, wire.device) for leaf in plan.gathered]
     rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
@@ -282,9 +273,7 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire, members: Sequence[Sequence[
     def combine() -> None:
         of_ranks = [trees.unflatten(structure, arrays) for arrays in received()]
         for position, leaf in enumerate(plan.gathered):
-            lifted = [
-                of_ranks[replica][0][position] for replica in members[plan.among.get(leaf, 0)]
-            ]
+            lifted = [of_rank[0][position] for of_rank in of_ranks]
             buffers.sums.accumulators[leaf] = reduce(buffers.folds[leaf].combine, lifted)
         for position, leaf_index in enumerate(buffers.outputs.collected):
             buffers.collected[leaf_index] = [rows[position] for _, rows in of_ranks]

@@ -16,7 +16,6 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed
-from torch_backend.sums import elementwise, ordered
 
 # The values that are added, by the indices of their leaves in the output.
 Values = Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
@@ -28,14 +27,12 @@ class Sums:
 
     `folds` are those of the leaves that are reduced, by leaf index. `accumulators` has None for a
     leaf that nothing was added to yet, and for one that is not reduced. `in_place`: whether the
-    accumulators may be written to; otherwise new ones take their place. `borrowed`: under
-    torch.compile, the leaves whose accumulators may alias an input, and are copied for the result.
+    accumulators may be written to; otherwise new ones take their place.
     """
 
     folds: Mapping[int, LeafFold]
     accumulators: list[Reduced]
     in_place: bool = True
-    borrowed: set[int] = field(default_factory=set, init=False)
     # A weight that only a device knows, and for each device and dtype that hooks of its micro-batch
     # have asked for: the weight in the unit, whether it is not 0, and a 0.
     factors_of: torch.Tensor | None = field(default=None, init=False)
@@ -55,29 +52,19 @@ class Sums:
         addends = [values[leaf_index] for leaf_index in leaf_indices]
         if kinds != {torch.Tensor}:
             addends = [*map(redistributed, addends, accumulators)]
-        if torch.compiler.is_compiling():
-            totals: Sequence[torch.Tensor] = ordered.added(accumulators, addends, factor)
-            self.borrowed.difference_update(leaf_indices)
-        elif self.in_place:
+        if self.in_place:
             # Each in its shard: also Partial sums are added without a collective.
             if kinds != {torch.Tensor}:
                 accumulators, addends = local_tensors(accumulators), local_tensors(addends)
             torch._foreach_add_(accumulators, addends, alpha=factor)
             return
-        else:
-            totals = torch._foreach_add(accumulators, addends, alpha=factor)
+        totals = torch._foreach_add(accumulators, addends, alpha=factor)
         for leaf_index, total in zip(leaf_indices, totals, strict=True):
             self.accumulators[leaf_index] = total
 
     def _begin(self, leaf_indices: Sequence[int], values: Values, factor: float) -> None:
         """Makes accumulators of factor * value, in memory of their own."""
         dtypes = [self.folds[leaf_index].accumulator_dtype for leaf_index in leaf_indices]
-        if factor == 1 and torch.compiler.is_compiling():
-            # The compiler would make a copy for each use.
-            for leaf_index, dtype in zip(leaf_indices, dtypes, strict=True):
-                self.accumulators[leaf_index] = values[leaf_index].to(dtype)
-            self.borrowed.update(leaf_indices)
-            return
         local_values = local_tensors([values[leaf_index] for leaf_index in leaf_indices])
         if factor and len(leaf_indices) > 1 and dtypes == [value.dtype for value in local_values]:
             # Copied and scaled in one kernel, where there would be two.
@@ -108,8 +95,8 @@ class Sums:
             if accumulator is None:
                 product = torch.where(counts, local(value).to(dtype), zero).mul_(factor)
                 self.accumulators[leaf_index] = as_dtensor(product, value)
-            elif torch.compiler.is_compiling() or not self.in_place:
-                # The sum may be borrowed, or the caller's.
+            elif not self.in_place:
+                # The sum may be the caller's.
                 product = torch.where(counts, local(value).to(dtype), zero) * factor
                 self.add([leaf_index], {leaf_index: as_dtensor(product, value)}, 1)
             else:
@@ -132,11 +119,6 @@ class Sums:
     def combine(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
         """Folds a value into a leaf whose fold is no sum, or which cannot be added by torch."""
         fold, before = self.folds[leaf_index], self.accumulators[leaf_index]
-        if self.in_place and elementwise.fits(fold, value):
-            if before is None:
-                before = self.accumulators[leaf_index] = elementwise.begun(fold, value)
-            elementwise.combine(fold, before, value, weight)
-            return
         before = fold.identity(value) if before is None else before
         combined = fold.combine(before, fold.lift(value, weight))
         # A monoid of the user's may return its argument, whose memory belongs to grad_fn.

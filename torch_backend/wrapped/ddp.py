@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from funcga._call import supported
-from funcga._replicas import check_one_for_all
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -91,11 +90,6 @@ class Wrapper:
         groups = [Replicas(group) for group in self.groups()[0]]
         if across is not None:
             named = replicas_of(across)
-            check_one_for_all(
-                named,
-                f"the module is wrapped by {self.name}, which reduces all gradients itself",
-                "Leave across= out; or let funcga reduce the module that was wrapped.",
-            )
             # On a mesh of two dimensions a process sees only its own row, the inner group, and its
             # own column, the outer one. All other rows are the same row shifted along the column.
             shifts = [rank - dist.get_rank() for group in groups[1:] for rank in group.ranks]

@@ -24,7 +24,7 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.alone import value_of_module
 from torch_backend.engine.called import calling
-from torch_backend.engine.window import Own
+from torch_backend.engine.opened import Own
 from torch_backend.former import Window
 from torch_backend.former.inputs import OwnParameters, unsplit
 from torch_backend.former.layout import StepCache

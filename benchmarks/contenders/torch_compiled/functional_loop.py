@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.torch_problem import Problem, Step, functional_loss
 
-NAME, AGAINST = "the best torch.func loop, both parts compiled", "funcga"
+NAME, AGAINST = "the best torch.func loop, both parts compiled", "funcga_loss"
 SOURCE = "https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_faq.html"
 
 

@@ -7,7 +7,7 @@ import torch
 from benchmarks.contenders.torch import loop
 from benchmarks.torch_problem import Problem, Step
 
-NAME, AGAINST = "a `.backward()` loop with a compiled loss", ("funcga", "funcga_loss")
+NAME, AGAINST = "a `.backward()` loop with a compiled loss", "funcga_loss"
 SOURCE = "https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html"
 
 

@@ -72,14 +72,9 @@ def _of_summary(case: Case) -> Case:
 
 
 def _without_comparison(case: Case) -> list[Cause]:
-    """The causes that need no comparison: folds over micro-batches, and rows that are not
-    collected.
-    """
+    """The causes that need no comparison: rows that are not collected."""
     summary = case.probe
     summary.values(summary.all_rows)
-    for fold, path in zip(summary.folds, summary.paths, strict=True):
-        if fold.reducer.over_steps:
-            return [cause("by steps: moments", where=path)]
     return causes_in(per_example(case))
 
 
@@ -116,9 +111,6 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
 _FOLDS: dict[str, Callable[[Leaves, list[float]], Array]] = {
     "mean": lambda values, weights: np.average(values, 0, weights),
     "sum": lambda values, weights: np.sum(values, 0),
-    "max": lambda values, weights: np.max(values, 0),
-    "min": lambda values, weights: np.min(values, 0),
-    "logsumexp": lambda values, weights: np.logaddexp(*values),
 }
 
 

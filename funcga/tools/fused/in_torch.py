@@ -29,7 +29,7 @@ LARGE = 2**19
 LARGE_ON_DEVICE = 2**23
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-# What a plan computes with has no numbers.
+# The last one has no numbers: `funcga.plan` runs a step on it, to count bytes.
 _DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
 _AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 

@@ -136,6 +136,36 @@ def test_an_error_in_the_first_window_can_be_left_out_too():
                     assert text == 4
 
 
+def fails_in_one_of_two(_, first):
+    """Rank 1 fails in one of two steps, in the first window or later, and goes on with the other, of another group."""
+    found, rank, x = [], dist.get_rank(), torch.ones(2, 3)
+
+    def loss(w, x):
+        if rank == 1 and len(found) == (0 if first else 2):
+            raise ValueError("bad data")
+        return (x @ w).sum()
+
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    steps = [funcga.accumulate(funcga.grad(loss), 2, across=group) for group in groups]
+    for _ in range(3):
+        for step in steps:
+            try:
+                found.append(step(torch.ones(3), x).tolist())
+            except (ValueError, funcga.FuncgaError) as error:
+                found.append(str(error).split(" in this window")[0])
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_error_in_one_of_two_steps_that_have_groups_of_their_own(first):
+    """Here the loop goes on with the other step, and the others still wait in the first one."""
+    exact = [1.0, 1.0, 1.0]
+    for rank, found in enumerate(alone(fails_in_one_of_two, first)):
+        expected = [exact] * 6
+        expected[0 if first else 2] = "bad data" if rank == 1 else "rank 1 has raised an error"
+        assert found == expected
+
+
 class Broken(Exception):
     """What one rank raises, and catches."""
 

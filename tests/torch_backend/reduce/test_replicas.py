@@ -347,12 +347,12 @@ NEIGHBOURS = {
 
 
 def neighbours(group, name):
-    """The largest error against autograd on the whole batch; of leaves of some replicas against those rows."""
+    """The errors against autograd on the whole batch."""
     torch.manual_seed(0)
     rank, rows = dist.get_rank(group), torch.randn(12, dtype=torch.float64)
     dtype = lambda key: torch.complex128 if key in "cf" else torch.float64
     params = {key: torch.randn(shape, dtype=dtype(key)) for key, shape in NEIGHBOURS[name].items()}
-    own, alone = rows[4 * rank : 4 * rank + 4], [dist.new_group([each]) for each in range(3)][rank]
+    own = rows[4 * rank : 4 * rank + 4]
 
     def loss_fn(params, x):
         each = [(p.flatten()[:, None] * x * (1 + 2j if p.is_complex() else 1)).abs().square() for p in params.values()]
@@ -364,12 +364,11 @@ def neighbours(group, name):
         return {key: leaf.grad / 12 for key, leaf in leaves.items()}
 
     errors = []
-    for bucket_bytes, among in ((2**22, {}), (8, {}), (2**22, {"e": alone}), (2**22, {"c": alone, "w": alone})):
-        leaves = {key: among.get(key, group) for key in params}
-        across = Replicas(group, bucket_bytes=bucket_bytes, leaves=leaves if among else None)
+    for bucket_bytes in (2**22, 8):
+        across = Replicas(group, bucket_bytes=bucket_bytes)
         step = funcga.accumulate(funcga.grad(loss_fn), 2, fold=funcga.per_weight(), across=across)
-        wanted, of_own, found = expected(rows), expected(own), step(params, own)
-        errors += [difference(found[key], (of_own if key in among else wanted)[key]) for key in params]
+        wanted, found = expected(rows), step(params, own)
+        errors += [difference(found[key], wanted[key]) for key in params]
     # as torch.func returns it, and a user's function: conjugated lazily
     lazily = funcga.accumulate(
         lambda x: x.sum() * torch.tensor([1j] * 3).conj(), 1, fold=funcga.sum(), in_axes=0, across=group
@@ -540,7 +539,7 @@ def compiles(group, fullgraph):
 
 
 def test_not_in_one_graph():
-    with pytest.raises(Failed, match="funcga merges over replicas here; compile the loss instead"):
+    with pytest.raises(Failed, match="funcga accumulates here; compile the loss, and not the step"):
         processes().run(compiles, True, size=2)
     assert processes().run(compiles, False, size=2) == [0.0, 0.0]  # the graph is broken where the step begins
 

@@ -322,11 +322,13 @@ def test_an_empty_stream_of_a_module_is_refused():
 
 @pytest.mark.filterwarnings("default")
 def test_a_window_is_not_compiled():
+    torch._dynamo.reset()
     step = step_of(made())
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="funcga accumulates here; compile the loss, and not"):
         torch.compile(step, fullgraph=True, backend="eager")(*rows_of(0, torch.float32))
+    gradient = torch.compile(module_value_and_grad(made(), mean_square), backend="eager")
     with pytest.raises(funcga.FuncgaError, match="which can be neither compiled nor transformed"):
-        torch.compile(step, backend="eager")(*rows_of(0, torch.float32))
+        gradient(*rows_of(0, torch.float32))
     torch._dynamo.reset()
 
 

@@ -2,18 +2,21 @@
 
 Nothing in torch is replaced for any of them. `FUNCGA_GUARDS` says when those look that only look:
 "first" (the default), as the table on docs/concepts/inside_torch.md says; "every", at every call
-and in every pass; "off", never. What puts something aside and gives it back is no choice.
+and in every pass; "off", never. What puts something aside and gives it back does so in any case.
 
     aside        the `.grad`s of leaves that are others': put aside, and back
     watched      the `.grad`s of parameters that were given stay as they are
     unchanged    no parameter is written to in a window, and no sum but by its backward passes
     recompute    a module that runs again in a backward pass has the parameters of the forward pass
     functions    functions written in Python run backward passes of their own
+    reachable    what such a function may write to: all that a loss leads to
 """
 
 import os
 
+from funcga.errors import FuncgaError
+
 _MODE = os.environ.get("FUNCGA_GUARDS", "first")
 if _MODE not in ("first", "every", "off"):
-    raise ValueError(f"FUNCGA_GUARDS is {_MODE!r}: write first, every or off.")
+    raise FuncgaError(f"FUNCGA_GUARDS is {_MODE!r}: write first, every or off.")
 ON, EVERY = _MODE != "off", _MODE == "every"

@@ -42,6 +42,14 @@ def other_parameters() -> FuncgaError:
     )
 
 
+def other_hooks() -> FuncgaError:
+    """The error for hooks that come, or go, in the middle of a window."""
+    return FuncgaError(
+        "a parameter got a hook of register_hook during the window, or lost one, which saw only a "
+        "part of its micro-batches. Put hooks on parameters between two calls of the step."
+    )
+
+
 def ran_backward() -> FuncgaError:
     """The error for a loss that runs a backward pass into its own parameters."""
     return FuncgaError(

@@ -9,6 +9,7 @@ import torch
 
 from funcga.errors import FuncgaError
 from torch_backend import _private
+from torch_backend.engine.guards.unchanged import other_hooks
 
 _GRAD = operator.attrgetter("grad")
 
@@ -34,10 +35,7 @@ class grads_watched(AbstractContextManager[None]):  # noqa: N801 - a context, as
         for leaf, gradient in zip(self.leaves, self.grads, strict=True) if is_replaced else ():
             leaf.grad = gradient
         if kind is None and any(map(_private.has_hooks, self.leaves)) != self.hooked:
-            raise FuncgaError(
-                "a parameter got a hook of register_hook during the window, which saw only a part "
-                "of its micro-batches. Put hooks on parameters between two calls of the step."
-            )
+            raise other_hooks()
         is_written = sum(map(_private.version, self.present)) != self.writes
         if kind is None and (is_replaced or is_written):
             raise FuncgaError(
