@@ -112,6 +112,20 @@ def test_argnums(kit):
         assert difference(kit, last(*args), whole[1][1]) <= LIMIT
 
 
+def test_a_later_call_may_have_other_names(kit):
+    """Of leaves that are alike; the loss and the result have those of the call."""
+    seen = []
+    loss = lambda params, batch: (
+        seen.append((*params, *batch)),
+        (params[next(iter(params))] * batch[next(iter(batch))]).sum(),
+    )[1]
+    step, ones, rows = funcga.accumulate(funcga.grad(loss), 2), kit.arrays(np.ones(3)), kit.arrays(np.ones((4, 3)))
+    for names in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")):
+        seen.clear()
+        assert [*step({names[0]: ones}, {names[1]: rows})] == [names[0]]
+        assert kit is not TORCH or {*seen} == {names}
+
+
 def test_argnums_of_a_stream_that_has_other_fields(kit):
     """Counted from the last: another argument then."""
     step = funcga.stream(funcga.grad(lambda w, *xs: (w * xs[0] * xs[-1]).sum(), argnums=-2), fold=funcga.sum())

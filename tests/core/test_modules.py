@@ -316,6 +316,24 @@ def test_a_backward_pass_into_the_parameters_themselves_is_refused_and_undone(ca
 
 
 @pytest.mark.parametrize("call", [1, 3])
+def test_a_backward_pass_that_adds_to_earlier_gradients_is_refused(call):
+    w, runs = nn.Parameter(torch.ones(3)), []
+    w.grad = torch.ones(3)
+
+    def loss(params, x):
+        runs.append(1)
+        if len(runs) > 2 * (call - 1):
+            (w * x).sum().backward()
+        return (params["w"] * x).sum()
+
+    step = funcga.accumulate(funcga.grad(loss), 2)
+    for _ in range(call - 1):
+        step({"w": w}, torch.ones(4, 3))
+    with pytest.raises(funcga.FuncgaError, match=r"a parameter's .grad changed during the call"):
+        step({"w": w}, torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("call", [1, 3])
 def test_parameters_that_are_written_during_a_window_are_refused(call):
     module, (x, y), runs = net(), batch(), []
 

@@ -4,7 +4,10 @@ made in between where they are.
 The oracle is autograd's gradient of the whole batch, in float64 where the case is.
 """
 
+import gc
 import sys
+import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -327,8 +330,14 @@ def scaled(model, tokens, targets):
     return F.cross_entropy(outputs, targets.flatten())
 
 
+def of_frequent_rows(model, tokens, targets):
+    """Whose gradient is divided by how often each is looked up."""
+    rows = F.embedding(tokens % 7, model.table.weight, scale_grad_by_freq=True)
+    return F.cross_entropy(model.head(rows).flatten(0, 1), targets.flatten())
+
+
 LOSSES = [scaled, penalty, decay, twice, of_weights, under_transforms, of_rows, in_place, with_a_pass_in_a_hook]
-LOSSES += [in_a_hook_of_the_loss, under_a_mode, with_a_subclass, of_sparse_rows]
+LOSSES += [in_a_hook_of_the_loss, under_a_mode, with_a_subclass, of_sparse_rows, of_frequent_rows]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -340,6 +349,48 @@ def test_what_losses_do(loss):
             step = way(model, loss)
             for _ in range(2):
                 check(step(*args), wanted)
+
+
+def test_checkpoints_are_recomputed_once():
+    """Their rows are packed by hooks, so that they are left to autograd."""
+    runs = []
+    run = lambda part, x: checkpoint(lambda x: (runs.append(1), part(x))[1], x, use_reentrant=False)
+    model, args = Model(run=run), batch(6)
+    step = of_module(model, loss_of)
+    for _ in range(2):
+        runs.clear()
+        step(*args)
+        assert len(runs) == 4 * N  # table and head, forwards and again
+
+
+class Mark:
+    pass
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_no_node_lives_on(raises):
+    """Nor what it has saved; also after an error in the backward pass, without the collector of cycles."""
+    model, args, saved = Model(), batch(6), []
+
+    def loss(model, tokens, targets):
+        rows = torch.tanh(model.hidden(model.table(tokens)))
+        rows.grad_fn.metadata["mark"] = mark = Mark()  # which lives as long as the node
+        saved.append(weakref.ref(mark))
+        if raises:
+            rows.register_hook(lambda _: 1 / 0)
+        return F.cross_entropy(model.head(rows).flatten(0, 1), targets.flatten())
+
+    step = of_module(model, loss)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+                step(*args)
+        assert len(saved) == 2 * (1 if raises else N)
+        assert [each() for each in saved] == [None] * len(saved)
+    finally:
+        gc.enable()
 
 
 def test_reentrant_checkpoints():

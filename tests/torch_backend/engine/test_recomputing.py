@@ -299,3 +299,12 @@ def test_frozen_layers_that_run_or_move_later(change, way, runs_first):
     change(module, teacher)
     (expected,) = gradients_by_hand(module, loss, [(x,)])
     torch.testing.assert_close([*step(x)[1].values()], [g for g in expected.values() if g is not None])
+def test_a_batch_that_comes_out_of_a_graph():
+    """No pass goes on into it, though it is not restricted to the leaves."""
+    w, source, seen = torch.ones(3), torch.ones(4, 3, requires_grad=True), []
+    x = source * 2
+    x.register_hook(seen.append)
+    step = funcga.accumulate(funcga.grad(lambda w, x: Recompute.apply(torch.tanh, x * w).sum()), 2)
+    for _ in range(3):
+        step(w, x)
+    assert (seen, source.grad) == ([], None)
