@@ -77,6 +77,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                     view = arguments.cut(start, size, state, take)
                 window.fold(view, kwargs, weight)
                 state = window.state if state else state
+            del view  # the last one, which may be a copy
             result = window.result()
         if window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan.with_cuts(arguments, cuts))

@@ -255,9 +255,6 @@ DOORS = {
     "coupled, mean": coupled(
         funcga.mean(), lambda params, of: of.log(), lambda params, x: errors(params, x).mean(), weight=rows
     ),
-    "coupled, moments": coupled(
-        funcga.moments(), lambda params, of: of[1] / of[0], lambda params, x: errors(params, x).mean()
-    ),
     "coupled, totals": coupled(
         funcga.sum(), lambda params, of: of.log(), lambda params, x: errors(params, x).sum(),
     ),
