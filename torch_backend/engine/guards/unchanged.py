@@ -50,7 +50,8 @@ def other_parameters() -> FuncgaError:
     return FuncgaError(
         "the module got other layers or parameters during the window, or some were frozen: the "
         "gradients of its micro-batches are not those of one model. Change the module between two "
-        "calls of the step."
+        "calls of the step; where another thread uses it, give each thread a module of its own: "
+        "copy.deepcopy(module)."
     )
 
 
