@@ -455,18 +455,21 @@ def test_16_bits_are_added_in_float32():
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_device(dtype):
-    """Products of 16-bit matrices are added in float32 there, and are no tensors of a weight's size."""
+    """Products of 16-bit matrices are added in float32 there, and are no tensors of a weight's size.
+
+    A module's own parameters of 16 bits have no wider `.grad`: there are the two gradients of each micro-batch, too.
+    """
     model, args = Model(vocabulary=2**16).to(dtype), batch()
     plain = Model(vocabulary=2**16).double()
     plain.load_state_dict(model.state_dict())
     wanted = gradients(loss_of, plain, *args)
     model, args = model.to("cuda"), [arg.to("cuda") for arg in args]
-    for way in (of_module, of_params):
+    for way, gradients_beside in ((of_module, 2 * N if dtype is torch.bfloat16 else 0), (of_params, 0)):
         step = way(model, loss_of, fold=(funcga.mean(), funcga.mean(out_dtype=torch.float32)))
         for _ in range(2):
             got = {name: leaf.cpu() for name, leaf in step(*args).items()}
             check(got, wanted, limit=2e-2 if dtype is torch.bfloat16 else 1e-5)
-        assert made(partial(step, *args), model.head.weight.numel()) == 2  # the sums
+        assert made(partial(step, *args), model.head.weight.numel()) == 2 + gradients_beside  # the sums
 
 
 @pytest.mark.parametrize("loss", [loss_of, penalty, of_weights, twice])
