@@ -502,3 +502,31 @@ def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
     )
     start, width = shard.data_ptr(), shard.element_size()
     return str(shard.device), start, start + (last + 1) * width, shard.numel() * width
+
+
+def represents_exactly(dtype: torch.dtype, number: float) -> bool:
+    """Whether this dtype holds a number exactly, or rounds it no more than float32 does."""
+    if number == 1 or dtype.itemsize >= 4:
+        return True
+    return torch.tensor(number, dtype=dtype, device="cpu").item() == number
+
+
+_CDATA, _NBYTES = attrgetter("_cdata"), attrgetter("nbytes")
+
+
+def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """For each gradient, True if it is the only owner of its memory, which has exactly its size."""
+    storages = [*map(torch.Tensor.untyped_storage, gradients)]
+    # Two references to the memory are expected: that of the gradient, and the one in `storages`.
+    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
+    # count as a reference.
+    return [
+        count == 2 and held == needed and resizable
+        for count, held, needed, resizable in zip(
+            map(_private.use_count, map(_CDATA, storages)),
+            map(torch.UntypedStorage.nbytes, storages),
+            map(_NBYTES, gradients),
+            map(torch.UntypedStorage.resizable, storages),
+            strict=True,
+        )
+    ]

@@ -15,12 +15,12 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
-from torch_backend import _private, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import graphs
 from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Window, are_alone
+from torch_backend.engine.window import Window
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
@@ -159,6 +159,6 @@ def _own_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for leaf, grad in zip(leaves, map(_GRAD, leaves), strict=True)
     ]
     if {*map(type, grads)} <= {torch.Tensor} and {*map(_LAYOUT, grads)} <= {torch.strided}:
-        alone = are_alone(grads)
+        alone = arrays.are_alone(grads)
         grads = [grad if own else grad.clone() for grad, own in zip(grads, alone, strict=True)]
     return grads

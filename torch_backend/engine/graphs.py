@@ -20,7 +20,7 @@ from torch_backend import _private
 nodes_made: Callable[[], int] = _private.nodes_made
 
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
-_AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
 
 class Reached(NamedTuple):
@@ -49,7 +49,7 @@ def reach(loss: torch.Tensor, own_ids: Collection[int]) -> Reached:
             if after not in seen:
                 seen.add(after)
                 nodes.append(after)  # type: ignore[arg-type]
-    leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]  # type: ignore[attr-defined]
+    leaves = [node.variable for node in nodes if type(node) is AccumulateGrad]  # type: ignore[attr-defined]
     foreign = [leaf for leaf in leaves if id(leaf) not in own_ids]
     kinds = {*map(type, nodes)}
     custom = any(issubclass(kind, BackwardCFunction) and _may_run_a_pass(kind) for kind in kinds)
@@ -57,10 +57,9 @@ def reach(loss: torch.Tensor, own_ids: Collection[int]) -> Reached:
 
 
 def _may_run_a_pass(kind: type) -> bool:
-    """False for a graph that torch.compile has compiled, and for a function that says so."""
-    function = kind._forward_cls  # type: ignore[attr-defined]
-    is_compiled = function.__module__.startswith("torch._functorch._aot_autograd.")
-    return not (is_compiled or "runs_no_pass" in vars(function))
+    """False for a graph that torch.compile has compiled."""
+    module: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
+    return not module.startswith("torch._functorch._aot_autograd.")
 
 
 def leads_elsewhere(foreign: Sequence[torch.Tensor]) -> bool:

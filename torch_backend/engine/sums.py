@@ -214,11 +214,10 @@ class Sums:
                 self._combine(index, arrays.strided(value), weight)
         for kind, indices in groups.items():
             factor = 1 if kind == "plain" else share
-            if not indices:
-                continue
-            if factor is None:
-                self._add_masked(indices, values, weight)
-            else:
+            if indices:
+                assert (
+                    factor is not None
+                )  # a weight that is a tensor is that of a transform: no sums
                 dense = [arrays.strided(values[index]) for index in indices]
                 self._add_scaled(indices, dense, factor)
 
@@ -237,16 +236,6 @@ class Sums:
             torch._foreach_zero_(firsts)
         elif new and factor != 1:
             torch._foreach_mul_(firsts, factor)
-
-    def _add_masked(self, indices: list[int], values: Mapping[int, Any], weight: Any) -> None:
-        """Adds weight * value to each sum, for a weight that is a tensor: what is dropped has 0."""
-        for index in indices:
-            value, before = arrays.strided(values[index]), self.of[index]
-            dtype = self.folding.outputs.folds[index].accumulator_dtype  # type: ignore[union-attr]
-            factor = weight.to(value.device, dtype) / self.unit
-            # `where` selects: of a weight of 0 not even a NaN is added.
-            product = torch.where(factor != 0, value.to(dtype), 0).mul_(factor)
-            self.of[index] = product if before is None else before.add_(product)
 
     def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
         """Folds a value into a leaf whose fold is no sum."""

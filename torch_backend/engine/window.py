@@ -223,7 +223,7 @@ class Window:
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        return self.plan.takes_weights and represents_exactly(dtype, seed)
+        return self.plan.takes_weights and arrays.represents_exactly(dtype, seed)
 
     def _adopt(self) -> None:
         """Makes sums of the first gradients that autograd has left in the leaves."""
@@ -234,7 +234,7 @@ class Window:
         if {*map(_LAYOUT, firsts)} - {torch.strided}:
             firsts = [*map(arrays.strided, firsts)]
         # Later gradients are added in place, so nobody else may hold this memory.
-        for at, first, alone in zip(new, firsts, are_alone(firsts), strict=True):
+        for at, first, alone in zip(new, firsts, arrays.are_alone(firsts), strict=True):
             total = first if alone else first.clone()
             if total is not grads[at]:
                 self.inputs[at].grad = total
@@ -435,31 +435,3 @@ class Window:
                     assert fold is not None
                     sums.of[index] = fold.identity(leaf.detach())
             return sums.result()
-
-
-def represents_exactly(dtype: torch.dtype, number: float) -> bool:
-    """Whether this dtype holds a number exactly, or rounds it no more than float32 does."""
-    if number == 1 or dtype.itemsize >= 4:
-        return True
-    return torch.tensor(number, dtype=dtype, device="cpu").item() == number
-
-
-_CDATA, _NBYTES = operator.attrgetter("_cdata"), operator.attrgetter("nbytes")
-
-
-def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """For each gradient, True if it is the only owner of its memory, which has exactly its size."""
-    storages = [*map(torch.Tensor.untyped_storage, gradients)]
-    # Two references to the memory are expected: that of the gradient, and the one in `storages`.
-    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
-    # count as a reference.
-    return [
-        count == 2 and held == needed and resizable
-        for count, held, needed, resizable in zip(
-            map(_private.use_count, map(_CDATA, storages)),
-            map(torch.UntypedStorage.nbytes, storages),
-            map(_NBYTES, gradients),
-            map(torch.UntypedStorage.resizable, storages),
-            strict=True,
-        )
-    ]

@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from funcga._backend import Backend
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from torch_backend import _private, trees
-from torch_backend.former.foreign_leaves import reach
+from torch_backend import _private, arrays, trees
+from torch_backend.engine import graphs
 from torch_backend.former.inputs import (
     DifferentiatedArguments,
     Inputs,
@@ -26,7 +26,6 @@ from torch_backend.former.inputs import (
     detached,
     unsplit,
 )
-from torch_backend.former.lent_sums import are_alone
 from torch_backend.former.passes import Pass, check_no_grads
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
@@ -113,15 +112,17 @@ class Alone:
         """The gradients of the leaves, by a backward pass."""
         if not (loss.requires_grad and leaves):
             return _own_grads(leaves)
-        foreign, custom = reach(loss, {*map(id, leaves)})
-        self.leads_elsewhere = self.keeps_graphs and _foreign(foreign)
+        reached = graphs.reach(loss, {*map(id, leaves)})
+        self.leads_elsewhere = self.keeps_graphs and graphs.leads_elsewhere(reached.foreign)
         if self.leads_elsewhere:
-            if custom:  # it may run a backward pass of its own, of which nothing would be recorded
+            if (
+                reached.custom
+            ):  # it may run a backward pass of its own, of which nothing would be recorded
                 raise _NotByAutogradError
             with _refused_recomputing():
                 return recorded_gradients(loss, leaves)
-        if custom:
-            self.passes.run_by_hand(loss, 1.0, leaves, foreign)
+        if reached.custom:
+            self.passes.run_by_hand(loss, 1.0, leaves, reached.foreign)
         else:
             self.passes.run(loss, 1.0, leaves)
         return _own_grads(leaves)
@@ -132,7 +133,8 @@ class Alone:
         if not _requires_grad(tensors):
             return aux
         is_kept = [
-            not _requires_grad([leaf]) or (self.keeps_graphs and _foreign(reach(leaf, ids)[0]))
+            not _requires_grad([leaf])
+            or (self.keeps_graphs and graphs.leads_elsewhere(graphs.reach(leaf, ids).foreign))
             for leaf in tensors
         ]
         return trees.unflatten(
@@ -164,13 +166,6 @@ def _requires_grad(leaves: Iterable[Any]) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
-def _foreign(leaves: list[torch.Tensor]) -> bool:
-    """Whether one of these is not a leaf that a pure_loss has put into a module, for a parameter
-    that is left out.
-    """
-    return not all(hasattr(leaf, "_stands_in") for leaf in leaves)
-
-
 def _own_grads(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """The gradients that are left in the leaves, in memory of their own; zeros where there is
     none.
@@ -183,7 +178,7 @@ def _own_grads(leaves: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
             for leaf, gradient in zip(leaves, gradients, strict=True)
         ]
     if kinds <= {torch.Tensor, type(None)} and {*map(_LAYOUT, gradients)} <= {torch.strided}:
-        alone = are_alone(gradients)
+        alone = arrays.are_alone(gradients)
         if not all(alone):
             return [
                 gradient if own else gradient.clone()

@@ -10,59 +10,19 @@ over small layers.
 """
 
 import functools
-import gc
 import operator
 import re
-import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
 
 from funcga._grad import GradientFunction
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.modules.checks import closed_over
+from torch_backend.engine.guards.reachable import reachable
 from torch_backend.modules.visits import IN_USE
-
-
-def _runs_no_pass(kind: type) -> bool:
-    """Whether this is a function that runs no backward pass of its own: a graph that torch.compile
-    has compiled, or one that says so.
-    """
-    function = kind._forward_cls  # type: ignore[attr-defined]
-    is_compiled = function.__module__.startswith("torch._functorch._aot_autograd.")
-    return is_compiled or "runs_no_pass" in vars(function)
-
-
-# The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
-_AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
-
-
-def reach(loss: torch.Tensor, known_ids: Collection[int]) -> tuple[list[torch.Tensor], bool]:
-    """(the leaves of a loss's graph but for those of these ids, whether a function in it may run
-    a pass of its own).
-    """
-    if loss.grad_fn is None:  # a leaf itself
-        return [loss] if id(loss) not in known_ids else [], False
-    # Breadth first: the list grows while it is walked through.
-    nodes: list[Node] = [loss.grad_fn]
-    seen: set[Node | None] = {None, *nodes}
-    for node in nodes:
-        for after, _ in node.next_functions:
-            if after not in seen:
-                seen.add(after)
-                nodes.append(after)  # type: ignore[arg-type]
-    leaves = [node.variable for node in nodes if type(node) is _AccumulateGrad]  # type: ignore[attr-defined]
-    custom = any(
-        issubclass(kind, BackwardCFunction) and not _runs_no_pass(kind)
-        for kind in {*map(type, nodes)}
-    )
-    return [leaf for leaf in leaves if id(leaf) not in known_ids], custom
-
 
 # --- gradients of others
 
@@ -162,7 +122,9 @@ class Surroundings:
         """The tensors and modules that the loss leads to, by closures, modules, and the
         attributes of objects.
         """
-        return [*_reachable(self.gradient)]
+        # By its type, because proxies answer isinstance() for the object that they stand for.
+        kinds = torch.Tensor | nn.Module
+        return [it for it in reachable(self.gradient) if issubclass(type(it), kinds)]  # type: ignore[misc]
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
@@ -219,34 +181,3 @@ class Surroundings:
                 ):
                     return True
         return False
-
-
-_ENOUGH = 20_000  # objects to look at
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-
-
-def _reachable(function: object) -> Iterator[torch.Tensor | nn.Module]:
-    """The tensors and modules that can be found from a function, the nearest first."""
-    # Breadth first: the list grows while it is walked through, and keeps every object alive, so
-    # that ids stay unique.
-    waiting, seen = [function], {id(function)}
-    for value in waiting:
-        # By its type, because proxies answer isinstance() for the object that they stand for.
-        if issubclass(type(value), torch.Tensor | nn.Module):
-            yield value  # type: ignore[misc]
-        if not issubclass(type(value), torch.Tensor) and len(waiting) < _ENOUGH:
-            parts = [part for part in _parts(value, type(value)) if id(part) not in seen]
-            seen.update(map(id, parts))
-            waiting += parts
-
-
-def _parts(value: object, kind: type) -> Iterable[object]:
-    if kind is types.FunctionType:
-        return closed_over(value)  # type: ignore[arg-type]
-    if issubclass(kind, nn.Module):
-        return [*value.parameters(), *vars(value).values()]  # type: ignore[attr-defined]
-    is_long = issubclass(kind, _CONTAINERS) and len(value) > 1000  # type: ignore[arg-type]
-    if is_long or issubclass(kind, type | types.ModuleType):
-        return ()
-    # The items of containers, the attributes of objects, bound arguments.
-    return gc.get_referents(value)

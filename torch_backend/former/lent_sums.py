@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
+from torch_backend.engine import graphs
 from torch_backend.former.buffers import Buffers
-from torch_backend.former.foreign_leaves import reach
 from torch_backend.former.passes import Pass, check_no_grads, ran_backward
 
 # Read for all leaves at once, these take a fraction of the time.
@@ -160,7 +160,7 @@ class LentSums:
         if self.how.only_weighted and not moves and share == 0:
             is_alone = not (dist.is_available() and dist.is_initialized())
             return (None, True) if is_alone else (0.0, communicates)
-        if may_seed and holds(loss.dtype, share):
+        if may_seed and arrays.represents_exactly(loss.dtype, share):
             return share, True
         return 1.0, False
 
@@ -198,18 +198,18 @@ class LentSums:
         waiting = {*self.how.not_sums, *self.how.dtensors}
         if not has_weight:
             waiting.update(added.leaf_index for added in self.how.added if not added.plain)
-        foreign, custom = reach(loss, {*map(id, inputs)})
+        reached = graphs.reach(loss, {*map(id, inputs)})
         # The hooks run after autograd has added the gradient to `.grad`, so they find it whole
         # there. In a custom pass a leaf may get several gradients, so each is taken afterwards.
         handles: list[RemovableHandle] = [
             self.leaves[leaf_index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._take, leaf_index, weight, waiting)
             )
-            for leaf_index in (() if custom else waiting)
+            for leaf_index in (() if reached.custom else waiting)
         ]
         try:
-            if custom:
-                self.passes.run_by_hand(loss, seed, inputs, foreign)
+            if reached.custom:
+                self.passes.run_by_hand(loss, seed, inputs, reached.foreign)
             else:
                 self.passes.run(loss, seed, inputs)
         finally:
@@ -245,7 +245,7 @@ class LentSums:
         if {*map(_LAYOUT, dense)} - {torch.strided}:
             dense = [*map(arrays.strided, dense)]
         # Later gradients are added in place, so nobody else may hold this memory.
-        for at, begun, alone in zip(arrived, dense, are_alone(dense), strict=True):
+        for at, begun, alone in zip(arrived, dense, arrays.are_alone(dense), strict=True):
             reduced[sums[at]] = accumulator = begun if alone else begun.clone()
             if accumulator is not gradients[at]:
                 self.adding[at].grad = accumulator
@@ -289,30 +289,3 @@ class LentSums:
                     "instance, and what was accumulated in it. Leave that line out: gradients are "
                     "returned, not kept in the module."
                 )
-
-
-def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """For each gradient, True if it is the only owner of its memory, which has exactly its size."""
-    storages = [*map(torch.Tensor.untyped_storage, gradients)]
-    # Two references to the memory are expected: that of the gradient, and the one in `storages`.
-    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
-    # count as a reference.
-    return [
-        count == 2 and held == needed and resizable
-        for count, held, needed, resizable in zip(
-            map(_private.use_count, map(_CDATA, storages)),
-            map(torch.UntypedStorage.nbytes, storages),
-            map(_NBYTES, gradients),
-            map(torch.UntypedStorage.resizable, storages),
-            strict=True,
-        )
-    ]
-
-
-def holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether this dtype holds a number exactly, or rounds it no more than float32 does."""
-    return (
-        number == 1
-        or dtype.itemsize >= 4
-        or torch.tensor(number, dtype=dtype, device="cpu").item() == number
-    )

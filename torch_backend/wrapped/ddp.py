@@ -17,8 +17,7 @@ from torch import nn
 from funcga._call import supported
 from funcga._types import Across
 from funcga.errors import FuncgaError
-from torch_backend import _private
-from torch_backend.former.lent_sums import are_alone
+from torch_backend import _private, arrays
 from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 
@@ -228,7 +227,7 @@ class DDP(Wrapper):
         # this window overwrites.
         views = [ddp for ddp in self.wrapped if ddp.gradient_as_bucket_view]
         for p in (p for ddp in views for p in ddp.module.parameters()):
-            if p.grad is not None and not are_alone([p.grad])[0]:
+            if p.grad is not None and not arrays.are_alone([p.grad])[0]:
                 p.grad = p.grad.clone()
         return assigned([(ddp, "require_backward_grad_sync", True) for ddp in self.wrapped])
 

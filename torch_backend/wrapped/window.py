@@ -33,10 +33,9 @@ from torch_backend.engine import graphs
 from torch_backend.engine.plan import run_of
 from torch_backend.former.buffers import Buffers
 from torch_backend.former.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
-from torch_backend.former.foreign_leaves import gradients_aside, reach
+from torch_backend.former.foreign_leaves import gradients_aside
 from torch_backend.former.inputs import OWN, Leaves, OwnParameters, detached, with_a_blank_row
 from torch_backend.former.layout import StepCache
-from torch_backend.former.lent_sums import are_alone, holds
 from torch_backend.former.observing import ObservedGradient, Observing, with_gradients
 from torch_backend.former.passes import Pass, autocasting
 from torch_backend.modules import trainable
@@ -240,7 +239,9 @@ class ModuleWindow:
         if weight is None or not self.grads.is_weighted:
             return float(weight is not None)
         on_device = isinstance(weight, torch.Tensor)
-        if loss.dtype.itemsize < 4 and (on_device or not holds(loss.dtype, weight)):
+        if loss.dtype.itemsize < 4 and (
+            on_device or not arrays.represents_exactly(loss.dtype, weight)
+        ):
             which = "a weight that is on the device" if on_device else f"the weight {weight}"
             raise FuncgaError(
                 f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return "
@@ -285,10 +286,10 @@ class ModuleWindow:
         """
         params, replaced = tuple(self.grads.params.values()), self.wrapper.leaves()
         ids = {*map(id, (*params, *replaced))}
-        others, is_custom = reach(loss, ids)
-        if not (is_custom or replaced):
+        reached = graphs.reach(loss, ids)
+        if not (reached.custom or replaced):
             return params, []
-        return (), others + [
+        return (), reached.foreign + [
             p
             for module in self.gradient.other_modules
             for p in module.parameters()
@@ -554,7 +555,7 @@ def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
         return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
-    return gradient if fresh or are_alone([gradient])[0] else gradient.clone()
+    return gradient if fresh or arrays.are_alone([gradient])[0] else gradient.clone()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from torch_backend import _private
 from torch_backend.engine import graphs
@@ -31,7 +31,6 @@ LARGE_ON_DEVICE = 2**23
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 # The last one has no numbers: `funcga.plan` runs a step on it, to count bytes.
 _DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
-_AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
 
 class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as torch.set_grad_enabled is
@@ -128,11 +127,13 @@ def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, li
     seen = {None, loss.grad_fn}
     users: dict[Any, list[tuple[Any, int]]] = {}  # of weights, and of casts, which may be theirs
     for node in nodes:
-        is_end: bool = type(node) is _AccumulateGrad
+        is_end: bool = type(node) is graphs.AccumulateGrad
         if is_end and id(node.variable) in wanted:
             ends.append(node)
         for position, (after, _) in enumerate(node.next_functions):
-            if after is not None and (type(after) is _AccumulateGrad or after.name() in _CASTS):
+            if after is not None and (
+                type(after) is graphs.AccumulateGrad or after.name() in _CASTS
+            ):
                 users.setdefault(after, []).append((node, position))
             if after not in seen:
                 seen.add(after)

@@ -14,26 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 from tests import oracle
+from tests.torch_backend.engine.functions import Doubled, Recompute
 from torch_backend import module_value_and_grad, pure_loss, trainable
 
 # --- losses of one module, layer by layer, each applied in a way of its own
-
-
-class Recompute(torch.autograd.Function):
-    """What reversible nets and offloaded checkpoints are, with a name that nobody knows."""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x).detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.function(x), gradient)
-        return None, x.grad
 
 
 def in_a_thread(function, x):
@@ -42,18 +26,6 @@ def in_a_thread(function, x):
     thread.start()
     thread.join()
     return found[0]
-
-
-class Doubled(torch.autograd.Function):
-    """A function that only has a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 APPLIED = {

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import funcga
+from tests.torch_backend.engine.functions import Curved, Doubled, Recompute
 from torch_backend import module_value_and_grad, pure_loss, trainable
 
 # Where the engine is wrong: what happens, in which cases, and for which kinds. Whoever mends one deletes its line.
@@ -29,50 +30,6 @@ LARGE = 768  # so wide that the gradient of a layer is added where it is compute
 
 
 # -- what a module may come to do
-
-
-class Recompute(torch.autograd.Function):
-    """A checkpoint or a reversible layer of somebody's own: a backward pass inside of its backward."""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x).detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.function(x), gradient)
-        return None, x.grad
-
-
-class Curved(torch.autograd.Function):
-    """Runs a backward pass inside of its backward that reaches no parameter."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad(x.sin().sum(), x)[0] * gradient
-
-
-class Doubled(torch.autograd.Function):
-    """Runs none."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def drawn(leaf, seed):
