@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
@@ -12,35 +12,34 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
-from funcga._call import Program
+from funcga._call import Memory, Program
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import is_dtensor
+from torch_backend.dropping import DroppingCalls, fold_or_drop
+from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.called import Called
+from torch_backend.engine.distributed import window_of
 from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
-from torch_backend.engine.window import Window
-from torch_backend.former import loop as former
-from torch_backend.former.compiled import compiled_steps_of, of_compiled_loss
-from torch_backend.former.loop import (
-    check_unwrapped,
-    is_out_of_memory,
-    is_traced,
-    moved,
-    telling,
-    untraced,
+from torch_backend.modules.checks import (
+    check_no_params,
+    check_no_wrapped_module_in,
+    check_wrapped_before,
 )
-from torch_backend.modules.checks import check_no_params, check_wrapped_before
 from torch_backend.modules.layers import Walk
+from torch_backend.prefetch import moved
+from torch_backend.reduce import reductions_of
+from torch_backend.reduce.agreement import progress_of
+from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
-
-__all__ = ["accumulate", "alone", "is_out_of_memory", "is_traced", "stream", "telling"]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -48,13 +47,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         flat = [*map(trees.flatten, args)]
-        if _is_former(program):
-            return former.accumulate(program, backend)(args, kwargs)
         source, plans = Source(program, backend), program.memory.keep(Plans)
         key = source.key(flat, kwargs)
         plan: Plan | None = plans.get(key)
-        if plan is None and source.is_former(flat):
-            return former.accumulate(program, backend)(args, kwargs)
         if program.totals is not None:
             # What is passed whole, such as the parameters, is not counted.
             parts = program.read(args, backend).parts
@@ -62,26 +57,29 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             totals = accumulate(program.counting(backend), backend)(split, {})
             kwargs = {**kwargs, "totals": totals}
         source.check(args)
-        arguments, cuts = _arguments_and_cuts(program, backend, args, flat, plan)
-        state = [_owned(leaf) for leaf in arguments.state]
-        weights: list[Any] = [size for _, size in cuts]
+        arguments, cuts, devices = _cut(program, backend, args, flat, plan, source.may_be_short)
+        state, nothing = [_owned(leaf) for leaf in arguments.state], None
+        weights: list[Any] = [size * devices for _, size in cuts]
         if program.weight is not None:
-            weights = _weights(program, arguments, cuts, state)
+            weights = _weights(program, arguments, cuts, state, devices)
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
             # Slice all views first: after a backward pass the CPU cache is cold.
-            views = views_of(arguments, cuts, state)
-            for (start, size), view, weight in zip(cuts, views, weights, strict=True):
+            views = views_of(arguments, cuts, state, devices)
+            for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
                 if program.is_exact or state:
                     take = _copied_rows if program.is_exact else None
-                    view = arguments.cut(start, size, state, take)
-                window.fold(view, kwargs, weight)
-                state = window.state if state else state
-            del view  # the last one, which may be a copy
-            result = window.result()
-        if window.plan is not None and window.plan is not plan:
-            plans.put(key, window.plan.with_cuts(arguments, cuts))
-        return result
+                    view = arguments.cut(*cuts[number - 1], state, take)
+                state = _fold(program, window, state, view, kwargs, weight, number == len(cuts))
+            if cuts:
+                del view  # the last one, which may be a copy
+                result = window.result()
+            else:
+                nothing = arguments
+                result = window.result_without_microbatches(arguments, kwargs, state)
+        if cuts and window.plan is not None and window.plan is not plan:
+            plans.put(key, window.plan.with_cuts(arguments, cuts, devices))
+        return result if program.observers is None else program.observed(result, kwargs, nothing)
 
     return _not_traced(fold, program)
 
@@ -94,9 +92,6 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(
         leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
     ) -> Tree:
-        flat = [*map(trees.flatten, leading)]
-        if _is_former(program) or Source(program, backend).is_former(flat):
-            return former.stream(program, backend)(leading, items, kwargs)
         if program.device is not None:
             device = torch.device(program.device)
             items = moved(_with_weights(program, backend, leading, items), device)
@@ -104,10 +99,11 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
                 kwargs = {**kwargs, "totals": totals}
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
-        window: Window | Called | None = None
-        plan, key = None, None
+        flat = [*map(trees.flatten, leading)]
+        window: Any = None
+        plan, key, nothing = None, None, None
         with ExitStack() as stack:
-            for item in items:
+            for item, last in _marked(items, source.looks_ahead):
                 known = item[-1] if program.device is not None else None
                 item = item if program.device is None else item[:-1]
                 arguments = program.read((*leading, *item), backend)
@@ -120,23 +116,65 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                     state = [_owned(leaf) for leaf in arguments.state]
                     key = source.key(flat, kwargs), len(arguments.parts)
                     plan = plans.get(key)
-                    window = source.window(arguments, plan)
-                    stack.enter_context(window)
+                    window = stack.enter_context(source.window(arguments, plan))
                 arguments, kwargs = window.prepared(arguments, kwargs)
-                args = arguments.cut(0, None, state)
-                weight = known
+                args, weight = arguments.cut(0, None, state), known
                 if weight is None:
                     (weight,) = on_host([program.weigh(arguments, args, None)])
-                window.fold(args, kwargs, weight)
-                state, window.arguments = window.state, None
+                state = _fold(program, window, state, args, kwargs, weight, last)
+                window.arguments = None
                 del arguments, args
-            assert window is not None
-            result = window.result()
-        if window.plan is not None and window.plan is not plan:
+            if window is not None:
+                result = window.result()
+            else:
+                nothing = _without_items(program, backend, leading)
+                window = stack.enter_context(source.window(nothing, None))
+                nothing, kwargs = window.prepared(nothing, kwargs)
+                state = [_owned(leaf) for leaf in nothing.state]
+                result = window.result_without_microbatches(nothing, kwargs, state)
+        if nothing is None and window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        return result
+        return result if program.observers is None else program.observed(result, kwargs, nothing)
 
     return _not_traced(fold, program)
+
+
+def _fold(
+    program: Program,
+    window: Any,
+    state: list[Any],
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    weight: Scalar,
+    last: bool,
+) -> list[Any]:
+    """Folds a micro-batch into a window, and returns the state that is threaded to the next."""
+    if program.dropping is None:
+        window.fold(args, kwargs, weight, last)
+    else:
+        fold_or_drop(window, state, args, kwargs, weight, last=last)
+    return window.state if state else state
+
+
+def _marked(items: Iterator[Any], looks_ahead: bool) -> Iterator[tuple[Any, bool]]:
+    """The items, each with whether it is the last; that is known only if the loop `looks_ahead`,
+    which pays with the memory of a second item.
+    """
+    item = next(items, None)
+    while item is not None:
+        after = next(items, None) if looks_ahead else None
+        # No reference stays in this frame, so the consumer alone decides how long the item lives.
+        holder = [(item, looks_ahead and after is None)]
+        del item
+        yield holder.pop()
+        item = after if looks_ahead else next(items, None)
+
+
+def _without_items(program: Program, backend: Backend, leading: tuple[Tree, ...]) -> Arguments:
+    """The arguments of a stream that has no micro-batch."""
+    axes = program.in_axes
+    count = len(axes) if isinstance(axes, tuple | list) else len(leading)
+    return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
 def _with_weights(
@@ -166,8 +204,13 @@ class Source:
             check_unwrapped(grad_fn, program.memory)
         self.gradient: GradientFunction | None = None
         self.own: Own | None = None
+        # One that DDP, FSDP or a pipeline runs, whose processes go in step.
+        self.wrapped: ModuleGradient | None = None
         if isinstance(grad_fn, ModuleGradient):
             grad_fn.check_not_traced()
+            if grad_fn.kind != MODULE:
+                self.wrapped = grad_fn
+                return
             check_wrapped_before(grad_fn.module)
             walk, module = program.memory.keep(Walk), grad_fn.module
             self.gradient = grad_fn.parts
@@ -175,10 +218,21 @@ class Source:
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a window must be told which micro-batch is its last."""
+        return self.wrapped is not None
+
+    @property
+    def may_be_short(self) -> bool:
+        """Whether other replicas may have more micro-batches, and this one none."""
+        return self.wrapped is not None or self.program.across is not None
+
     def check(self, args: tuple[Tree, ...]) -> None:
         """Raises FuncgaError for parameters that are given to a module, which has its own."""
-        if self.own is not None:
-            check_no_params(args, self.own.module)
+        owner = self.own or self.wrapped
+        if owner is not None:
+            check_no_params(args, owner.module)
 
     def key(self, flat: Sequence[tuple[list[Any], Any]], kwargs: dict[str, Tree]) -> object:
         """The structure of a call."""
@@ -190,56 +244,70 @@ class Source:
             own = key_of([*params.values()], tuple(params), are_fixed=True)
         return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs)
 
-    def is_former(self, flat: Sequence[tuple[list[Any], Any]]) -> bool:
-        """Whether the former engine runs this: compiled losses, and DTensors."""
-        grad_fn = self.program.grad_fn
-        if "torch._dynamo" in sys.modules:
-            steps = None
-            if isinstance(grad_fn, GradientFunction):
-                steps = compiled_steps_of(self.program, grad_fn)
-            if steps is not None or of_compiled_loss(grad_fn) is not None:
-                return True
-        own = [] if self.own is None else [*self.own.params.values()]
-        leaves = [*own, *[leaf for each, _ in flat for leaf in each]]
-        return not _PLAIN.issuperset(map(type, leaves)) and any(map(is_dtensor, leaves))
-
-    def window(self, arguments: Arguments, plan: Plan | None) -> Window | Called:
+    def window(self, arguments: Arguments, plan: Plan | None) -> Any:
         """A window for calls with arguments like these."""
-        program, grad_fn = self.program, self.program.grad_fn
-        if self.gradient is not None:
-            return Window(program, self.gradient, self.backend, arguments, plan, self.own)
-        is_own = isinstance(grad_fn, GradientFunction)
-        function = grad_fn.bound(self.backend) if isinstance(grad_fn, GradientFunction) else grad_fn
-        return Called(program, function, arguments, is_own)
+        program, backend, gradient = self.program, self.backend, self.gradient
+        if self.wrapped is not None:
+            return self.wrapped.window(program, backend, arguments, plan)
+        merges = [] if program.across is None else reductions_of(program, backend)
+        if gradient is not None and program.dropping is None:
+            merge = next(iter(merges), None)
+            return window_of(program, gradient, backend, arguments, plan, self.own, merge)
+        function, records = program.grad_fn, gradient is not None
+        if isinstance(function, GradientFunction):
+            # Autograd cannot take back what it has added: a gradient that may be dropped is
+            # computed alone, and looked at first.
+            gradient = function
+            alone = partial(value_alone, gradient, backend)
+            function = alone if records else gradient.bound(backend)
+        kind = Called if program.dropping is None else DroppingCalls
+        return kind(program, function, arguments, gradient, merges, records)
 
 
-def _is_former(program: Program) -> bool:
-    """Whether the former engine runs this: replicas, wrapped modules, what observes or drops."""
-    grad_fn, options = program.grad_fn, (program.across, program.observers, program.dropping)
-    is_wrapped = isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE
-    return is_wrapped or options != (None, None, None)
+def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
+    """Raises FuncgaError for a loss that uses a wrapped module: it would get gradients that
+    nobody reduces.
+    """
+    # Once a step is seen to use none, it is not looked at again.
+    if _NotWrapped not in memory.kept and check_no_wrapped_module_in(grad_fn):
+        memory.keep(_NotWrapped)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+class _NotWrapped:
+    """Kept by a step whose gradient function was seen to use no wrapped module."""
 
 
-def _arguments_and_cuts(
+def _cut(
     program: Program,
     backend: Backend,
     args: tuple[Tree, ...],
     flat: Sequence[tuple[list[Any], Any]],
     plan: Plan | None,
-) -> tuple[Arguments, Sequence[tuple[int, int]]]:
-    """The arguments, and (first row, rows) of every micro-batch; as those of the plan, if any."""
-    if plan is None or plan.parts is None:
-        arguments = program.read(args, backend)
-        _check_not_packed(arguments)
-        return arguments, starts(groups(arguments.rows(), program.n, program.microbatch_size))
-    parts = [
-        part._replace(value=arg, leaves=leaves if part.axes else [])
-        for part, arg, (leaves, _) in zip(plan.parts, args, flat, strict=True)
-    ]
-    return Arguments(tuple(parts), program.grad_fn, backend, program.in_axes is None), plan.cuts
+    may_be_short: bool,
+) -> tuple[Arguments, Sequence[tuple[int, int]], int]:
+    """(the arguments; the first row of each micro-batch, and its rows; over how many devices rows
+    are cut at once, by which both are divided), as those of the plan, if any.
+    """
+    if plan is not None and plan.parts is not None:
+        parts = [
+            part._replace(value=arg, leaves=leaves if part.axes else [])
+            for part, arg, (leaves, _) in zip(plan.parts, args, flat, strict=True)
+        ]
+        arguments = Arguments(tuple(parts), program.grad_fn, backend, program.in_axes is None)
+        return arguments, plan.cuts, plan.devices
+    arguments = program.read(args, backend)
+    _check_not_packed(arguments)
+    # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
+    devices = 1
+    if any(is_dtensor(leaf) for part in arguments.parts for leaf in part.leaves):
+        folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+        # Only sums and extremes come out the same whichever rows share a micro-batch.
+        if not arguments.state and all(fold.reducer.monoid.collective for fold in folds):
+            devices = devices_of_rows(arguments)
+    rows, size = arguments.rows(may_be_empty=may_be_short) // devices, program.microbatch_size
+    if size is not None:
+        size = max(1, size // devices)
+    return arguments, starts(groups(rows, program.n, size)) if rows else (), devices
 
 
 def _is_unusual(leaf: torch.Tensor) -> bool:
@@ -247,14 +315,15 @@ def _is_unusual(leaf: torch.Tensor) -> bool:
 
 
 def views_of(
-    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any]
+    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], devices: int = 1
 ) -> list[tuple[Tree, ...]]:
     """The arguments of each micro-batch, as views."""
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
     is_usual = {*map(type, leaves)} == {torch.Tensor} and {*map(type, axes)} == {int}
     if not is_usual or any(map(_is_unusual, leaves)):
-        return [arguments.cut(start, size, state) for start, size in cuts]
+        take = None if devices == 1 else local_rows
+        return [arguments.cut(start, size, state, take) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.
     sizes = [size for _, size in cuts]
     pieces = zip(
@@ -280,10 +349,11 @@ def _weights(
     arguments: Arguments,
     cuts: Sequence[tuple[int, int]],
     state: list[Any],
+    devices: int,
 ) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    views = views_of(arguments, cuts, state)
-    sizes = [size for _, size in cuts]
+    views = views_of(arguments, cuts, state, devices)
+    sizes = [size * devices for _, size in cuts]
     weighed = map(program.weigh, repeat(arguments), views, sizes)
     return [*on_host([*weighed])]
 
@@ -352,3 +422,66 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
         return grad_fn.bound(backend)
     gradient = partial(value_alone, grad_fn, backend)
     return untraced(gradient) if callable(_private.compiling()) else gradient
+
+
+def untraced(
+    fold: Callable[..., Any],
+    why: str = "funcga accumulates here; compile the loss, and not the step",
+) -> Callable[..., Any]:
+    """The function, which torch.compile runs as it is, and leaves out of its graph."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
+    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
+    # compiled.
+    if "torch._dynamo" not in sys.modules:
+        return fold
+    untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
+    return untraced
+
+
+def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
+    """The context of a call that folds these programs one after the other, in which other
+    processes are told of an error; None if they are folded by one process, or one program.
+    """
+    program = programs[0]
+    if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
+        return None
+    if program.totals is not None:
+        programs = [program.counting(backend), *programs]
+    context: AbstractContextManager[object] = untraced(telling_windows)(
+        [(progress_of(each.memory), partial(_given_up, each, backend)) for each in programs]
+    )
+    return context
+
+
+@contextmanager
+def _given_up(program: Program, backend: Backend) -> Iterator[None]:
+    """A window that is counted, and ends here with an error."""
+    grad_fn, nothing = program.grad_fn, Arguments((), program.grad_fn, backend)
+    if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
+        with grad_fn.window(program, backend, nothing):
+            yield
+        return
+    merges = [] if program.across is None else reductions_of(program, backend)
+    try:
+        yield
+    finally:
+        for merge in merges:
+            merge.give_up()
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether these arguments belong to a program that is being compiled."""
+    return torch.compiler.is_compiling()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory has run out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from funcga._call import Memory
-from funcga._fold import Tally, largest
+from funcga._fold import largest
 from funcga._fold.accumulator import Accumulation
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.former.buffers import Buffers
-from torch_backend.former.layout import Layout
-from torch_backend.former.loop import untraced
+from torch_backend.engine.sums import Folding, Sums
+from torch_backend.loop import untraced
 from torch_backend.parameters import added as added
 from torch_backend.parameters import narrowed
 from torch_backend.reduce import Reduction
@@ -162,22 +161,18 @@ def merged(
         fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
     ):
         window, unit = window.in_unit(1.0), 1.0
-    # The merge of a window of one call does the rest: these accumulators become its buffers. They
-    # are copied, because it works in place.
+    # The merge of a window of one call does the rest: these accumulators become its sums. They are
+    # copied, because it works in place.
     accumulators = window.accumulators if window.owned else map(_copied, window.accumulators)
-    buffers = Buffers(Layout(window.outputs))
-    buffers.sums.accumulators = [*accumulators]
-    buffers.unit = unit if isinstance(steps, torch.Tensor) or steps else None
+    sums = Sums(Folding(window.outputs))
+    sums.of, sums.total, sums.steps = [*accumulators], total, steps
+    sums.unit = unit if isinstance(steps, torch.Tensor) or steps else None
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
-        total = sum(limb.to(torch.float64) for limb in window.tally.weight)
-        buffers.counted = Tally((total,), window.tally.steps)
-    else:
-        buffers.weight, buffers.steps = total, steps
-    reduction.begin(buffers, [*map(largest, buffers.sums.accumulators)])
+        sums.total = sum(limb.to(torch.float64) for limb in window.tally.weight)
+        sums.steps = window.tally.steps
+    reduction.begin(sums, [*map(largest, sums.of)])
     reduction.finish([])
-    return window._replace(
-        accumulators=buffers.sums.accumulators, tally=buffers.tally, unit=buffers.unit
-    )
+    return window._replace(accumulators=sums.of, tally=sums.tally, unit=sums.unit)
 
 
 def _copied(accumulator: Reduced) -> Reduced:

@@ -18,6 +18,7 @@ from funcga._types import Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import graphs
+from torch_backend.engine.distributed import window_of
 from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
 from torch_backend.engine.window import Window
@@ -68,17 +69,16 @@ def value_of_module(
     gradient: GradientFunction,
     backend: Backend,
     own: Own,
-    args: tuple[Tree, ...],
+    arguments: Arguments,
     kwargs: dict[str, Tree],
 ) -> Tree:
     """What the gradient function of a module returns: the fold of one micro-batch."""
+    args = tuple([part.value for part in arguments.parts])
     flat = [([*own.params.values()], None), *map(trees.flatten, args)]
     key = ambient(), tuple(own.params), tuple([key_of(*each) for each in flat])
     plans = program.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    parts = tuple([Argument(arg, [], [], None) for arg in args])
-    arguments = Arguments(parts, program.grad_fn, backend)
-    with Window(program, gradient, backend, arguments, plan, own) as window:
+    with window_of(program, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
         window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
         result = window.result()

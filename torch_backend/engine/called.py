@@ -5,6 +5,7 @@ such a function, too, and nothing is written to.
 """
 
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
+from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
+from torch_backend.engine.distributed import Merge, with_a_blank_row
 from torch_backend.engine.leaves import detached, without_graphs
+from torch_backend.engine.opened import NOTHING
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
 
@@ -34,35 +38,52 @@ calling = _Calling()
 class Called:
     """One window of grad_fn: `fold` each micro-batch, then take the `result`. A context.
 
-    `assumes_whole`: whether in_axes was left at its default, which passes the first argument whole.
+    `gradient`: the gradient function that grad_fn is made of, if any. `merges`: what merges the
+    sums over replicas, one after the other. `records`: whether grad_fn itself runs on autograd, and
+    takes its arguments as they are.
     """
 
     sums: Sums | None = None
-
     plan = None  # nothing is known of what a function does
+    looks_ahead = False
+    likes: Mapping[int, torch.Tensor] = {}  # where results are to lie that are DTensors, by leaf
 
-    def __init__(self, program: Program, grad_fn: GradFn, arguments: Arguments, is_own: bool):
-        self.program, self.grad_fn = program, grad_fn
+    def __init__(
+        self,
+        program: Program,
+        grad_fn: GradFn,
+        arguments: Arguments,
+        gradient: GradientFunction | None = None,
+        merges: Sequence[Merge] = (),
+        records: bool = False,
+    ):
+        self.program, self.grad_fn, self.gradient = program, grad_fn, gradient
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
+        self.merges, self.records, self.may_be_short = merges, records, bool(merges)
+        # Whether in_axes was left at its default, which passes the first argument whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
-        self.assumes_whole, self.is_own = no_axes and not is_own, is_own
+        self.assumes_whole = no_axes and gradient is None
         self.pure = arrays.in_transform()
         self.quiet = nullcontext() if self.pure else torch.no_grad()
 
     def __enter__(self) -> "Called":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        pass
+    def __exit__(self, *error: Any) -> None:
+        for merge in self.merges if error[0] is not None else ():
+            merge.give_up()
 
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments without graphs: torch.func records a second one for what requires grad."""
         self.arguments = arguments
-        gradient: Any = self.program.grad_fn
-        for index in gradient.arg_indices(len(arguments.parts)) if self.is_own else ():
+        if self.records:
+            return arguments, kwargs
+        gradient = self.gradient
+        indices = () if gradient is None else gradient.arg_indices(len(arguments.parts))
+        for index in indices:
             value = arguments.parts[index].value
             check_unfrozen(trees.flatten(value)[0], value, gradient, index)
         named = {name: detached(value) for name, value in kwargs.items()}
@@ -73,46 +94,101 @@ class Called:
         """What is threaded to the next micro-batch."""
         return self.sums.state if self.sums is not None else []
 
-    def fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar) -> None:
+    def fold(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
+    ) -> None:
         """Folds the value of one micro-batch in."""
-        assert self.arguments is not None
-        is_hidden = self.pure and isinstance(weight, torch.Tensor)
-        if is_hidden and self.program.weighs_all(self.arguments.backend):
-            args, kwargs = _constant_if_weightless(args, kwargs, weight)
-        # The gradient function of a module that grad_fn calls sees what the call is a part of.
-        outer = calling.microbatch
-        calling.microbatch = (self.arguments, args) if self.assumes_whole else outer
-        try:
-            value = self.grad_fn(*args, **kwargs)
-        finally:
-            calling.microbatch = outer
+        program, arguments = self.program, self.arguments
+        assert arguments is not None
+        if self.pure:
+            args, kwargs = self._constant_if_left_out(args, kwargs, weight)
+        value = self._called(arguments, args, kwargs)
+        if program.observers is not None:
+            value = program.readings(value, arguments).measured(value, weight)
         if self.sums is None:
-            outputs, leaves = self.program.bind(value, self.arguments)
-            self.sums = Sums(Folding(outputs, pure=self.pure))
+            outputs, leaves = program.bind(value, arguments)
+            self.sums = self.empty(Folding(outputs, pure=self.pure))
+            for merge in self.merges:
+                merge.begin(self.sums, leaves)
         else:
-            which = f"micro-batch {self.sums.steps + 1}"
+            which = f"micro-batch {self.sums.number}"
             leaves = self.sums.folding.outputs.leaves(value, which)
         del value
         with self.quiet:
             self.sums.add(dict(enumerate(leaves)), weight)
 
+    def _called(
+        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        """grad_fn's output."""
+        # The gradient function of a module that grad_fn calls sees what the call is a part of.
+        outer = calling.microbatch
+        calling.microbatch = (arguments, args) if self.assumes_whole else outer
+        try:
+            # Parameters that require grad ask for a second derivative otherwise.
+            with torch.no_grad() if self.records else NOTHING:
+                return self.grad_fn(*args, **kwargs)
+        finally:
+            calling.microbatch = outer
+
+    def empty(self, folding: Folding) -> Sums:
+        """Sums that nothing is added to yet."""
+        return Sums(folding)
+
+    def _constant_if_left_out(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
+    ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+        """The arguments of a transform, constants if the micro-batch is left out: a NaN would have
+        NaN as its derivative.
+        """
+        leaves, structure = trees.flatten((args, kwargs))
+        constants = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        counts = self.counts(*trees.unflatten(structure, constants), weight)
+        if counts is None:
+            return args, kwargs
+        for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                leaves[index] = torch.where(counts.to(leaf.device), leaf, constant)
+        return trees.unflatten(structure, leaves)  # type: ignore[no-any-return]
+
+    def counts(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
+    ) -> torch.Tensor | None:
+        """Whether a micro-batch is a part of the result, where only a device knows; else None."""
+        assert self.arguments is not None
+        is_weighed = isinstance(weight, torch.Tensor)
+        return (
+            weight != 0 if is_weighed and self.program.weighs_all(self.arguments.backend) else None
+        )
+
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.sums is not None
         with nullcontext() if self.pure else torch.no_grad():
-            return self.sums.result()
+            self.sums.settle(self.likes)
+            return self._merged(self.sums)
 
+    def _merged(self, sums: Sums) -> Tree:
+        for merge in self.merges:
+            sums.state = merge.finish(sums.state)
+        return sums.result()
 
-def _constant_if_weightless(
-    args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Any
-) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-    """The arguments, constants if the weight is 0: a NaN would have NaN as its derivative."""
-
-    def chosen(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        if is_tensor and (leaf.is_floating_point() or leaf.is_complex()):
-            return torch.where((weight != 0).to(leaf.device), leaf, leaf.detach())
-        return leaf
-
-    leaves, structure = trees.flatten((args, kwargs))
-    return trees.unflatten(structure, [*map(chosen, leaves)])  # type: ignore[no-any-return]
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+    ) -> Tree:
+        """The result on a replica that has nothing to fold; `state` is what came in."""
+        program, (first, *others) = self.program, self.merges
+        if not others:
+            bind = lambda value: program.bind(value, arguments)[0]
+            known = trees.flatten([part.value for part in arguments.parts])[0]
+            sums = first.take_part(self.empty, bind, known)
+        else:
+            # All replicas of the first group may be without rows. What the others count is like the
+            # totals of a row of zeros, which are not added.
+            blank = with_a_blank_row(arguments).cut(0, 1, state)
+            outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
+            sums = Sums(Folding(outputs))
+            for merge in self.merges:
+                merge.begin(sums, leaves)
+        sums.state = state
+        return self._merged(sums)

@@ -21,7 +21,7 @@ from torch_backend.engine.guards import EVERY, ON, recompute, unchanged
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.watched import grads_watched
 from torch_backend.engine.leaves import leaves_of, with_hooks
-from torch_backend.engine.plan import OWN, Plan, plan_of
+from torch_backend.engine.plan import OWN, Plan, autocasting, plan_of
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_initialised, check_unfrozen
 from torch_backend.modules.layers import Walk, call_loss
@@ -120,6 +120,24 @@ def opened(
     passes = _contexts_of_passes(plan, inputs, known is None, keeps_parameters, stack)
     versions, hooked = unchanged.versions_of(inputs), any(map(_private.has_hooks, inputs))
     return Opened(leaves, visit, first, *passes, versions, hooked, own, visits, is_stream), plan
+
+
+def opened_in_place(
+    gradient: GradientFunction, module: nn.Module, params: dict[str, torch.Tensor], stack: ExitStack
+) -> Opened:
+    """What the window of a wrapped module begins with: what its wrapper has put on the parameters
+    stays there, and nothing is watched, as wrappers run parts of modules in backward passes.
+    """
+    inputs = [*params.values()]
+    autocast = autocasting({leaf.device.type for leaf in inputs})
+    outside: AbstractContextManager[object] = NOTHING
+    if autocast:
+        stack.callback(torch.clear_autocast_cache)
+        outside = Again(partial(_outside_of_autocast, autocast))
+    visit = nullcontext(partial(call_loss, gradient.loss_fn, module))
+    leaves = Leaves({OWN: params}, inputs, inputs, False)
+    watch = recompute.Watch(None, inputs, False)
+    return Opened(leaves, visit, 0, outside, NOTHING, watch, (), False, None, None, True)
 
 
 def _contexts_of_passes(

@@ -5,7 +5,7 @@ were seen to need stands in a table beside it.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -46,9 +46,11 @@ class Plan:
     `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
-    whether the cotangent of a pass may be a weight. `run` is how a backward pass is run, by
-    autograd alone or by a tool. `noted`: whether `seen` has what modules had in forward passes.
-    `parts` and `cuts` say how the arguments are split, without the arguments.
+    whether the cotangent of a pass may be a weight, outside of autocast. `run` is how a backward
+    pass is run, by autograd alone or by a tool. `noted`: whether `seen` has what modules had in
+    forward passes.
+    `parts` and `cuts` say how the arguments are split, without the arguments, over rows of so
+    many `devices` at once.
     `folding` and `loss_dtype`: what becomes of the output, decided with the first loss.
     """
 
@@ -64,18 +66,22 @@ class Plan:
     run: Callable[..., None] = graphs.run
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
+    devices: int = 1
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     graphs: "Table" = field(default_factory=lambda: Table())
     noted: bool = True
     seen: recompute.Seen = field(default_factory=recompute.none_seen)
 
-    def with_cuts(self, arguments: Arguments, cuts: Sequence[tuple[int, int]]) -> "Plan":
+    def with_cuts(
+        self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
+    ) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
         is read anew.
         """
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
-        return replace(self, parts=None if arguments.state else tuple(bare), cuts=cuts)
+        parts = None if arguments.state else tuple(bare)
+        return replace(self, parts=parts, cuts=cuts, devices=devices)
 
 
 class Table(dict[Any, Any]):
@@ -141,6 +147,7 @@ def _kind(leaf: Any) -> object:
     hooks = bool(_private.hooks_of(leaf)), _private.acts_on_grad(leaf)
     return (
         type(leaf),
+        getattr(leaf, "placements", None),  # of a DTensor
         shape,
         leaf.dtype,
         leaf.layout,
@@ -169,16 +176,8 @@ def plan_of(
     module: nn.Module | None,
 ) -> Plan:
     """A plan for these leaves, which are made of the originals."""
-    autocast: tuple[str, ...] = ()
-    if _private.is_any_autocast_enabled():
-        autocast = tuple(
-            [
-                kind
-                for kind in sorted({"cpu", *(leaf.device.type for leaf in leaves)})
-                if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-            ]
-        )
-    may_weigh = not (hooked or autocast or gradient.scaled or moving)
+    autocast = autocasting({leaf.device.type for leaf in leaves})
+    may_weigh = not (hooked or gradient.scaled or moving)
     return Plan(
         indices=indices,
         count=count,
@@ -192,6 +191,14 @@ def plan_of(
         run=run_of(leaves, hooked),
         noted=recompute.may_note((gradient, module)),
     )
+
+
+def autocasting(devices: Collection[str]) -> tuple[str, ...]:
+    """The types of devices that autocast is on for, of the CPU and these."""
+    if not _private.is_any_autocast_enabled():
+        return ()
+    kinds = filter(torch.amp.is_autocast_available, sorted({"cpu", *devices}))
+    return tuple(filter(torch.is_autocast_enabled, kinds))
 
 
 # Elements of a leaf from which on it is asked for the tool for large weights: its own limit.

@@ -15,6 +15,7 @@ from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from torch_backend import arrays
+from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,11 @@ class Folding:
     with_loss: bool = False
     may_be_wide: bool = True
     pure: bool = False
+
+    @cached_property
+    def folds(self) -> dict[int, LeafFold]:
+        """The folds of the leaves that are reduced."""
+        return dict(zip(self.outputs.reduced, self.outputs.reduced_folds, strict=True))
 
     @cached_property
     def kinds(self) -> list[str | None]:
@@ -108,10 +114,9 @@ class Folding:
     @cached_property
     def cast(self) -> list[tuple[int, torch.dtype]]:
         """The sums that are divided, and have results of another dtype."""
-        pairs = zip(self.outputs.reduced, self.outputs.reduced_folds, strict=True)
         return [
             (index, fold.result_dtype)
-            for index, fold in pairs
+            for index, fold in self.folds.items()
             if index not in self.normalized and fold.accumulator_dtype != fold.result_dtype
         ]
 
@@ -127,15 +132,19 @@ class Sums:
     """What one window has folded: `add` each micro-batch, then take the `result`.
 
     `of` has the accumulator of each leaf, None before its first value. A weighted sum is held
-    divided by the `unit`. `state` is what is threaded to the next micro-batch.
+    divided by the `unit`, which stays where it is fixed. `total` and `steps` count, and `rejected`
+    what is dropped: tensors where only a device knows. `state` is what is threaded to the next
+    micro-batch.
     """
 
     def __init__(self, folding: Folding):
         self.folding, self.pure = folding, folding.pure
         self.of: list[Any] = [None] * len(folding.outputs.folds)
         self.total: Scalar = 0
-        self.steps = 0
+        self.steps: Any = 0
+        self.rejected: Any = 0
         self.unit: float | None = None
+        self.unit_is_fixed = False
         self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in folding.outputs.collected}
         self.state: list[Any] = []
 
@@ -158,22 +167,25 @@ class Sums:
             self.unit = float(weight)
         if weight == self.unit:
             return 1.0
-        if weight > self.unit or not arrays.is_power_of_two(weight / self.unit):
-            self._hold_in(_power_above(max(float(weight), self.unit)))
+        is_held = weight <= self.unit and arrays.is_power_of_two(weight / self.unit)
+        if not (is_held or self.unit_is_fixed):
+            self.hold_in(_power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
-    def _hold_in(self, unit: float) -> None:
-        kinds = self.folding.kinds
-        begun = [
-            a
-            for a, kind in zip(self.of, kinds, strict=True)
-            if kind == "weighted" and a is not None
-        ]
+    def hold_in(self, unit: float) -> None:
+        """Rescales the weighted sums to this unit."""
+        pairs = zip(self.of, self.folding.kinds, strict=True)
+        begun = local_tensors([a for a, kind in pairs if kind == "weighted" and a is not None])
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(begun, self.unit / unit)
         self.unit = unit
 
     # --- a micro-batch
+
+    @property
+    def number(self) -> int:
+        """The number of the next micro-batch, from 1 on."""
+        return self.steps + 1  # type: ignore[no-any-return]
 
     def add_loss(self, loss: torch.Tensor, index: int, weight: Scalar, share: float) -> None:
         """`add` of the loss, where it is all that is added beside gradients."""
@@ -182,7 +194,7 @@ class Sums:
             if share:  # a weight of 0 adds nothing, not even a NaN
                 before.add_(loss, alpha=share)
         else:
-            dtype = self.folding.outputs.folds[index].accumulator_dtype  # type: ignore[union-attr]
+            dtype = self.folding.folds[index].accumulator_dtype
             begun = loss.to(dtype, copy=True)
             self.of[index] = begun if share == 1 else begun.mul_(share) if share else begun.zero_()
         self.total, self.steps = self.total + weight, self.steps + 1
@@ -210,7 +222,7 @@ class Sums:
             kind = kinds[index]
             if kind is not None:
                 groups[kind].append(index)
-            elif index in self.folding.outputs.reduced:
+            elif index in self.folding.folds:
                 self._combine(index, arrays.strided(value), weight)
         for kind, indices in groups.items():
             factor = 1 if kind == "plain" else share
@@ -223,15 +235,18 @@ class Sums:
 
     def _add_scaled(self, indices: list[int], values: list[torch.Tensor], factor: float) -> None:
         """Adds factor * value to each sum; a factor of 0 adds nothing, not even a NaN."""
-        of, folds = self.of, self.folding.outputs.folds
+        of, folds = self.of, self.folding.folds
         pairs = [*zip(indices, values, strict=True)]
         begun = [pair for pair in pairs if of[pair[0]] is not None]
         if begun and factor:
-            torch._foreach_add_([of[i] for i, _ in begun], [v for _, v in begun], alpha=factor)
+            # Each in its shard: Partial sums of DTensors are added without a collective.
+            more = local_tensors([redistributed(value, of[index]) for index, value in begun])
+            torch._foreach_add_(local_tensors([of[i] for i, _ in begun]), more, alpha=factor)
         new = [pair for pair in pairs if of[pair[0]] is None]
         for index, value in new:
-            of[index] = value.to(folds[index].accumulator_dtype, copy=True)  # type: ignore[union-attr]
-        firsts = [of[index] for index, _ in new]
+            first = local(value).to(folds[index].accumulator_dtype, copy=True)
+            of[index] = as_dtensor(first, value)
+        firsts = local_tensors([of[index] for index, _ in new])
         if new and not factor:
             torch._foreach_zero_(firsts)
         elif new and factor != 1:
@@ -239,8 +254,7 @@ class Sums:
 
     def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
         """Folds a value into a leaf whose fold is no sum."""
-        fold, before = self.folding.outputs.folds[index], self.of[index]
-        assert fold is not None
+        fold, before = self.folding.folds[index], self.of[index]
         combined = fold.combine(
             fold.identity(value) if before is None else before, fold.lift(value, weight)
         )
@@ -249,18 +263,20 @@ class Sums:
 
     # --- the end of the window
 
+    def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
+        """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf."""
+        for index, value in enumerate(self.of):
+            if type(value) is not torch.Tensor:
+                self.of[index] = without_partials(value, likes.get(index))
+
     def result(self) -> Tree:
         """The normalised result, in the structure of the output. The sums are empty afterwards."""
-        folding, outputs, total, unit = (
-            self.folding,
-            self.folding.outputs,
-            self.total,
-            self.unit or 1.0,
-        )
+        folding, outputs = self.folding, self.folding.outputs
+        total, unit = self.total, self.unit or 1.0
         results, self.of = self.of, []
         for indices, by, weighted in folding.quotients:
             divisor = total if by == "weight" else self.steps
-            sums = [results[index] for index in indices]
+            sums = local_tensors([results[index] for index in indices])
             if isinstance(divisor, torch.Tensor):
                 _divide_by_tensor(sums, divisor, unit if weighted else 1.0)
             else:
@@ -268,9 +284,8 @@ class Sums:
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
         if folding.normalized:
-            tally = arrays.tally(total, self.steps)
             for index in folding.normalized:
-                results[index] = self._normalized(index, results[index], tally)
+                results[index] = self._normalized(index, results[index])
         for index, rows in self.collected.items():
             fold = outputs.folds[index]
             assert fold is not None
@@ -279,24 +294,38 @@ class Sums:
             results[index] = leaf
         return outputs.structure_of(results)
 
-    def _normalized(self, index: int, reduced: Any, tally: Tally) -> Any:
-        fold = self.folding.outputs.folds[index]
-        assert fold is not None
+    @property
+    def tally(self) -> Tally:
+        """How much has been folded."""
+        return arrays.tally(self.total, self.steps)
+
+    def _normalized(self, index: int, reduced: Any) -> Any:
+        fold, tally = self.folding.folds[index], self.tally
         if self.folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
-            reduced.mul_(self.unit)
+            local(reduced).mul_(self.unit)
         if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
             fold.check_known(reduced, tally, lambda: self.folding.outputs.paths()[index])
         return fold.normalize(reduced, tally)
 
 
+def power_below(number: float) -> float:
+    """The greatest power of two that is not above a positive number."""
+    return math.ldexp(1.0, math.frexp(number)[1] - 1)
+
+
 def _power_above(number: float) -> float:
     """The smallest power of two that is not below a positive number."""
-    fraction, exponent = math.frexp(number)
-    return number if fraction == 0.5 else 2 * math.ldexp(0.5, exponent)
+    return number if arrays.is_power_of_two(number) else 2 * power_below(number)
 
 
 def _divide_by_tensor(sums: Sequence[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
     """Divides in place by a number that the host does not see; by 0, to zeros."""
+    is_zero = divisor == 0
+    by = torch.where(is_zero, 1, divisor / unit)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for total in sums:
-        by = divisor.to(total.device) / unit
-        total.div_(torch.where(by == 0, 1, by).to(total.dtype)).masked_fill_(by == 0, 0)
+        groups.setdefault((total.device, total.dtype), []).append(total)
+    for kind, alike in groups.items():
+        torch._foreach_div_(alike, by.to(*kind))
+        for total in alike:
+            total.masked_fill_(is_zero.to(kind[0]), 0)

@@ -25,6 +25,7 @@ from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
+from torch_backend.dtensor import local_tensors
 from torch_backend.engine import graphs
 from torch_backend.engine.guards import EVERY, ON, functions, unchanged
 from torch_backend.engine.leaves import (
@@ -38,6 +39,7 @@ from torch_backend.engine.opened import NOTHING, Own, opened, recording
 from torch_backend.engine.plan import Graph, Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.gradients import is_constant, switched_off
+from torch_backend.observing import ObservedGradient, Observing
 
 _GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_grad", "layout"))
 
@@ -48,7 +50,11 @@ class Window:
     `opened`: what stays the same until the end, and `inputs` the leaves that last as long; both are
     set on entering. Arguments that are split have leaves of their own in each micro-batch,
     `moving`. `plan`: the one that is known, or a new one, which the first loss completes.
+    `observing`: what measures the gradients on their way, from the first loss on.
     """
+
+    looks_ahead = may_be_short = False
+    may_communicate = False  # whether other processes may wait for each backward pass
 
     sums: Sums | None = None  # set by `_bind`, with the first loss
     # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
@@ -56,6 +62,7 @@ class Window:
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
+    observing: Observing | None = None
 
     def __init__(
         self,
@@ -70,7 +77,8 @@ class Window:
         that is computed alone.
         """
         self.program, self.gradient, self.backend = program, gradient, backend
-        self.known, self.own = plan, own
+        self.plan: Any = plan  # a Plan, from entering on
+        self.own = own
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
         self.held = []
@@ -79,7 +87,9 @@ class Window:
 
     # --- a micro-batch
 
-    def fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
+    def fold(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
+    ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
         # The iterable of a stream has the mode of the caller, and may change it in between.
         with recording() if self.opened.is_stream else NOTHING:
@@ -104,15 +114,19 @@ class Window:
             assert share is not None
             if unit != sums.unit:  # the sums may have been brought to it, which is a write, too
                 self.writes = self._count_writes()
+            seed = 0.0
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
-            if share or moving or not folding.are_weighted:
+            if share or moving or not folding.are_weighted or self.may_communicate:
                 if not self.gradient.reached:
                     self.note_reached(objective, moving, weight, evaluations() == gradients)
-                self._add_gradients(objective, nodes, weight, share, moving)
+                seed = self._add_gradients(objective, nodes, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
-        else:
-            sums.add(self._rest(loss.detach(), aux, moving), weight)
+            return
+        values = self._rest(loss.detach(), aux, moving)
+        if self.observing is not None:
+            values.update(self.observing.measures(values, weight, seed))
+        sums.add(values, weight)
 
     def _add_gradients(
         self,
@@ -121,8 +135,8 @@ class Window:
         weight: float,
         share: float,
         moving: Sequence[torch.Tensor],
-    ) -> None:
-        """Folds the gradients of a loss in, whose graph has so many nodes."""
+    ) -> float:
+        """Folds the gradients of a loss in, whose graph has so many nodes; from which cotangent."""
         assert self.sums is not None
         folding, inputs = self.sums.folding, self.inputs
         seed = share if folding.are_weighted else 1.0
@@ -130,7 +144,8 @@ class Window:
         is_lent = folding.lends and (seed == share or not folding.weighs)
         is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
         if not is_lent:
-            seed, self.begun = 1.0, False
+            counts = share or moving or not folding.are_weighted
+            seed, self.begun = 1.0 if counts else 0.0, False
             for leaf in inputs:
                 leaf.grad = None
         if loss.requires_grad and (inputs or moving):
@@ -141,6 +156,7 @@ class Window:
         elif not self.begun:
             self._adopt()
             self.writes = self._count_writes()
+        return seed
 
     def read_scale(self, kwargs: dict[str, Tree]) -> tuple[Scalar | None, dict[str, Tree]]:
         """(the scale of the loss, the other keyword arguments)."""
@@ -223,7 +239,8 @@ class Window:
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        return self.plan.takes_weights and arrays.represents_exactly(dtype, seed)
+        plan = self.plan
+        return plan.takes_weights and not plan.autocast and arrays.represents_exactly(dtype, seed)
 
     def _adopt(self) -> None:
         """Makes sums of the first gradients that autograd has left in the leaves."""
@@ -234,7 +251,8 @@ class Window:
         if {*map(_LAYOUT, firsts)} - {torch.strided}:
             firsts = [*map(arrays.strided, firsts)]
         # Later gradients are added in place, so nobody else may hold this memory.
-        for at, first, alone in zip(new, firsts, arrays.are_alone(firsts), strict=True):
+        are_alone = arrays.are_alone(local_tensors(firsts))
+        for at, first, alone in zip(new, firsts, are_alone, strict=True):
             total = first if alone else first.clone()
             if total is not grads[at]:
                 self.inputs[at].grad = total
@@ -272,7 +290,7 @@ class Window:
         folding, gradient = self.sums.folding, self.gradient
         value = gradient.compose(loss, detached(aux, True), [() for _ in self.plan.indices])
         assert folding.rest_outputs is not None
-        beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.steps + 1}")
+        beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.number}")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in moving]
         moved = zip(folding.moved, map(torch.Tensor.detach, grads), strict=True)
         passed, self.passed = self.passed, {}
@@ -288,7 +306,7 @@ class Window:
                 self.gradient,
                 self.backend,
                 self.arguments.parts,
-                self.known,
+                self.plan,
                 self.own,
                 stack,
             )
@@ -327,12 +345,8 @@ class Window:
     # --- what becomes of the output
 
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
-        """Decides with the first loss what becomes of every leaf of the output."""
-        plan, folding, inputs = self.plan, self.plan.folding, self.inputs
-        is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
-        if folding is None or not is_known or self.gradient.has_aux or plan.moving:
-            folding = self._folding(loss, aux)
-            self.plan = replace(plan, folding=folding, loss_dtype=loss.dtype)
+        """Makes room for the output, with the first loss."""
+        folding, inputs = self._folding(loss, aux), self.inputs
         if self._count_writes(moving):
             raise unchanged.ran_backward()
         sums = Sums(folding)
@@ -346,20 +360,47 @@ class Window:
             self.writes = self._count_writes()
         return sums
 
+    @property
+    def trees_of_leaves(self) -> dict[int, Tree]:
+        """The differentiated arguments as the loss is given them. Before the first backward pass
+        the leaves stand in for their gradients: they are alike.
+        """
+        return {**self.opened.leaves.trees, **self.moving_trees}
+
+    @property
+    def arriving(self) -> Sequence[torch.Tensor]:
+        """The leaves that gradients come to, in the order of the inputs."""
+        return self.inputs
+
     def _folding(self, loss: torch.Tensor, aux: Tree) -> Folding:
-        gradient, indices = self.gradient, self.plan.indices
+        """What becomes of every leaf of the output: what the plan knows, if it does."""
+        plan, program, is_plain = self.plan, self.program, type(loss) is torch.Tensor
+        assert program is not None
+        is_new = plan.folding is None or loss.dtype is not plan.loss_dtype or not is_plain
+        if is_new or self.gradient.has_aux or plan.moving or program.observers is not None:
+            dtype = loss.dtype if is_plain else None
+            self.plan = replace(plan, folding=self._new_folding(loss, aux), loss_dtype=dtype)
+        return self.plan.folding  # type: ignore[no-any-return]
+
+    def _new_folding(self, loss: torch.Tensor, aux: Tree) -> Folding:
+        gradient, indices, arguments = self.gradient, self.plan.indices, self.arguments
         assert self.program is not None
-        assert self.arguments is not None
+        assert arguments is not None
         aux = detached(aux, True)
-        # Before the first backward pass the leaves stand in for their gradients: they are alike.
-        trees_of = {**self.opened.leaves.trees, **self.moving_trees}
-        like = gradient.compose(loss, aux, [trees_of[index] for index in indices])
-        outputs, leaves = self.program.bind(like, self.arguments)
+        trees_of = self.trees_of_leaves
+        grads = [trees_of[index] for index in indices]
+        if self.program.observers is not None:
+            observed = ObservedGradient.of(self.program, gradient, (loss, aux), grads, arguments)
+            self.gradient = gradient = observed
+        like = gradient.compose(loss, aux, grads)
+        outputs, leaves = self.program.bind(like, arguments)
         for index, tree in trees_of.items():
             check_dense(tree, index, gradient)
         # The gradients follow the value, argument by argument. Without a value they come first.
         counts = [len(trees.flatten(trees_of[index])[0]) for index in indices]
-        start = len(leaves) - sum(counts) if gradient.with_value else 0
+        start = gradient.leaves_before
+        if gradient.with_value:
+            start = len(leaves) - sum(counts)
         ends = [*accumulate(counts, initial=start)]
         of_argument = dict(zip(indices, map(range, ends, ends[1:]), strict=True))
         beside = [leaf for leaf in range(len(leaves)) if not start <= leaf < ends[-1]]
@@ -369,14 +410,18 @@ class Window:
             return tuple([leaf for leaf in found if leaves[leaf] is not None])
 
         rest = gradient.compose(loss, aux, [() for _ in indices])
+        of_inputs = present(self.plan.whole)
+        if isinstance(gradient, ObservedGradient):
+            self.observing = Observing(gradient, dict(zip(of_inputs, self.arriving, strict=True)))
+            self.stack.callback(self.observing.end)
         return Folding(
             outputs,
-            grads=present(self.plan.whole),
+            grads=of_inputs,
             moved=present(self.plan.moving),
             beside=tuple(beside),
             rest_outputs=outputs.part(beside, trees.flatten(rest)[1]),
             with_loss=gradient.with_value,
-            may_be_wide=self.own is None,
+            may_be_wide=self.own is None and {*map(type, self.inputs)} <= {torch.Tensor},
         )
 
     def note_reached(
@@ -429,9 +474,10 @@ class Window:
             leaf.grad = None
         with recording():
             for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
-                if sums.of[index] is None and index in sums.folding.outputs.reduced:
+                if sums.of[index] is None and index in sums.folding.folds:
                     # No loss of the window depended on it, or none had a weight.
-                    fold = sums.folding.outputs.folds[index]
-                    assert fold is not None
-                    sums.of[index] = fold.identity(leaf.detach())
-            return sums.result()
+                    sums.of[index] = sums.folding.folds[index].identity(leaf.detach())
+            return self._finished(sums)
+
+    def _finished(self, sums: Sums) -> Tree:
+        return sums.result()

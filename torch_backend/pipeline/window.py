@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,12 @@ from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import arrays, trees
-from torch_backend.former.inputs import OwnParameters, detached, with_a_blank_row
-from torch_backend.former.passes import Pass
+from torch_backend.arrays import recording_loss
+from torch_backend.engine.distributed import with_a_blank_row
+from torch_backend.engine.leaves import detached
+from torch_backend.engine.opened import recording
+from torch_backend.engine.plan import Plan
 from torch_backend.modules.checks import check_wrapped_before
-from torch_backend.modules.layers import Walk
 from torch_backend.pipeline.schedule import Pipeline
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
@@ -51,7 +52,6 @@ class Microbatch:
     target: Tree
     kwargs: dict[str, Tree]
     weight: Scalar | None
-    arguments: Arguments  # of the first one
 
     @property
     def rows(self) -> int:
@@ -59,16 +59,16 @@ class Microbatch:
         return len(self.inputs[0])
 
 
-class PipelineWindow:
-    """A window of a PipelineGradient: `fold` each micro-batch, then take the `result`.
+class PipelineWindow(OwnGrads):
+    """A window of a PipelineGradient: `fold` each micro-batch, then take the `result`."""
 
-    A context, in which the parameters' `.grad`s belong to the window.
-    """
-
-    records = looks_ahead = may_be_short = True
-
-    def __init__(self, program: Program, gradient: "PipelineGradient", backend: Backend):
-        self.program, self.gradient = program, gradient
+    def __init__(
+        self,
+        program: Program,
+        gradient: "PipelineGradient",
+        backend: Backend,
+        arguments: Arguments,
+    ):
         across = gradient.merged_over(program.across)
         self.reductions: list[Reduction] = []
         if across is not None:
@@ -77,22 +77,12 @@ class PipelineWindow:
         # schedule.
         progress = progress_of(program.memory)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
-        walk = program.memory.keep(Walk)
-        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
-        self.detached = self.passes.inputs.detached
+        every, texts = [self.stages, *self.reductions], ("a pipeline", Unwrapped.remedy)
+        super().__init__(program, gradient, backend, arguments, gradient.wrapper, every, *texts)
+        self.pipeline = gradient.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = gradient.n_microbatches or program.n
-        wrapper, every = gradient.wrapper, [self.stages, *self.reductions]
-        self.grads = OwnGrads(
-            program,
-            self.passes,
-            wrapper,
-            every,
-            wrapper.sums_in,
-            "a pipeline",
-            Unwrapped.remedy,
-        )
-        self.last_stage = LastStage(self.passes, gradient, self.grads)
+        self.last_stage = LastStage(self)
         self.waiting: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
         self.is_over = False  # whether no replica has another step of the schedule
@@ -102,41 +92,33 @@ class PipelineWindow:
         folds = trees.flatten(program.fold)[0]
         self.stands_in = all(isinstance(fold, Fold) and fold.reducer.linear for fold in folds)
         self.row: tuple[torch.Tensor, ...] | None = None
-        self.arguments: Arguments | None = None  # of the first micro-batch
-
-    def __enter__(self) -> Self:
-        self.grads.__enter__()
-        return self
+        self.first: Arguments | None = None  # those of the first micro-batch
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
             # Also where no step has begun here: what follows has to be the same in all processes.
-            self.gradient.pipeline.forget()
-        self.grads.__exit__(*error)
+            self.pipeline.forget()
+        super().__exit__(*error)
 
     # --- micro-batches
 
     def fold(
-        self,
-        arguments: Arguments,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        weight: Scalar,
-        last: bool,
-    ) -> list[Array]:
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
+    ) -> None:
         """Keeps a micro-batch until a step of the schedule is full, and then runs it. No state
         is threaded.
         """
-        if arguments.state:
+        assert self.arguments is not None
+        if self.arguments.state:
             raise FuncgaError(
                 "an argument is CARRY, and grad_fn is that of a pipeline, where the next "
                 "micro-batch begins before the last one has ended: no state can be threaded. Pass "
                 "it whole, in_axes=(0, None, 0), or close over it."
             )
-        self.arguments = self.arguments or arguments
+        self.first = self.first or self.arguments
         self.waiting.append(self._microbatch(args, kwargs, weight))
         self.weights.append(weight)
-        if self._counts(weight) or isinstance(weight, torch.Tensor):
+        if self._counts(weight):
             self.row = self._inputs(weight, tuple([part[:1] for part in self.waiting[-1].inputs]))
         # Micro-batches of weight 0 wait for one that counts, whose row stands in.
         is_ready = self.count is not None and (self.row is not None or not self.stands_in)
@@ -144,7 +126,6 @@ class PipelineWindow:
             self._run(last)
         if last:
             self._fill_up(args, kwargs)
-        return []
 
     def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Runs steps that add nothing while other replicas have micro-batches: wrapped stages
@@ -167,14 +148,13 @@ class PipelineWindow:
                 "several targets are one tree: "
                 f'step(x, {{"labels": y, "mask": mask}}).'
             )
-        assert self.arguments is not None
-        return Microbatch(tuple(inputs), target, kwargs, weight, self.arguments)
+        return Microbatch(tuple(inputs), target, kwargs, weight)
 
     def _run(self, last: bool) -> None:
         """Runs a step of the schedule with waiting micro-batches, filled up. `last`: whether no
         others will come.
         """
-        wrapper, pipeline = self.gradient.wrapper, self.gradient.pipeline
+        wrapper, pipeline = self.wrapper, self.pipeline
         count = self.count or len(self.waiting)
         microbatches, self.waiting = self.waiting[:count], self.waiting[count:]
         self.stages.meet(False)
@@ -188,7 +168,8 @@ class PipelineWindow:
         inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
         inputs += [inputs[0]] * missing
         loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
-        with self._reducing(any(each.weight is not None for each in microbatches)):
+        reducing = self._reducing(any(each.weight is not None for each in microbatches))
+        with recording(), reducing:
             pipeline.run(inputs, loss, self._together)
         self.is_over = is_over
 
@@ -196,7 +177,7 @@ class PipelineWindow:
         """Whether the host knows that a micro-batch of this weight is a part of the result."""
         if weight is None or not self.stands_in:
             return weight is not None
-        return not isinstance(weight, torch.Tensor) and bool(weight)
+        return bool(weight)
 
     def _inputs(
         self, weight: Scalar | None, inputs: tuple[torch.Tensor, ...]
@@ -209,11 +190,6 @@ class PipelineWindow:
         rows = [] if self.row is None else [*self.row]
         if [row.shape[1:] for row in rows] != [part.shape[1:] for part in inputs]:
             rows = [part.new_zeros((1, *part.shape[1:])) for part in inputs]
-        if isinstance(weight, torch.Tensor):
-            pairs = zip(inputs, rows, strict=True)
-            return tuple(
-                [torch.where(weight.to(part.device) != 0, part, row) for part, row in pairs]
-            )
         return tuple([row.expand_as(part) for part, row in zip(inputs, rows, strict=True)])
 
     def _together(self, needed: bool) -> bool:
@@ -222,7 +198,7 @@ class PipelineWindow:
 
         In its first step a schedule runs an extra pass, to infer shapes.
         """
-        wrapper = self.gradient.wrapper
+        wrapper = self.wrapper
         for group in wrapper.groups()[0] if wrapper.in_step else ():
             channel = channel_of(group)
             channel.send_owed()
@@ -237,12 +213,12 @@ class PipelineWindow:
         The schedule itself prepares DDP for the last backward pass. The forward pass that infers
         shapes must not: DDP would take the first backward pass for the last.
         """
-        wrapper = self.gradient.wrapper
+        wrapper = self.wrapper
         waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
-        leaves = lambda: wrapper.leaves() or [*self.grads.params.values()]
-        stages = [*self.gradient.module.children()]
+        leaves = lambda: wrapper.leaves() or self.inputs
+        stages = [*self.module.children()]
         masks = nullcontext() if counts else masked(stages, leaves, torch.zeros_like)
-        with masks, wrapper.synchronising(self.grads.params), waiting:
+        with masks, wrapper.synchronising(self.params), waiting:
             yield
 
     # --- the result
@@ -252,31 +228,33 @@ class PipelineWindow:
     ) -> Tree:
         """The result if only other replicas have rows: passes over a row of zeros, not folded."""
         check_no_stream(self.program)
-        self.arguments = with_a_blank_row(arguments)
+        self.arguments = self.first = with_a_blank_row(arguments)
         self._fill_up(self.arguments.cut(0, 1, state), kwargs)
-        return self.result(state)
+        return self.result()
 
-    def result(self, state: list[Array]) -> Tree:
+    def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output: the value is the same in
         every process.
         """
-        values, grads = self.last_stage.values_of_all(self.weights), self.grads
+        values = self.last_stage.values_of_all(self.weights)
         self.stages.is_over, self.stages.history.finished = True, self.stages.window
-        assert self.arguments is not None
-        grads.bind(*values[0], self.arguments)
+        self.arguments = self.first
+        self.bind(*values[0])
+        sums = self.sums
+        assert sums is not None
         with torch.no_grad():
             for value, weight in zip(values, self.weights, strict=False):
-                grads.bound.add(grads.leaves(*value), weight)
-            grads.take()
-            grads.put()
+                self.add(*value, weight)
+            self.take()
+            self.put()
             for reduction in self.reductions:
-                if not self.gradient.wrapper.wrapped:
-                    head = grads.leaves(*values[0])[: -len(grads.sums)]
-                    reduction.begin(grads.bound, [*head, *grads.gradients])
+                if not self.wrapper.wrapped:
+                    head = self.leaves(*values[0])[: -len(self.shards)]
+                    reduction.begin(sums, [*head, *self.gradients])
                 reduction.finish([])
-            if self.reductions and not grads.bound.steps:
+            if self.reductions and not sums.steps:
                 raise nothing_to_fold()
-            return grads.result(state)
+            return self._finished(sums)
 
 
 class LastStage:
@@ -285,8 +263,8 @@ class LastStage:
     `values`: the loss and the aux of each, by its number. `error`: the first one of a loss.
     """
 
-    def __init__(self, passes: Pass, gradient: "PipelineGradient", grads: OwnGrads):
-        self.passes, self.gradient, self.grads = passes, gradient, grads
+    def __init__(self, window: PipelineWindow):
+        self.window, self.pipeline = window, window.pipeline
         self.values: dict[int, tuple[torch.Tensor, Tree]] = {}
         self.error: Exception | None = None
 
@@ -305,7 +283,7 @@ class LastStage:
         return _zero(_recorded(output))
 
     def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
-        rows = self.gradient.pipeline.rows
+        rows, window = self.pipeline.rows, self.window
         leaves, structure = trees.flatten(output)
         if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
             raise FuncgaError(
@@ -316,21 +294,20 @@ class LastStage:
             )
         leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
         visible = trees.unflatten(structure, leaves)
-        args = [visible, microbatch.target]
-        loss, aux, _ = self.passes.forward(self.gradient.loss_fn, args, microbatch.kwargs)
+        args = visible, microbatch.target
+        with recording_loss():
+            loss_fn = window.gradient.loss_fn
+            loss, aux, *_ = window.forward(loss_fn, args, microbatch.kwargs, None)
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
         self.values[number] = loss.detach(), detached(aux, recorded=True)
-        self.grads.bind(loss.detach(), aux, microbatch.arguments)
+        window.arguments = window.first
+        window.bind(loss.detach(), aux)
         weight = microbatch.weight
         wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        if weight is not None and not self.grads.is_weighted:
+        if weight is not None and not window.is_weighted:
             return wide
-        if isinstance(weight, torch.Tensor):
-            # The host cannot see whether it is 0, and a cotangent of 0 times a NaN is NaN.
-            for leaf in _recorded(visible):
-                leaf.register_hook(partial(_where_counted, weight))  # type: ignore[no-untyped-call]
-        elif not weight:  # nothing of it counts, not even a NaN
+        if not weight:  # nothing of it counts, not even a NaN
             return _zero(_recorded(output))
         return wide.mul(weight)
 
@@ -341,15 +318,14 @@ class LastStage:
         Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
         given different batches.
         """
-        pipeline, error = self.gradient.pipeline, self.error
+        pipeline, error = self.pipeline, self.error
         values = [self.values[number] for number in sorted(self.values)]
         if pipeline.group.size() == 1:
             if error is not None:
                 raise error
             return values
-        # A weight on a device is not looked at. An error itself may not be picklable, and values
-        # are of no use beside one.
-        shown = tuple([None if isinstance(w, torch.Tensor) else float(w) for w in weights])
+        # An error itself may not be picklable, and values are of no use beside one.
+        shown = tuple(map(float, weights))
         text = None if error is None else f"{type(error).__name__}: {error}"
         sent = None if error is not None else _moved(values, torch.device("cpu"))
         said = channel_of(pipeline.group).all_gather((shown, pipeline.has_last, sent, text))
@@ -365,11 +341,11 @@ class LastStage:
         _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
         if pipeline.has_last:
             return values
-        device = next((p.device for p in self.grads.params.values()), torch.device("cpu"))
+        device = next((p.device for p in self.window.inputs), torch.device("cpu"))
         return _moved(received, device)
 
 
-def _check_alike(weights_of_ranks: list[tuple[float | None, ...]], last: int) -> None:
+def _check_alike(weights_of_ranks: list[tuple[float, ...]], last: int) -> None:
     """Raises FuncgaError if a process saw other weights than that of the last stage."""
     wanted = weights_of_ranks[last]
     for rank, others in enumerate(weights_of_ranks):
@@ -390,17 +366,13 @@ def _moved(values: Values, device: torch.device) -> Values:
     return on_device
 
 
-def _spelled(weights: Sequence[float | None]) -> str:
-    shown = ", ".join("?" if weight is None else f"{weight:g}" for weight in weights[:6])
+def _spelled(weights: Sequence[float]) -> str:
+    shown = ", ".join(f"{weight:g}" for weight in weights[:6])
     return f"({shown}{', ...' if len(weights) > 6 else ''})"
 
 
 def _recorded(output: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
-
-
-def _where_counted(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return torch.where(weight.to(gradient.device) != 0, gradient, 0)
 
 
 def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -448,14 +420,21 @@ class PipelineGradient(ModuleGradient):
     def __signature__(self) -> inspect.Signature | None:
         return None  # the arguments are the first stage's, and a target
 
-    def window(self, program: Program, backend: Backend, alone: bool = False) -> PipelineWindow:
+    def window(
+        self,
+        program: Program,
+        backend: Backend,
+        arguments: Arguments,
+        plan: Plan | None = None,
+        alone: bool = False,
+    ) -> PipelineWindow:
         """One window of a program with this gradient function; one that is `alone` has a single
         micro-batch.
         """
         self.check_not_traced()
         if not self.wrapper.wrapped:
             check_wrapped_before(self.module)
-        return PipelineWindow(program, self, backend)
+        return PipelineWindow(program, self, backend, arguments)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""

@@ -21,14 +21,12 @@ import torch
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import Spec, as_dtensor, is_dtensor
-from torch_backend.former.buffers import Buffers, power_below
-from torch_backend.former.layout import Layout
+from torch_backend.engine.sums import Folding, Sums, power_below
 from torch_backend.reduce.agreement import (
     Agreement,
     Progress,
@@ -59,7 +57,7 @@ class Reduction:
     """
 
     agreement: Agreement  # of all replicas, as soon as they have announced what they fold
-    buffers: Buffers
+    sums: Sums
 
     def __init__(self, progress: Progress, replicas: Replicas):
         self.history, self.replicas = progress.over(replicas.group), replicas
@@ -92,24 +90,21 @@ class Reduction:
 
     # ------------------------------------------------------------------------------ a window begins
 
-    def begin(self, buffers: Buffers, leaves: Sequence[Array]) -> None:
-        """Takes the buffers of a window whose first micro-batch has these leaves.
+    def begin(self, sums: Sums, leaves: Sequence[Array]) -> None:
+        """Takes the sums of a window whose first micro-batch has these leaves.
 
         A leaf that is None is reduced elsewhere.
         """
-        self.buffers = buffers
-        self.proposal = propose(
-            self.history, buffers.outputs, leaves, buffers.layout, self.replicas
-        )
+        self.sums = sums
+        self.proposal = propose(self.history, sums.folding, leaves, self.replicas)
 
     def take_part(
         self,
-        buffers_of: Callable[[Layout], Buffers],
+        sums_of: Callable[[Folding], Sums],
         bind: Callable[[Tree], Outputs],
         known: Sequence[Any],
-    ) -> Buffers:
-        """Begins with empty buffers for what the others fold, on a replica without any
-        micro-batch.
+    ) -> Sums:
+        """Begins with empty sums of what the others fold, on a replica without any micro-batch.
 
         In a first window they say what that is: `bind(value)` is the Outputs of a value like
         theirs, of numbers that mean nothing, on the device of what is `known` here.
@@ -126,8 +121,8 @@ class Reduction:
 
         self.rebuild = rebuild
         self.announce()
-        self.buffers = buffers_of(Layout(self.agreement.outputs))
-        return self.buffers
+        self.sums = sums_of(Folding(self.agreement.outputs))
+        return self.sums
 
     # ---------------------------------------------------------------------------- the replicas meet
 
@@ -206,18 +201,19 @@ class Reduction:
         """What this replica has folded."""
         if self.proposal is None:
             return Report(*self._counts, agreed=self.history.recalled() is not None)
-        buffers = self.buffers
-        unit, weight, rejected = buffers.unit or 0.0, float(buffers.weight), buffers.rejected
-        numbers = [buffers.sums.accumulators[leaf] for leaf in self.proposal.plan.numbers]
+        sums = self.sums
+        counts = sums.total, sums.steps, sums.rejected
+        weight, steps, rejected = [_if_known(count) for count in counts]
+        numbers = [sums.of[leaf] for leaf in self.proposal.plan.numbers]
         return Report(
             *self._counts,
             digest=self.proposal.digest,
             agreed=bool(self.proposal.steps),
-            on_device=buffers.counted is not None or isinstance(rejected, torch.Tensor),
-            steps=buffers.steps,
-            weight=weight,
-            unit=unit,
-            rejected=0 if isinstance(rejected, torch.Tensor) else rejected,
+            on_device=any(isinstance(count, torch.Tensor) for count in counts),
+            steps=steps,
+            weight=float(weight),
+            unit=sums.unit or 0.0,
+            rejected=rejected,
             updates=float(self.updates),
             numbers=tuple(
                 [0.0 if number is None else float(arrays.scalar(number)) for number in numbers]
@@ -227,15 +223,14 @@ class Reduction:
     # -------------------------------------------------------------------------------- a window ends
 
     def finish(self, state: list[Array]) -> list[Array]:
-        """Sends everything, and waits: the buffers are then those of all replicas.
+        """Sends everything, and waits: the sums are then those of all replicas.
 
         Returns the state to be threaded on: that of the last replica that folded anything.
         """
         try:
             self.announce()
             likes = {
-                leaf: _like(self.buffers.sums.accumulators[leaf], spec)
-                for leaf, spec in self.agreement.specs.items()
+                leaf: _like(self.sums.of[leaf], spec) for leaf, spec in self.agreement.specs.items()
             }
             with explained(), self._over_if_refused():
                 self._send()
@@ -244,9 +239,7 @@ class Reduction:
             self.give_up()
             raise
         for leaf, like in likes.items():
-            self.buffers.sums.accumulators[leaf] = as_dtensor(
-                self.buffers.sums.accumulators[leaf], like
-            )
+            self.sums.of[leaf] = as_dtensor(self.sums.of[leaf], like)
         self.is_over, self.history.finished = True, self.window
         return state
 
@@ -292,7 +285,7 @@ class Reduction:
         """
         if self.unsent is None:
             # From the unit of this replica to that of all.
-            self.buffers.hold_in(self.unit)
+            self.sums.hold_in(self.unit)
             self.unsent = deque(self._messages())
         while self.unsent:
             self.unreceived.append(self.unsent[0]())
@@ -300,17 +293,17 @@ class Reduction:
 
     def _messages(self) -> Iterator[Callable[[], Receive]]:
         """What begins each of them, in their order."""
-        buffers, plan = self.buffers, self.agreement.plan
+        sums, plan = self.sums, self.agreement.plan
         for message in plan.sums:
             wire, mark = self._wire(message.kind.device), None
             if message is plan.sums[-1]:
                 mark = self.mark = torch.full(
                     (1,), self.is_over, dtype=message.kind.dtype, device=wire.device
                 )
-            yield partial(add, buffers, plan, message, wire, mark)
+            yield partial(add, sums, plan, message, wire, mark)
         if any(report.on_device for report in self.reports):
             yield self._count_on_device
-        if plan.gathered and not buffers.outputs.collected:
+        if plan.gathered and not sums.folding.outputs.collected:
             yield self._gather
 
     def _wire(self, device: torch.device) -> Wire:
@@ -320,26 +313,26 @@ class Reduction:
 
     def _gather(self) -> Receive:
         plan = self.agreement.plan
-        return gather(self.buffers, plan, self._wire(plan.device))
+        return gather(self.sums, plan, self._wire(plan.device))
 
     def _count_on_device(self) -> Receive:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the
         host cannot see.
         """
-        buffers, wire = self.buffers, self._wire(self.agreement.plan.device)
-        rejected = buffers.rejected if isinstance(buffers.rejected, torch.Tensor) else 0
-        counts = (
-            (0, 0)
-            if buffers.counted is None
-            else (buffers.counted.weight[0], buffers.counted.steps)
-        )
-        sent = torch.stack([_on_device(count, wire.device) for count in (*counts, rejected)])
+        sums, wire = self.sums, self._wire(self.agreement.plan.device)
+        # Those that the host knows are in the headers.
+        counts = [
+            count if isinstance(count, torch.Tensor) else 0
+            for count in (sums.total, sums.steps, sums.rejected)
+        ]
+        sent = torch.stack([_on_device(count, wire.device) for count in counts])
         work = wire.carrier.allreduce([sent])
 
         def receive() -> None:
             work.wait()
-            buffers.counted = Tally((sent[0],), sent[1].to(torch.int64))
-            buffers.rejected = buffers.rejected + sent[2]
+            sums.total = sums.total + sent[0]
+            sums.steps = sums.steps + sent[1].to(torch.int64)
+            sums.rejected = sums.rejected + sent[2]
 
         return receive
 
@@ -347,7 +340,7 @@ class Reduction:
 
     def _take_in(self, state: list[Array]) -> list[Array]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
-        buffers = self.buffers
+        sums, collects = self.sums, self.sums.folding.outputs.collected
         self._count()
         while self.unreceived:
             self.unreceived.popleft()()
@@ -355,7 +348,7 @@ class Reduction:
         # Reading the mark from a device would make the host wait. Instead the weight becomes NaN
         # there, and so does every mean of the window. But before another exchange between hosts the
         # mark has to be read: a replica that has given up would not answer.
-        may_wait = mark.is_cpu or buffers.outputs.collected or state
+        may_wait = mark.is_cpu or collects or state
         if may_wait and self.replicas.channel.is_marked(mark):
             raise FuncgaError(
                 "another replica has raised an error, or was interrupted, when the others had "
@@ -363,10 +356,8 @@ class Reduction:
                 "says, and let the error end all of them; or leave this window out on every rank."
             )
         if not mark.is_cpu:
-            weight = torch.where(mark[0] != 0, float("nan"), 0.0).to(torch.float64)
-            nothing = Tally((weight,), torch.zeros((), dtype=torch.int64, device=mark.device))
-            buffers.counted = nothing if buffers.counted is None else buffers.counted.merge(nothing)
-        if buffers.outputs.collected:
+            sums.total = sums.total + torch.where(mark[0] != 0, float("nan"), 0.0).to(torch.float64)
+        if collects:
             self._gather()()
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         return self._state_of(folded[-1], state) if state and folded else state
@@ -382,21 +373,18 @@ class Reduction:
 
     def _count(self) -> None:
         """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
-        buffers, reports = self.buffers, self.reports
-        buffers.unit, buffers.counted = self.unit, None
-        buffers.steps, buffers.weight = (
-            int(sum(report.steps for report in reports)),
-            sum(r.weight for r in reports),
-        )
-        buffers.rejected = int(sum(report.rejected for report in reports))
+        sums, reports = self.sums, self.reports
+        sums.unit, sums.total = self.unit, sum(report.weight for report in reports)
+        sums.steps = int(sum(report.steps for report in reports))
+        sums.rejected = int(sum(report.rejected for report in reports))
         for position, leaf in enumerate(self.agreement.plan.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = leaf in buffers.layout.weighted
+            is_weighted = sums.folding.kinds[leaf] == "weighted"
             addends = [
                 r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
             ]
-            buffers.sums.accumulators[leaf] = torch.tensor(
-                sum(addends), dtype=buffers.folds[leaf].accumulator_dtype, device="cpu"
+            sums.of[leaf] = torch.tensor(
+                sum(addends), dtype=sums.folding.folds[leaf].accumulator_dtype, device="cpu"
             )
 
 
@@ -405,6 +393,11 @@ def _portable(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
+
+
+def _if_known(count: Any) -> Any:
+    """A count that the host knows; 0 for one that only a device does."""
+    return 0 if isinstance(count, torch.Tensor) else count
 
 
 def _on_device(count: Scalar, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
-from torch_backend.former.layout import Layout
+from torch_backend.engine.sums import Folding
 from torch_backend.reduce.header import ROOM, Report, digest_of
 from torch_backend.reduce.wire import Form, Plan, plan_of
 from torch_backend.replicas import Replicas, check_alike
@@ -105,16 +105,17 @@ def progress_of(memory: Memory) -> Progress:
 
 
 def propose(
-    history: History, outputs: Outputs, leaves: Sequence[Array], layout: Layout, replicas: Replicas
+    history: History, folding: Folding, leaves: Sequence[Array], replicas: Replicas
 ) -> Agreement:
-    """The Agreement on outputs like these: one that there is, or one that the others have yet to
-    agree to.
+    """The Agreement on outputs that are folded so: one that there is, or one that the others have
+    yet to agree to.
 
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
     elsewhere.
     """
-    # The engine has one Outputs for all windows of a structure, so no key has to be made. Any other
+    # A plan has one Outputs for all windows of a structure, so no key has to be made. Any other
     # gradient function has a new one for each window.
+    outputs = folding.outputs
     known = next((each for each in history.agreements if each.outputs is outputs), None)
     key = _key(outputs, leaves) if known is None else known.key
     known = known or next((each for each in history.agreements if each.key == key), None)
@@ -124,7 +125,7 @@ def propose(
         None if fold is None or leaf is None else arrays.as_array(leaf)
         for fold, leaf in zip(outputs.folds, leaves, strict=True)
     ]
-    history.agreements.append(_proposal(key, outputs, likes, layout, replicas))
+    history.agreements.append(_proposal(key, folding, likes, replicas))
     return history.agreements[-1]
 
 
@@ -151,11 +152,12 @@ def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
 
 def _proposal(
     key: tuple[object, ...],
-    outputs: Outputs,
+    folding: Folding,
     likes: Sequence[torch.Tensor | None],
-    layout: Layout,
     replicas: Replicas,
 ) -> Agreement:
+    outputs = folding.outputs
+    folds = dict(zip(outputs.reduced, outputs.reduced_folds, strict=True))
     reduced = {leaf: like for leaf in outputs.reduced if (like := likes[leaf]) is not None}
     specs = {index: spec_of(like) for index, like in reduced.items() if is_dtensor(like)}
     for spec in specs.values():
@@ -164,7 +166,7 @@ def _proposal(
     added = [
         index
         for index, like in shards.items()
-        if layout.kinds[index] is not None or _is_sum(layout.folds[index], like)
+        if folding.kinds[index] is not None or _is_sum(folds[index], like)
     ]
     # What travels in the header has no mark of an error, which has to be read before the exchanges
     # that these take.
@@ -175,7 +177,7 @@ def _proposal(
         outputs=outputs,
         forms=[*map(_form_of, likes)],
         plan=plan_of(
-            layout.folds,
+            folds,
             shards,
             added,
             replicas.bucket_bytes,
@@ -374,7 +376,7 @@ def _adopt(
         assert rebuild is not None
         try:
             outputs, leaves = rebuild(*pickle.loads(structure))
-            mine = propose(history, outputs, leaves, Layout(outputs), replicas)
+            mine = propose(history, Folding(outputs), leaves, replicas)
         except Exception as error:  # whatever the user's class raises
             problem = f"{type(error).__name__}: {error}"
     # All replicas say what they would fold, or why they cannot. If one cannot, all of them raise:

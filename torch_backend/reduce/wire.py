@@ -17,7 +17,7 @@ from funcga._fold import LeafFold
 from funcga._types import Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
-from torch_backend.former.buffers import Buffers
+from torch_backend.engine.sums import Sums
 from torch_backend.replicas import Channel, as_bytes
 
 # Waits for a message that has begun, and takes in what the others have sent.
@@ -168,15 +168,13 @@ class Wire(NamedTuple):
     channel: Channel
 
 
-def add(
-    buffers: Buffers, plan: Plan, message: Sum, wire: Wire, mark: torch.Tensor | None
-) -> Receive:
+def add(window: Sums, plan: Plan, message: Sum, wire: Wire, mark: torch.Tensor | None) -> Receive:
     """Begins to add the leaves of a message over the replicas, in one all_reduce for each dtype.
 
     Nothing holds the leaves meanwhile. A mark travels with them, and is then the sum of all marks.
     """
     addends, structure = trees.flatten(
-        [_addend(buffers, leaf, plan, message.kind) for leaf in message.leaves]
+        [_addend(window, leaf, plan, message.kind) for leaf in message.leaves]
     )
     forms = [(a.shape, a.dtype, a.device, _axes_in_memory(a)) for a in addends]
     # Not every carrier adds complex numbers.
@@ -223,15 +221,15 @@ def add(
         if mark is not None:
             mark.copy_(received[mark.dtype][-1:])
         for leaf, total in zip(message.leaves, trees.unflatten(structure, sums), strict=True):
-            buffers.sums.accumulators[leaf] = _as_reduced(buffers, leaf, total, message.kind)
+            window.of[leaf] = _as_reduced(window, leaf, total, message.kind)
 
     return receive
 
 
-def _addend(buffers: Buffers, leaf: int, plan: Plan, kind: MessageKind) -> Reduced:
+def _addend(window: Sums, leaf: int, plan: Plan, kind: MessageKind) -> Reduced:
     """What this replica adds of a leaf, in place of which nothing is held meanwhile."""
-    fold, lifted = buffers.folds[leaf], _lifted(buffers, plan, leaf, kind.device)
-    buffers.sums.accumulators[leaf] = None
+    fold, lifted = window.folding.folds[leaf], _lifted(window, plan, leaf, kind.device)
+    window.of[leaf] = None
     if kind.dtype is not None:
         return lifted.to(fold.accumulator_dtype)
     assert fold.fold.reducer.monoid.sent is not None
@@ -244,28 +242,29 @@ def _axes_in_memory(array: torch.Tensor) -> list[int]:
     return sorted(range(array.ndim), key=lambda axis: -strides[axis])
 
 
-def _as_reduced(buffers: Buffers, leaf: int, total: Reduced, kind: MessageKind) -> Reduced:
-    """A leaf as its buffers have it, of what was added."""
+def _as_reduced(window: Sums, leaf: int, total: Reduced, kind: MessageKind) -> Reduced:
+    """A leaf as its window have it, of what was added."""
     if kind.dtype is None:
-        received = buffers.folds[leaf].fold.reducer.monoid.received
+        received = window.folding.folds[leaf].fold.reducer.monoid.received
         assert received is not None
         return received(torch, total)
-    return (
-        total.clone() if leaf in buffers.layout.rest.indices and total.nbytes <= _SMALL else total
-    )
+    is_gradient = leaf in window.folding.grads
+    return total.clone() if total.nbytes <= _SMALL and not is_gradient else total
 
 
 # --------------------------------------------------------------------------------- what is gathered
 
 
-def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Receive:
+def gather(window: Sums, plan: Plan, wire: Wire) -> Receive:
     """Begins to gather the leaves that are no sums, and collected rows.
 
     The function that it returns waits for them, and combines and joins them in the order of the
     replicas.
     """
-    lifted = [_lifted(buffers, plan, leaf, wire.device) for leaf in plan.gathered]
-    rows = [_rows(buffers, leaf_index, wire.device) for leaf_index in buffers.outputs.collected]
+    lifted = [_lifted(window, plan, leaf, wire.device) for leaf in plan.gathered]
+    rows = [
+        _rows(window, leaf_index, wire.device) for leaf_index in window.folding.outputs.collected
+    ]
     # All arrays of this replica in one list, whose order is the same on all replicas.
     arrays, structure = trees.flatten((lifted, rows))
     received = _gathered(arrays, bool(rows), wire)
@@ -274,31 +273,36 @@ def gather(buffers: Buffers, plan: Plan, wire: Wire) -> Receive:
         of_ranks = [trees.unflatten(structure, arrays) for arrays in received()]
         for position, leaf in enumerate(plan.gathered):
             lifted = [of_rank[0][position] for of_rank in of_ranks]
-            buffers.sums.accumulators[leaf] = reduce(buffers.folds[leaf].combine, lifted)
-        for position, leaf_index in enumerate(buffers.outputs.collected):
-            buffers.collected[leaf_index] = [rows[position] for _, rows in of_ranks]
+            window.of[leaf] = reduce(window.folding.folds[leaf].combine, lifted)
+        for position, leaf_index in enumerate(window.folding.outputs.collected):
+            window.collected[leaf_index] = [rows[position] for _, rows in of_ranks]
 
     return combine
 
 
-def _lifted(buffers: Buffers, plan: Plan, leaf: int, device: torch.device) -> Reduced:
+def _lifted(window: Sums, plan: Plan, leaf: int, device: torch.device) -> Reduced:
     """What this replica has folded of a leaf. Where that is nothing it is the identity: all send
     the same shapes.
     """
-    if buffers.sums.accumulators[leaf] is not None:
-        return local(buffers.sums.accumulators[leaf])
-    dtype = buffers.outputs.dtypes[leaf]
-    return buffers.folds[leaf].identity(torch.zeros(plan.shapes[leaf], dtype=dtype, device=device))
+    if window.of[leaf] is not None:
+        return local(window.of[leaf])
+    dtype = window.folding.outputs.dtypes[leaf]
+    return window.folding.folds[leaf].identity(
+        torch.zeros(plan.shapes[leaf], dtype=dtype, device=device)
+    )
 
 
-def _rows(buffers: Buffers, leaf_index: int, device: torch.device) -> torch.Tensor:
+def _rows(window: Sums, leaf_index: int, device: torch.device) -> torch.Tensor:
     """What this replica has collected of a leaf: no rows, if it has folded nothing."""
-    fold, shape = buffers.outputs.folds[leaf_index], [*(buffers.outputs.shapes[leaf_index] or ())]
+    fold, shape = (
+        window.folding.outputs.folds[leaf_index],
+        [*(window.folding.outputs.shapes[leaf_index] or ())],
+    )
     assert fold is not None
     axis = fold.axis or 0
     shape[axis] = 0
-    empty = torch.zeros(shape, dtype=buffers.outputs.dtypes[leaf_index], device=device)
-    return torch.cat([empty, *buffers.collected[leaf_index]], dim=axis)
+    empty = torch.zeros(shape, dtype=window.folding.outputs.dtypes[leaf_index], device=device)
+    return torch.cat([empty, *window.collected[leaf_index]], dim=axis)
 
 
 def _gathered(

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,22 +15,17 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call import Memory, OwningGradient, Program
-from funcga._call.arguments import Arguments, argument_names
+from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._call.supported import MODULE
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.alone import value_of_module
 from torch_backend.engine.called import calling
 from torch_backend.engine.opened import Own
-from torch_backend.former import Window
-from torch_backend.former.inputs import OwnParameters, unsplit
-from torch_backend.former.layout import StepCache
-from torch_backend.former.passes import Pass
-from torch_backend.former.window import Engine
+from torch_backend.engine.plan import Plan
 from torch_backend.modules.checks import (
     check_initialised,
     check_no_params,
@@ -37,7 +33,6 @@ from torch_backend.modules.checks import (
     signature_with,
 )
 from torch_backend.modules.layers import Walk
-from torch_backend.reduce import reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling
 
@@ -80,40 +75,25 @@ class ModuleGradient(OwningGradient):
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
         backend, program = load("torch"), Program(self, mean(), memory=self._memory)
-        if self.kind == MODULE and not any(map(is_dtensor, self.module.parameters())):
-            check_wrapped_before(self.module)
-            check_no_params(args, self.module)
-            self._check_call(args, kwargs)
-            walk = program.memory.keep(Walk)
-            own = Own(self.module, walk.trainable(self.module), walk)
-            return value_of_module(program, self.parts, backend, own, args, kwargs)
-        begin = partial(self.window, program, backend, alone=True)
-        with telling([(progress_of(program.memory), begin)]):
-            return self._called(begin(), backend, args, kwargs)
-
-    def _check_call(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> list[int]:
-        """The rows of the arguments. Raises FuncgaError if the function cannot be called here."""
         self.check_not_traced()
         rows = _rows(args)
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
-        return rows
-
-    def _called(
-        self, window: Window, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> Tree:
-        """What a call returns, in a window of its own."""
-        arguments = unsplit(args, self, backend)
-        # There are no in_axes here, so the first tensor tells how many rows the batch has.
-        rows = self._check_call(args, kwargs)
-        with window:
-            args, kwargs = (
-                window.detached(args),
-                dict(zip(kwargs, window.detached((*kwargs.values(),)), strict=True)),
-            )
-            return window.result(
-                window.fold(arguments, args, kwargs, rows[0] if rows else 1, last=True)
-            )
+        check_no_params(args, self.module)
+        parts = tuple([Argument(arg, [], [], None) for arg in args])
+        arguments = Arguments(parts, self, backend)
+        if self.kind == MODULE:
+            check_wrapped_before(self.module)
+            walk = program.memory.keep(Walk)
+            own = Own(self.module, walk.trainable(self.module), walk)
+            return value_of_module(program, self.parts, backend, own, arguments, kwargs)
+        begin = partial(self.window, program, backend, arguments, alone=True)
+        with telling([(progress_of(program.memory), begin)]), begin() as window:
+            arguments, kwargs = window.prepared(arguments, kwargs)
+            # There are no in_axes here, so the first tensor tells how many rows the batch has.
+            args = tuple([part.value for part in arguments.parts])
+            window.fold(args, kwargs, rows[0] if rows else 1, True)
+            return window.result()
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""
@@ -143,16 +123,18 @@ class ModuleGradient(OwningGradient):
         """The parameters of the module."""
         return [*self.module.parameters()]
 
-    def window(self, program: Program, backend: Backend, alone: bool = False) -> Window:
-        """One window of a program with this gradient function; one that is `alone` has a single
-        micro-batch.
+    def window(
+        self,
+        program: Program,
+        backend: Backend,
+        arguments: Arguments,
+        plan: Plan | None = None,
+        alone: bool = False,
+    ) -> Any:
+        """One window of a program with this gradient function, where the module is wrapped; one
+        that is `alone` has a single micro-batch.
         """
-        self.check_not_traced()
-        check_wrapped_before(self.module)
-        reduction = None if program.across is None else reductions_of(program, backend)[0]
-        inputs = OwnParameters(self.parts, backend, self.module, program.memory.keep(Walk))
-        cache = program.memory.keep(StepCache)
-        return Engine(program, Pass(inputs), cache, reduction)
+        raise NotImplementedError
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""

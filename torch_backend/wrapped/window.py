@@ -13,7 +13,7 @@ are.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -23,25 +23,23 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import as_dtensor, local, local_tensors
+from torch_backend.arrays import recording_loss
+from torch_backend.dropping import DroppingSums, put_back, statistics_of
+from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine import graphs
-from torch_backend.engine.plan import run_of
-from torch_backend.former.buffers import Buffers
-from torch_backend.former.dropping import DroppingBuffers, buffers_of, put_back, statistics_of
-from torch_backend.former.foreign_leaves import gradients_aside
-from torch_backend.former.inputs import OWN, Leaves, OwnParameters, detached, with_a_blank_row
-from torch_backend.former.layout import StepCache
-from torch_backend.former.observing import ObservedGradient, Observing, with_gradients
-from torch_backend.former.passes import Pass, autocasting
+from torch_backend.engine.distributed import with_a_blank_row
+from torch_backend.engine.guards.aside import gradients_aside
+from torch_backend.engine.opened import opened_in_place, recording
+from torch_backend.engine.plan import OWN, Graph, Plan, Plans, ambient, key_of, run_of
+from torch_backend.engine.sums import Folding, Sums
+from torch_backend.engine.window import Window
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk, call_loss
-from torch_backend.modules.visits import IN_USE
+from torch_backend.modules.layers import Walk
+from torch_backend.observing import with_gradients
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
@@ -71,12 +69,19 @@ class WrappedGradient(ModuleGradient):
         inner = {*self.module.modules()}
         return [module for module in modules_in(self.loss_fn) if module not in inner]
 
-    def window(self, program: Program, backend: Backend, alone: bool = False) -> "ModuleWindow":
+    def window(
+        self,
+        program: Program,
+        backend: Backend,
+        arguments: Arguments,
+        plan: Plan | None = None,
+        alone: bool = False,
+    ) -> "ModuleWindow":
         """One window of a program with this gradient function; one that is `alone` has a single
         micro-batch.
         """
         self.check_not_traced()
-        return ModuleWindow(program, self, backend, alone)
+        return ModuleWindow(program, self, backend, arguments, alone)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
@@ -96,334 +101,59 @@ class WrappedGradient(ModuleGradient):
             )
 
 
-class ModuleWindow:
-    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
-    take the `result`.
+class OwnGrads(Window):
+    """A window of the parameters of a module whose gradients are summed where they are: in their
+    `.grad`s, by autograd and by what wraps the module.
 
-    A context, in which the parameters' `.grad`s are the window's. One that is `alone` has a single
-    micro-batch.
-
-    Of its `passes` it uses the forward pass and the context of the backward pass. What a wrapper
-    has put on parameters stays there, so it makes no leaves, and begins by itself.
+    In it the `.grad`s are the window's: the user's are put aside, and come back at the end. It also
+    ends an error in all processes. `params` are by name. `is_weighted`: whether the fold weighs
+    gradients. At the end `take` has the gradients and the shards of them, which `put` adds to the
+    sums.
     """
 
-    records = looks_ahead = may_be_short = True
-
-    def __init__(self, program: Program, gradient: WrappedGradient, backend: Backend, alone: bool):
-        self.program, self.gradient, self.wrapper = program, gradient, gradient.wrapper
-        # First, as other replicas are told of any error from here on.
-        across = gradient.merged_over(program.across)
-        self.reductions = reductions_of(replace(program, across=across), backend)
-        walk = program.memory.keep(Walk)
-        self.passes = Pass(OwnParameters(gradient.parts, backend, gradient.module, walk))
-        self.detached = self.passes.inputs.detached
-        self.grads = OwnGrads(
-            program,
-            self.passes,
-            self.wrapper,
-            self.reductions,
-            None if alone else self.wrapper.sums_in,
-            self.wrapper.name,
-            self.wrapper.remedy,
-        )
-        self.waiting, self.is_last = ExitStack(), False
-        # Whether what is beside the gradients is added after the backward pass, which tells what
-        # that is.
-        self.adds_late = program.dropping is not None or program.observers is not None
-
-    def __enter__(self) -> Self:
-        self.grads.__enter__()
-        # Until the last micro-batch is known to be the last, no pass synchronises.
-        self.passes.stack.enter_context(self.waiting)
-        if self.wrapper.sync != "every":
-            self.waiting.enter_context(self.wrapper.waiting())
-        if self.program.dropping is not None:
-            self.statistics_before = statistics_of(self.gradient.module)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.grads.__exit__(*error)
-
-    @property
-    def buffers(self) -> Buffers | None:
-        """What has been folded; None before the first loss."""
-        return self.grads.buffers
-
-    # --- micro-batches
-
-    def fold(
-        self,
-        arguments: Arguments,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        weight: Scalar,
-        last: bool,
-    ) -> list[Array]:
-        """Folds one micro-batch in, and returns the state that is threaded to the next."""
-        state = self._run(arguments, args, kwargs, weight, last)
-        if last:
-            self._fill_up(arguments, args, kwargs)
-        return state
-
-    def _run(
-        self,
-        arguments: Arguments,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        weight: Scalar | None,
-        last: bool,
-    ) -> list[Array]:
-        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None.
-        Returns the state that is threaded to the next.
-        """
-        self._begin_pass(last)
-        # A cotangent of 0 times a NaN is NaN, so a micro-batch that may weigh nothing is masked.
-        # The host cannot see whether a weight on a device is 0.
-        masks = isinstance(weight, torch.Tensor) or not weight
-        with self._masked(weight) if masks else nullcontext():
-            loss_fn = partial(call_loss, self.gradient.loss_fn, self.gradient.module)
-            loss, aux, differentiated = self.passes.forward(loss_fn, [*args], kwargs)
-            if self.gradient.has_aux:
-                aux = detached(aux)
-            # The first loss tells what becomes of every leaf. The cotangent depends on that.
-            self.grads.bind(loss.detach(), aux, arguments)
-            seed, state = self._seed(differentiated, weight), list[Array]()
-            # Usually the loss is added first: before the last backward pass the replicas tell each
-            # other what they have folded.
-            if weight is not None and not self.adds_late:
-                state = self._add(loss.detach(), aux, weight)
-            self._backward(differentiated, seed)
-        if weight is not None and self.adds_late:
-            state = self._add(loss.detach(), aux, weight)
-        return state
-
-    def _begin_pass(self, last: bool) -> None:
-        """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
-        last of all.
-
-        `last`: whether it is the last that this replica needs.
-        """
-        if self.wrapper.meets_in_every_pass:
-            last = self._meet(last)
-        elif self.grads.buffers is None and self.wrapper.begins_with_buffers:
-            self._meet(last)
-        if last:
-            self.waiting.close()
-            self.is_last = True
-            self.passes.runner = graphs.run  # what is reduced in this pass is to see each gradient
-        elif self.wrapper.sync == "last":
-            self.passes.runner = run_of(
-                [*self.grads.params.values(), *self.wrapper.leaves()], False
-            )
-
-    def _meet(self, last: bool) -> bool:
-        """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
-        if one has failed.
-        """
-        for reduction in self.reductions:
-            last = reduction.meet(last)
-        return last
-
-    def _masked(self, weight: Scalar | None) -> AbstractContextManager[None]:
-        """A context in which what a micro-batch adds to the gradients is 0 where its weight is."""
-
-        def mask(gradient: torch.Tensor) -> torch.Tensor:
-            counts = weight is not None and not self.grads.is_weighted
-            return gradient if counts else where_counted(weight, gradient)
-
-        leaves = lambda: self.wrapper.leaves() or [*self.grads.params.values()]
-        return masked([self.gradient.module, *self.wrapper.wrapped], leaves, mask)
-
-    def _seed(self, loss: torch.Tensor, weight: Scalar | None) -> float | torch.Tensor:
-        """The cotangent: the weight, or 1 for plain sums; 0 if the weight is None."""
-        if weight is None or not self.grads.is_weighted:
-            return float(weight is not None)
-        on_device = isinstance(weight, torch.Tensor)
-        if loss.dtype.itemsize < 4 and (
-            on_device or not arrays.represents_exactly(loss.dtype, weight)
-        ):
-            which = "a weight that is on the device" if on_device else f"the weight {weight}"
-            raise FuncgaError(
-                f"the loss is {arrays.describe(loss.detach())}, which may not hold {which}. Return "
-                "a loss in float32, computed from outputs in float32: "
-                "F.cross_entropy(module(x).float(), y)."
-            )
-        return weight if isinstance(weight, torch.Tensor) else float(weight)
-
-    def _backward(self, loss: torch.Tensor, seed: float | torch.Tensor) -> None:
-        """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
-        if not loss.requires_grad:
-            raise FuncgaError(
-                "the loss does not depend on any parameter, so there is no backward pass for "
-                f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
-                "module(x), 0 times that if need be."
-            )
-        inputs, others = self._inputs_and_others(loss)
-        with ExitStack() as stack:
-            if others:
-                stack.enter_context(gradients_aside(others))
-            if self.is_last:
-                # From here on a replica that has failed could not be told from one that is slow.
-                if self.adds_late:
-                    self._meet(True)
-                else:
-                    self.reductions[0].announce()
-                stack.enter_context(self.wrapper.synchronising(self.grads.params))
-            elif self.wrapper.meets_in_every_pass:
-                self._meet(False)
-            self.passes.autocast = autocasting((loss.device.type,))
-            self.passes.backwards({}, partial(self.passes.run, loss, seed, inputs))
-
-    def _inputs_and_others(
-        self, loss: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
-        others that it reaches).
-
-        It runs unrestricted if the graph has functions written in Python, which may run passes of
-        their own; or if it does not end in the parameters, because FSDP has put other tensors in
-        their place.
-        """
-        params, replaced = tuple(self.grads.params.values()), self.wrapper.leaves()
-        ids = {*map(id, (*params, *replaced))}
-        reached = graphs.reach(loss, ids)
-        if not (reached.custom or replaced):
-            return params, []
-        return (), reached.foreign + [
-            p
-            for module in self.gradient.other_modules
-            for p in module.parameters()
-            if id(p) not in ids
-        ]
-
-    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> list[Array]:
-        """Folds the loss and its aux in, and returns the state that is threaded to the next
-        micro-batch.
-        """
-        leaves, observing = self.grads.leaves(loss, aux), self.grads.observing
-        if observing is not None:
-            # It has seen the gradients of this replica times the cotangent.
-            measures = observing.measures(leaves, weight, weight if self.grads.is_weighted else 1)
-            leaves[: len(measures)] = measures
-        return self.grads.bound.add(leaves, weight)
-
-    # --- replicas with fewer micro-batches than others
-
-    def _fill_up(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> None:
-        """Runs passes that add nothing while other replicas have micro-batches and this one has
-        none left. The module's buffers are as before.
-        """
-        while not self.is_last:
-            layers = self.gradient.module.modules()
-            if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers):
-                raise FuncgaError(
-                    "this replica has fewer micro-batches than others, and the module has a "
-                    "SyncBatchNorm layer: rows that stand in for the missing ones would count in "
-                    "the statistics of all replicas. Give every replica equally many micro-batches."
-                )
-            # The rows only stand in for others, so running statistics, for instance, must not see
-            # them.
-            before = statistics_of(self.gradient.module)
-            self._run(arguments, args, kwargs, None, True)
-            if self.grads.observing is not None:
-                self.grads.observing.forget()
-            put_back(before, keep=False)
-
-    def result_without_microbatches(
-        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
-    ) -> Tree:
-        """The result on a replica that has no micro-batch in this window.
-
-        It runs the passes that the others wait for, over a row of zeros: many modules cannot run on
-        an empty batch.
-        """
-        check_no_stream(self.program)
-        arguments = with_a_blank_row(arguments)
-        self._fill_up(arguments, arguments.cut(0, 1, state), kwargs)
-        return self.result(state)
-
-    # --- the result
-
-    def result(self, state: list[Array]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output, the same on every
-        replica.
-        """
-        buffers, dropping = self.grads.bound, self.program.dropping
-        with torch.no_grad():
-            self.grads.take()
-            if isinstance(buffers, DroppingBuffers):
-                buffers.look_at(self.grads.sums)
-            # The wrapper has merged the gradients already, so they join the buffers only after the
-            # rest is merged.
-            for reduction in self.reductions:
-                state = reduction.finish(state)
-            if not buffers.steps and dropping is None:
-                raise nothing_to_fold()
-            self.grads.put()
-            if dropping is not None:
-                put_back(self.statistics_before, buffers.rejected == 0)
-            return self.grads.result(state)
-
-
-class OwnGrads:
-    """The `.grad`s of a module's own parameters in a window. Autograd, and what wraps the module,
-    sum the gradients there.
-
-    A context, in which the `.grad`s are the window's: the user's are put aside, and come back at
-    the end. It also ends an error in all processes.
-
-    With the first loss `bind` makes the `buffers` of all that is folded, and `observing`, if there
-    are observers. `params` are by name. `is_weighted`: whether the fold weighs gradients. At the
-    end `take` has the gradients and the `sums` in them, which `put` adds to the buffers.
-    """
-
-    buffers: Buffers | None = None
-    observing: Observing | None = None
+    looks_ahead = may_be_short = True
     is_weighted = False
 
     def __init__(
         self,
         program: Program,
-        passes: Pass,
+        gradient: ModuleGradient,
+        backend: Backend,
+        arguments: Arguments,
         wrapper: Wrapper,
-        reductions: list[Reduction],
-        sums_in: Callable[[torch.Tensor], torch.dtype] | None,
+        merges: Sequence[Reduction],
         adds: str,
         remedy: str,
+        alone: bool = False,
     ):
-        """`adds`: what adds the gradients; `sums_in`: the dtype in which it adds those of a
-        parameter, None for one micro-batch; `remedy`: for sums that are narrow.
+        """`adds`: what adds the gradients; `remedy`: for sums that are narrow; one that is `alone`
+        has a single micro-batch.
         """
-        self.program, self.passes, self.wrapper = program, passes, wrapper
-        self.reductions, self.sums_in = reductions, sums_in
-        self.adds, self.remedy = adds, remedy
+        super().__init__(program, gradient.parts, backend, arguments, None)
+        self.program: Program = program
+        self.module, self.wrapper, self.merges = gradient.module, wrapper, merges
+        self.adds, self.remedy, self.alone = adds, remedy, alone
 
     def __enter__(self) -> Self:
-        inputs = self.passes.inputs
-        assert isinstance(inputs, OwnParameters)
-        # If something here raises, this stack undoes what was entered before; otherwise `__exit__`
-        # does.
-        with ExitStack() as undo:
-            undo.enter_context(self.passes)
-            enter = self.passes.stack.enter_context
-            enter(self.wrapper.window())
-            enter(IN_USE.using(inputs.walk.ids(inputs.module)))
-            self.params: dict[str, torch.Tensor] = {**trainable(inputs.module)}
-            enter(gradients_aside([*self.params.values(), *self.wrapper.leaves()]))
+        with ExitStack() as stack:
+            stack.enter_context(self.wrapper.window())
+            self.params: dict[str, torch.Tensor] = {**trainable(self.module)}
+            self.inputs = [*self.params.values()]
+            ids = self.program.memory.keep(Walk).ids(self.module)
+            stack.enter_context(gradients_aside([*self.inputs, *self.wrapper.leaves()], ids))
             # It needs the window's `.grad`s and flags.
-            self.passes.stack.push(self._recover)
-            undo.pop_all()
+            stack.push(self._recover)
+            key = ambient(), key_of(self.inputs, tuple(self.params), are_fixed=True)
+            self.plans, self.key = self.program.memory.keep(Plans), key
+            self.plan = self.plans.get(key) or Plan((OWN,), whole=(OWN,), noted=False)
+            self.opened = opened_in_place(self.gradient, self.module, self.params, stack)
+            self.stack = stack.pop_all()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self.passes.__exit__(*error)
 
     def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            for reduction in self.reductions:
-                reduction.give_up()
+            for merge in self.merges:
+                merge.give_up()
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas.
             self.wrapper.recover()
@@ -432,45 +162,33 @@ class OwnGrads:
 
     # --- what is folded
 
-    def bind(self, loss: torch.Tensor, aux: Tree, arguments: Arguments) -> None:
-        """Decides with the first loss what becomes of an output, and makes room for it. Raises
-        FuncgaError for what cannot be folded.
+    @property
+    def arriving(self) -> Sequence[torch.Tensor]:
+        """The leaves that gradients come to, in the order of the inputs."""
+        computed_with = self.wrapper.leaf_of()
+        return [computed_with.get(id(p), p) for p in self.inputs]
+
+    def bind(self, loss: torch.Tensor, aux: Tree) -> None:
+        """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
+        folded.
         """
-        if self.buffers is not None:
+        if self.sums is not None:
             return
-        program, gradient = self.program, self.passes.inputs.gradient
-        structure = trees.flatten(self.params)[1]
-        leaves = {OWN: Leaves(self.params, [*self.params.values()], structure, [])}
-        self.gradient_fn: GradientFunction = gradient  # whose output is folded
-        if program.observers is not None:
-            self.gradient_fn = ObservedGradient.of(
-                program, gradient, (loss, aux), [self.params], arguments
-            )
-        layout = program.memory.keep(StepCache).layout_of(
-            program, arguments, self.gradient_fn, (loss, aux), leaves, leaves, self._check
-        )
-        self.buffers = buffers_of(program)(layout)
-        indices = layout.backward.leaf_indices
-        if isinstance(self.gradient_fn, ObservedGradient):
-            computed_with = self.wrapper.leaf_of()
-            observed = [computed_with.get(id(p), p) for p in self.params.values()]
-            self.observing = Observing(self.gradient_fn, dict(zip(indices, observed, strict=True)))
-            self.passes.stack.callback(self.observing.end)
+        folding, dropping = self._folding(loss, aux), self.program.dropping
+        self._check(folding)
+        self.sums = Sums(folding) if dropping is None else DroppingSums(dropping, folding)
         # All of the gradients are weighed, or none.
-        folds = [layout.outputs.folds[leaf_index] for leaf_index in indices[:1]]
-        self.is_weighted = any(fold is not None and fold.fold.reducer.linear for fold in folds)
+        self.is_weighted = any(folding.folds[index].fold.reducer.linear for index in folding.grads)
         if self.wrapper.wrapped:
             beside = self.leaves(loss, aux)
-            for reduction in self.reductions:
-                reduction.begin(self.buffers, beside)
+            for merge in self.merges:
+                merge.begin(self.sums, beside)
 
-    def _check(self, outputs: Outputs) -> None:
-        """Raises FuncgaError if the folds of the gradients, which are the last leaves, are not sums
-        as they are added here.
-        """
+    def _check(self, folding: Folding) -> None:
+        """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
         weighted = set()
-        folds = outputs.folds[len(outputs.folds) - len(self.params) :]
-        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
+        for index, (name, p) in zip(folding.grads, self.params.items(), strict=True):
+            fold = folding.folds.get(index)
             if fold is None or not fold.fold.reducer.additive:
                 raise FuncgaError(
                     "the gradients' fold is no sum, and a module's own gradients are only added, "
@@ -480,7 +198,7 @@ class OwnGrads:
                     "module, loss_fn)), with the module not wrapped."
                 )
             weighted.add(fold.fold.reducer.linear)
-            dtype = fold.accumulator_dtype if self.sums_in is None else self.sums_in(p)
+            dtype = fold.accumulator_dtype if self.alone else self.wrapper.sums_in(p)
             if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
                 narrow, promised = (
                     str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype)
@@ -497,19 +215,22 @@ class OwnGrads:
                 "weight. Give all of them one of the two."
             )
 
-    @property
-    def bound(self) -> Buffers:
-        """The buffers, once there are any."""
-        assert self.buffers is not None
-        return self.buffers
-
     def leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
-        value, buffers = self.gradient_fn.compose(loss, aux, [()]), self.bound
-        head = buffers.layout.rest.head.leaves(value, f"micro-batch {buffers.steps + 1}")
-        return [*head, *[None] * len(self.params)]
+        values, folds = self._rest(loss, aux, ()), self.plan.folding.outputs.folds
+        return [values.get(index) for index in range(len(folds))]
+
+    def add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
+        """Folds in what stands beside the gradients."""
+        assert self.sums is not None
+        values = self._rest(loss, aux, ())
+        if self.observing is not None:
+            # It has seen the gradients of this replica times the cotangent.
+            seed = weight if self.is_weighted else 1.0
+            values.update(self.observing.measures(values, weight, seed))
+        self.sums.add(values, weight)
 
     # --- the sums
 
@@ -517,35 +238,255 @@ class OwnGrads:
         """Takes the gradients, in memory that nobody else holds; of a DTensor only the local
         shard is a sum.
         """
-        self.gradients = [_own_grad(p, self.wrapper.fresh) for p in self.params.values()]
-        self.sums = local_tensors(self.gradients)
+        self.gradients = [_own_grad(p, self.wrapper.fresh) for p in self.inputs]
+        self.shards = local_tensors(self.gradients)
 
     def put(self) -> None:
-        """Puts the sums into the buffers; a wrapper has divided them by its scale."""
-        buffers, scale = self.bound, self.wrapper.scale
-        layout = buffers.layout
-        pairs = [*zip(layout.backward.leaf_indices, self.sums, strict=True)]
+        """Puts the gradients into the sums; a wrapper has divided them by its scale."""
+        sums, scale = self.sums, self.wrapper.scale
+        assert sums is not None
+        kinds, folds = sums.folding.kinds, sums.folding.folds
+        pairs = [*zip(sums.folding.grads, self.shards, strict=True)]
         # The scale is the unit of weighted sums. All others are multiplied by it.
-        plain = [gradient for index, gradient in pairs if layout.kinds[index] != "weighted"]
+        plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
         if plain and scale != 1:
             torch._foreach_mul_(plain, scale)
-        buffers.hold_in(scale)
+        sums.hold_in(scale)
         for index, gradient in pairs:
-            dtype = gradient.dtype if layout.kinds[index] else layout.folds[index].accumulator_dtype
-            buffers.sums.accumulators[index] = gradient.to(dtype)
+            dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
+            sums.of[index] = gradient.to(dtype)
 
-    def result(self, state: list[Array]) -> Tree:
-        """The normalised result, in the structure of grad_fn's output."""
-        return with_gradients(self.program, self.bound.result(state), self._as_dtensors)
+    def _finished(self, sums: Sums) -> Tree:
+        self.plans.put(self.key, self.plan)
+        return with_gradients(self.program, sums.result(), self._as_dtensors)
 
     def _as_dtensors(self, folded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor.
         # Only a result in another dtype has memory of its own.
-        named = zip(self.params, self.gradients, self.sums, strict=True)
+        named = zip(self.params, self.gradients, self.shards, strict=True)
         return {
             name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
             for name, gradient, shard in named
         }
+
+
+class ModuleWindow(OwnGrads):
+    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
+    take the `result`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        gradient: WrappedGradient,
+        backend: Backend,
+        arguments: Arguments,
+        alone: bool,
+    ):
+        wrapper, across = gradient.wrapper, gradient.merged_over(program.across)
+        # First, as other replicas are told of any error from here on.
+        merges = reductions_of(replace(program, across=across), backend)
+        texts = wrapper.name, wrapper.remedy
+        super().__init__(
+            program, gradient, backend, arguments, wrapper, merges, *texts, alone=alone
+        )
+        self.other_modules, self.is_last = gradient.other_modules, False
+        # Whether what is beside the gradients is added after the backward pass, which tells what
+        # that is.
+        self.adds_late = program.dropping is not None or program.observers is not None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        # Until the last micro-batch is known to be the last, no pass synchronises.
+        self.waiting = self.stack.enter_context(ExitStack())
+        if self.wrapper.sync != "every":
+            self.waiting.enter_context(self.wrapper.waiting())
+        if self.program.dropping is not None:
+            self.statistics_before = statistics_of(self.module)
+        return self
+
+    # --- micro-batches
+
+    def fold(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
+    ) -> None:
+        """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
+        with recording():
+            self._run(args, kwargs, weight, last)
+            if last:
+                self._fill_up(args, kwargs)
+
+    def _run(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None, last: bool
+    ) -> None:
+        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None."""
+        self._begin_pass(last)
+        scale, kwargs = self.read_scale(kwargs)
+        # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
+        masks = nullcontext() if weight else self._masked(weight)
+        with masks, recording_loss(), self.opened.visit as loss_fn:
+            loss, aux, objective, nodes = self.forward(loss_fn, args, kwargs, scale)
+            # The first loss tells what becomes of every leaf. The cotangent depends on that.
+            self.bind(loss.detach(), aux)
+            seed = self._seed(objective, weight)
+            # Usually the loss is added first: before the last backward pass the replicas tell each
+            # other what they have folded.
+            if weight is not None and not self.adds_late:
+                self.add(loss.detach(), aux, weight)
+            self._backward(objective, seed, nodes)
+        if weight is not None and self.adds_late:
+            self.add(loss.detach(), aux, weight)
+
+    def _begin_pass(self, last: bool) -> None:
+        """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
+        last of all.
+
+        `last`: whether it is the last that this replica needs.
+        """
+        if self.wrapper.meets_in_every_pass:
+            last = self._meet(last)
+        elif self.sums is None and self.wrapper.begins_with_buffers:
+            self._meet(last)
+        if last:
+            self.waiting.close()
+            self.is_last = True
+
+    def _meet(self, last: bool) -> bool:
+        """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
+        if one has failed.
+        """
+        for merge in self.merges:
+            last = merge.meet(last)
+        return last
+
+    def _masked(self, weight: Scalar | None) -> AbstractContextManager[None]:
+        """A context in which what a micro-batch of no weight adds to weighted gradients is 0."""
+
+        def mask(gradient: torch.Tensor) -> torch.Tensor:
+            counts = weight is not None and not self.is_weighted
+            return gradient if counts else torch.zeros_like(gradient)
+
+        leaves = lambda: self.wrapper.leaves() or self.inputs
+        return masked([self.module, *self.wrapper.wrapped], leaves, mask)
+
+    def _seed(self, loss: torch.Tensor, weight: Scalar | None) -> float:
+        """The cotangent: the weight, or 1 for plain sums; 0 if the weight is None."""
+        if weight is None or not self.is_weighted:
+            return float(weight is not None)
+        if loss.dtype.itemsize < 4 and not arrays.represents_exactly(loss.dtype, weight):
+            raise FuncgaError(
+                f"the loss is {arrays.describe(loss.detach())}, which may not hold the weight "
+                f"{weight}. Return a loss in float32, computed from outputs in float32: "
+                "F.cross_entropy(module(x).float(), y)."
+            )
+        return float(weight)
+
+    def _backward(self, loss: torch.Tensor, seed: float, nodes: int) -> None:
+        """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
+        if not loss.requires_grad:
+            raise FuncgaError(
+                "the loss does not depend on any parameter, so there is no backward pass for "
+                f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
+                "module(x), 0 times that if need be."
+            )
+        inputs, others = self._inputs_and_others(loss, nodes)
+        run = graphs.run  # what is reduced in this pass is to see each gradient
+        with ExitStack() as stack:
+            if others:
+                stack.enter_context(gradients_aside(others))
+            if self.is_last:
+                # From here on a replica that has failed could not be told from one that is slow.
+                if self.adds_late:
+                    self._meet(True)
+                else:
+                    self.merges[0].announce()
+                stack.enter_context(self.wrapper.synchronising(self.params))
+            elif self.wrapper.meets_in_every_pass:
+                self._meet(False)
+            elif self.wrapper.sync == "last":
+                run = run_of([*self.inputs, *self.wrapper.leaves()], False)
+            stack.enter_context(self.opened.outside)
+            run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
+
+    def _inputs_and_others(
+        self, loss: torch.Tensor, nodes: int
+    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
+        others that it reaches).
+
+        It runs unrestricted if the graph has functions written in Python, which may run passes of
+        their own; or if it does not end in the parameters, because FSDP has put other tensors in
+        their place.
+        """
+        leaves = [*self.inputs, *(replaced := self.wrapper.leaves())]
+        graph: Graph = self.plan.graphs.get(nodes) or self.graph_of(loss, nodes, leaves)
+        if not (graph.custom or replaced):
+            return (*self.inputs,), []
+        ids = {*map(id, leaves)}
+        foreign = graphs.reach(loss, ids).foreign if graph.leads_elsewhere else []
+        closed_over = [p for module in self.other_modules for p in module.parameters()]
+        return (), foreign + [p for p in closed_over if id(p) not in ids]
+
+    # --- replicas with fewer micro-batches than others
+
+    def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+        """Runs passes that add nothing while other replicas have micro-batches and this one has
+        none left. The module's buffers are as before.
+        """
+        while not self.is_last:
+            layers = self.module.modules()
+            if any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers):
+                raise FuncgaError(
+                    "this replica has fewer micro-batches than others, and the module has a "
+                    "SyncBatchNorm layer: rows that stand in for the missing ones would count in "
+                    "the statistics of all replicas. Give every replica equally many micro-batches."
+                )
+            # The rows only stand in for others, so running statistics, for instance, must not see
+            # them.
+            before = statistics_of(self.module)
+            self._run(args, kwargs, None, True)
+            if self.observing is not None:
+                self.observing.forget()
+            put_back(before, keep=False)
+
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
+    ) -> Tree:
+        """The result on a replica that has no micro-batch in this window.
+
+        It runs the passes that the others wait for, over a row of zeros: many modules cannot run on
+        an empty batch.
+        """
+        check_no_stream(self.program)
+        self.arguments = arguments = with_a_blank_row(arguments)
+        with recording():
+            self._fill_up(arguments.cut(0, 1, state), kwargs)
+        assert self.sums is not None
+        self.sums.state = state
+        return self.result()
+
+    # --- the result
+
+    def result(self) -> Tree:
+        """The normalised result, in the structure of grad_fn's output, the same on every
+        replica.
+        """
+        sums, dropping = self.sums, self.program.dropping
+        assert sums is not None
+        with torch.no_grad():
+            self.take()
+            if isinstance(sums, DroppingSums):
+                sums.look_at(self.shards)
+            # The wrapper has merged the gradients already, so they join the sums only after the
+            # rest is merged.
+            for merge in self.merges:
+                sums.state = merge.finish(sums.state)
+            if dropping is None and not sums.steps:
+                raise nothing_to_fold()
+            self.put()
+            if dropping is not None:
+                put_back(self.statistics_before, sums.rejected == 0)
+            return self._finished(sums)
 
 
 def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
@@ -597,17 +538,6 @@ def masked(
             handle.remove()
         for leaf, hook in hooks.values():
             _private.remove_hook(leaf, hook)
-
-
-def where_counted(weight: Scalar | None, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient where the weight is not 0, and zeros elsewhere; None is a weight of 0."""
-    if not isinstance(weight, torch.Tensor):
-        return gradient if weight else torch.zeros_like(gradient)
-    counts = weight.to(gradient.device) != 0
-    if gradient.layout is torch.sparse_coo:
-        values = torch.where(counts, gradient._values(), 0)
-        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape)
-    return as_dtensor(torch.where(counts, local(gradient), 0), gradient)  # type: ignore[no-any-return]
 
 
 def check_no_stream(program: Program) -> None:

@@ -1,0 +1,261 @@
+"""Sums that leave micro-batches out, by a test of their values.
+
+Only torch has this file: in JAX a loop selects what it carries.
+
+Autograd adds gradients where it computes them, and cannot take them back. So a step that drops
+calls its gradient function for each micro-batch alone, looks at the value, and adds all of it or
+nothing. One micro-batch's gradients are held at a time. Where only a device knows the answer,
+nothing waits for it: what is added is selected.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcga._call import Program
+from funcga._call.dropping import DroppingStep
+from funcga._fold.outputs import Outputs
+from funcga._types import Scalar, Tree
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
+from torch_backend.dtensor import as_dtensor, local
+from torch_backend.engine.called import Called
+from torch_backend.engine.sums import Folding, Sums
+from torch_backend.modules import trainable
+from torch_backend.modules.checks import check_initialised
+from torch_backend.randomness import devices_of, generator_states, put_generator_states
+from torch_backend.replicas import Listener
+from torch_backend.wrapped.gradient import ModuleGradient
+
+NAN = float("nan")
+
+
+class DroppingSums(Sums):
+    """Sums that a micro-batch is added to if it passes a test; `rejected` counts those that do
+    not.
+    """
+
+    def __init__(self, dropping: DroppingStep, folding: Folding):
+        super().__init__(folding)
+        self.dropping, self.tested = dropping, dropping.tested(folding.outputs)
+        self.kept: bool | torch.Tensor = True  # whether the last micro-batch was
+        self.tried = 0  # micro-batches
+        self.state_before: list[Any] = []  # what is threaded, before the first one
+
+    @property
+    def number(self) -> int:
+        """The number of the next micro-batch, from 1 on."""
+        return self.tried + 1
+
+    def add(self, values: Mapping[int, Any], weight: Scalar) -> None:
+        """Folds the leaves of one micro-batch in, or none of them."""
+        outputs, self.tried = self.folding.outputs, self.tried + 1
+        keep = self.kept = self._keeps(values, weight)
+        if keep is True:
+            super().add(values, weight)
+            return
+        for index in values.keys() & self.folding.folds.keys():
+            # It may be the first, and every other may be dropped, too.
+            if self.of[index] is None:
+                self.of[index] = self.folding.folds[index].identity(values[index])
+            if keep is not False:
+                self._add_where(keep, index, values[index], weight)
+        for index, rows in self.collected.items():
+            # Only observers collect anything here: of what is dropped, NaN.
+            rows.append(selected(keep, values[index], values[index] * NAN))
+        self.state = [values[index] for index in outputs.threads]
+        if not isinstance(keep, torch.Tensor):
+            self.rejected += 1
+            return
+        self.rejected = self.rejected + (~keep).to(torch.int64)
+        self.steps = self.steps + keep.to(torch.int64)
+        self.total = self.total + arrays.tally(_where(keep, weight, 0)).weight[0]
+
+    def _keeps(self, values: Mapping[int, Any], weight: Scalar) -> bool | torch.Tensor:
+        """True if a micro-batch of these leaves is folded; those that DDP or FSDP sum are none of
+        them, and are not tested.
+        """
+        outputs = self.folding.outputs
+        tested = [index for index in self.tested.leaf_indices if index in values]
+        leaves = [values.get(index) for index in range(len(outputs.folds))]
+        return self.dropping.keeps(
+            outputs, self.tested._replace(leaf_indices=tested), leaves, weight
+        )
+
+    def look_at(self, sums: Sequence[torch.Tensor]) -> None:
+        """Drops the window if what a wrapper has summed is not finite."""
+        finite = self.folding.outputs.backend.arrays.finite(sums)
+        self.rejected = self.rejected + arrays.scalar((~finite).to(torch.int64))
+
+    def _add_where(self, keep: torch.Tensor, index: int, value: Any, weight: Scalar) -> None:
+        """Folds a leaf in, where only a device knows whether to keep the micro-batch."""
+        fold, kind, before = self.folding.folds[index], self.folding.kinds[index], self.of[index]
+        if kind is None:
+            # Some folds write to what there was before.
+            copies = [part.clone() for part in before] if isinstance(before, tuple) else None
+            before = before.clone() if copies is None else tuple(copies)
+            after = fold.combine(self.of[index], fold.lift(value, weight))
+            self.of[index] = selected(keep, after, before)
+            return
+        share = self.share(weight) if kind == "weighted" else 1.0
+        if share:  # a weight of 0 adds nothing, not even a NaN
+            more = local(value).to(fold.accumulator_dtype) * share
+            after = torch.where(keep.to(more.device), local(before) + more, local(before))
+            self.of[index] = as_dtensor(after, before)
+
+    def result(self) -> Tree:
+        """The normalised result; zeros, and the state that came in, if the window is dropped."""
+        keep, outputs = self.rejected == 0, self.folding.outputs
+        if self.dropping.scope == "microbatch" or keep is True:
+            return super().result()
+        pairs = zip(self.state, self.state_before or self.state, strict=True)
+        self.state = [selected(keep, *pair) for pair in pairs]
+        threaded = {*map(id, self.state)}
+        result = super().result()
+        # What observers fold stands before the value. What they collect is NaN for every
+        # micro-batch.
+        rows = [result[0][index] for index in outputs.collected] if outputs.before else []
+        collected = {*map(id, rows)}
+
+        def dropped(leaf: Any) -> Any:
+            if id(leaf) in threaded or not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) in collected:
+                return selected(keep, leaf, leaf * NAN)
+            if self.pure:
+                return _where(torch.as_tensor(keep, device=leaf.device), leaf, 0)
+            shard = local(leaf)
+            shard.masked_fill_(~torch.as_tensor(keep, device=shard.device), 0)
+            return leaf
+
+        leaves, structure = trees.flatten(result)
+        return trees.unflatten(structure, [*map(dropped, leaves)])
+
+
+class DroppingCalls(Called):
+    """One window of grad_fn, of whose micro-batches some are left out."""
+
+    def __init__(self, program: Program, *args: Any, **kwargs: Any):
+        super().__init__(program, *args, **kwargs)
+        assert program.dropping is not None
+        self.dropping, owner = program.dropping, self.grad_fn
+        # What a module writes in a forward pass, which a micro-batch that is dropped takes back.
+        self.module = owner.module if isinstance(owner, ModuleGradient) else None
+        self.statistics_before = statistics_of(self.module)
+        # What hears collectives of the loss over the groups that gradients travel over.
+        self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]
+
+    def empty(self, folding: Folding) -> Sums:
+        """Sums that nothing is added to yet."""
+        return DroppingSums(self.dropping, folding)
+
+    def counts(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
+    ) -> torch.Tensor | None:
+        """Whether a micro-batch is a part of the result, where only a device knows; else None.
+
+        It is evaluated to be looked at, and then once more, with the same random numbers.
+        """
+        arguments, counts = self.arguments, super().counts(args, kwargs, weight)
+        assert arguments is not None
+        devices = devices_of(trees.flatten((args, kwargs))[0])
+        generators = generator_states(devices)
+        outputs, value = self.program.bind(self.grad_fn(*args, **kwargs), arguments)
+        put_generator_states(devices, generators)
+        tested = self.dropping.tested(outputs)
+        keep: torch.Tensor = arrays.as_array(self.dropping.keeps(outputs, tested, value, weight))
+        return keep if counts is None else keep & counts
+
+    def fold(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
+    ) -> None:
+        """Folds the value of one micro-batch in, or leaves it out."""
+        statistics, is_first = statistics_of(self.module), self.sums is None
+        super().fold(args, kwargs, weight, last)
+        if any(listener.heard for listener in self.own_groups):
+            raise FuncgaError(
+                f"drop={self.dropping.scope!r} was given together with across=, and the "
+                "loss itself calls collectives of that group, as a SyncBatchNorm layer does: what "
+                "one replica drops is a part of what the others have computed. Leave drop out; or "
+                "compute the loss of each replica's own rows."
+            )
+        assert isinstance(self.sums, DroppingSums)
+        put_back(statistics, self.sums.kept)
+        if is_first and self.records:
+            self.likes = self._parameters_by_leaf(self.sums.folding.outputs, args)
+
+    def _parameters_by_leaf(
+        self, outputs: Outputs, args: tuple[Tree, ...]
+    ) -> dict[int, torch.Tensor]:
+        """The parameters, by the leaf indices of their gradients in the output."""
+        gradient = self.gradient
+        assert gradient is not None
+        indices = gradient.gradient_in(outputs.value_of(range(len(outputs.folds))))
+        params: Tree = [args[index] for index in gradient.arg_indices(len(args))]
+        if self.module is not None:
+            params = trainable(self.module)
+        return dict(zip(trees.flatten(indices)[0], trees.flatten(params)[0], strict=True))
+
+    def result(self) -> Tree:
+        """The normalised result, in the structure of grad_fn's output."""
+        result, sums = super().result(), self.sums
+        assert sums is not None
+        if self.dropping.scope == "window":
+            put_back(self.statistics_before, sums.rejected == 0)
+        return result
+
+
+def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:
+    """The value, or another one, on the devices of the value; a number where the answer is, in
+    64 bits.
+    """
+    if isinstance(value, torch.Tensor):
+        return torch.where(keep.to(value.device), value, otherwise)
+    wide = torch.float32 if keep.device.type == "mps" else torch.float64
+    dtype = torch.int64 if isinstance(value, int) else wide
+    return torch.where(keep, torch.full((), value, dtype=dtype, device=keep.device), otherwise)
+
+
+def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
+    """What is left of a value `after` a micro-batch: itself if that is kept, else what it was
+    `before`.
+    """
+    if isinstance(after, tuple):
+        return tuple([selected(keep, *pair) for pair in zip(after, before, strict=True)])
+    if not isinstance(keep, torch.Tensor):
+        return after if keep else before
+    return _where(keep, after, before) if isinstance(after, torch.Tensor) else after
+
+
+def fold_or_drop(window: Any, state: list[Any], *microbatch: Any, last: bool) -> None:
+    """Folds a micro-batch into a window; the state is as it was if the micro-batch is dropped."""
+    # grad_fn may write to the state, and what a dropped micro-batch has written there does not
+    # count.
+    before = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
+    window.fold(*microbatch, last=last)
+    if before:
+        sums: DroppingSums = window.sums
+        sums.state_before = sums.state_before or before
+        sums.state = [selected(sums.kept, *pair) for pair in zip(sums.state, before, strict=True)]
+
+
+def statistics_of(module: nn.Module | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The buffers of a module, such as running statistics, and copies of them."""
+    if module is None:
+        return []
+    check_initialised(module)
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+
+def put_back(
+    before: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: bool | torch.Tensor
+) -> None:
+    """Gives tensors the values that they had before what is not kept; `before` has each tensor
+    and these.
+    """
+    if keep is not True:
+        with torch.no_grad():
+            for tensor, values in before:
+                tensor.copy_(selected(keep, tensor, values))

@@ -1,0 +1,193 @@
+"""One window where torch.distributed runs: its sums may be merged over replicas, its loss may call
+collectives itself, and parameters may be DTensors.
+
+A parameter that is a DTensor has gradients that are Partial sums. Autograd adds them as they are,
+and each is reduced once, at the end of the window.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from funcga._backend import Backend
+from funcga._call import Program
+from funcga._call.arguments import CARRY, Arguments
+from funcga._fold.outputs import Outputs
+from funcga._grad import GradientFunction
+from funcga._types import Array, Tree
+from torch_backend import arrays, trees
+from torch_backend.dtensor import as_dtensor, is_dtensor, local
+from torch_backend.engine.leaves import detached
+from torch_backend.engine.opened import Own
+from torch_backend.engine.plan import OWN, Plan
+from torch_backend.engine.sums import Folding, Sums
+from torch_backend.engine.window import Window
+from torch_backend.observing import with_gradients
+from torch_backend.replicas import Listener
+
+
+class Merge(Protocol):
+    """What merges a window over replicas."""
+
+    def begin(self, sums: Sums, leaves: Sequence[Array]) -> None:
+        """Takes the sums of a window whose first micro-batch has these leaves."""
+        ...
+
+    def take_part(
+        self,
+        sums_of: Callable[[Folding], Sums],
+        bind: Callable[[Tree], Outputs],
+        known: Sequence[Any],
+    ) -> Sums:
+        """The sums of a replica without any micro-batch."""
+        ...
+
+    def finish(self, state: list[Array]) -> list[Array]:
+        """Merges the sums, and returns the state that is threaded on."""
+        ...
+
+    def give_up(self) -> None:
+        """Tells the other replicas of an error."""
+        ...
+
+
+class Distributed(Window):
+    """A window that may be merged over replicas, by `merge`."""
+
+    may_communicate = True
+
+    def __init__(
+        self,
+        program: Program,
+        gradient: GradientFunction,
+        backend: Backend,
+        arguments: Arguments,
+        plan: Plan | None,
+        own: Own | None,
+        merge: Merge | None,
+    ):
+        super().__init__(program, gradient, backend, arguments, plan, own)
+        self.merge, self.listener = merge, Listener()
+        self.may_be_short = merge is not None
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None and self.merge is not None:
+            self.merge.give_up()
+        super().__exit__(*error)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the loss has called collectives. Then other processes send gradients here that
+        have their weights, whatever the weight is here.
+        """
+        return self.listener.heard
+
+    def _takes(self, seed: float, dtype: torch.dtype) -> bool:
+        if self.communicates:
+            is_exact = arrays.represents_exactly(dtype, seed)
+            return self.plan.takes_weights and is_exact
+        return seed != 0 and super()._takes(seed, dtype)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether the replicas merge shards of a module's own parameters, which lie on other
+        meshes.
+        """
+        own = self.own
+        return (
+            self.merge is not None and own is not None and any(map(is_dtensor, own.params.values()))
+        )
+
+    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
+        sums = super()._bind(loss, aux, moving)
+        if self.merge is None:
+            return sums
+        if self.communicates:
+            # Collectives of the loss add cotangents of several replicas, which have to be in one
+            # unit.
+            sums.unit, sums.unit_is_fixed = 1.0, True
+        trees_of = self.trees_of_leaves
+        grads = [trees_of[index] for index in self.plan.indices]
+        likes = trees.flatten(self.gradient.compose(loss, detached(aux, True), grads))[0]
+        if self._is_sharded:
+            # The sums become those of the shards at the end of the window.
+            self.likes = [*map(local, likes)]
+        else:
+            self.merge.begin(sums, likes)
+        return sums
+
+    def _finished(self, sums: Sums) -> Tree:
+        settled = zip(sums.folding.grads, self.inputs, strict=True)
+        sums.settle(dict(settled))
+        if self.merge is None:
+            return sums.result()
+        if self._is_sharded:
+            sums.of = [*map(local, sums.of)]
+            self.merge.begin(sums, self.likes)
+        return self._merged(self.merge, sums)
+
+    def _merged(self, merge: Merge, sums: Sums) -> Tree:
+        """The result of all replicas, with the gradients of a module where its parameters lie."""
+        sums.state = merge.finish(sums.state)
+        result = sums.result()
+        if not self._is_sharded:
+            return result
+        assert self.program is not None
+        assert self.own is not None
+        params = self.own.params
+        on_meshes = lambda grads: {name: as_dtensor(grads[name], p) for name, p in params.items()}
+        return with_gradients(self.program, result, on_meshes)
+
+    def result_without_microbatches(
+        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+    ) -> Tree:
+        """The result on a replica that has nothing to fold; `state` is what came in."""
+        program = self.program
+        assert self.merge is not None
+        assert program is not None
+        bind = lambda value: program.bind(value, arguments)[0]
+        known: Tree = [part.value for part in arguments.parts]
+        if self.own is not None:
+            # The others say what their shards are like, and here the parameters are.
+            own = known = self.opened.leaves.trees[OWN]
+            bind = lambda value: program.bind(
+                with_gradients(program, value, lambda _: own), arguments
+            )[0]
+        sums = self.merge.take_part(Sums, bind, trees.flatten(known)[0])
+        sums.state = state
+        return self._merged(self.merge, sums)
+
+
+def with_a_blank_row(arguments: Arguments) -> Arguments:
+    """The arguments of an empty batch, with one row of zeros in it."""
+
+    def blank(leaf: Array, axis: object) -> Array:
+        if leaf is None or axis is None or axis is CARRY:
+            return leaf
+        shape = [*leaf.shape]
+        shape[axis] = 1  # type: ignore[call-overload]
+        return leaf.new_zeros(shape)
+
+    parts = []
+    for part in arguments.parts:
+        leaves = [blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
+        parts.append(part._replace(leaves=leaves) if part.axes else part)
+    kept = arguments.grad_fn, arguments.backend, arguments.assumed, arguments.state
+    return Arguments(tuple(parts), *kept)
+
+
+def window_of(
+    program: Program,
+    gradient: GradientFunction,
+    backend: Backend,
+    arguments: Arguments,
+    plan: Plan | None,
+    own: Own | None,
+    merge: Merge | None = None,
+) -> Window:
+    """A window of a gradient that autograd computes."""
+    if dist.is_available() and dist.is_initialized():
+        return Distributed(program, gradient, backend, arguments, plan, own, merge)
+    return Window(program, gradient, backend, arguments, plan, own)

@@ -1,0 +1,170 @@
+"""What observers are told of a window: each gradient is measured on its way to the accumulator.
+
+Only torch has this file: in JAX a measure is one more value of the program.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from funcga._call import Program
+from funcga._call.arguments import Arguments
+from funcga._grad import GradientFunction
+from funcga._observe.readings import Readings
+from funcga._types import Array, Scalar, Tree
+from funcga.errors import FuncgaError
+from torch_backend import _private, arrays
+from torch_backend.dtensor import is_dtensor
+
+_SHORT = 2**12  # elements of a gradient that may wait
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedGradient(GradientFunction):
+    """A gradient function whose output begins with what is measured of the gradient."""
+
+    inner: GradientFunction = field(kw_only=True)
+    readings: Readings = field(kw_only=True)
+    before: tuple[Array, ...] = field(kw_only=True)  # zeros in the place of what is measured
+
+    @staticmethod
+    def of(
+        program: Program,
+        inner: GradientFunction,
+        value: tuple[torch.Tensor, Tree],
+        grads: Sequence[Tree],
+        arguments: Arguments,
+    ) -> "ObservedGradient":
+        """That of a gradient function, for the observers of a program.
+
+        `value` has a first loss and its aux, and `grads` are like the gradients.
+        """
+        loss, aux = value
+        readings = program.readings(inner.compose(loss, aux, grads), arguments)
+        values = [getattr(inner, each.name) for each in fields(GradientFunction)]
+        before = readings.placeholders(loss)
+        return ObservedGradient(*values, inner=inner, readings=readings, before=before)
+
+    @property
+    def leaves_before(self) -> int:
+        """How many leaves stand before the value and the gradient."""
+        return len(self.before)
+
+    def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
+        """What is measured, zeros in its place, and what the gradient function returns."""
+        return self.before, self.inner.compose(loss, aux, grads)
+
+
+class Observing:
+    """Hooks on the leaves of a window, each of which measures the gradient that comes to its leaf.
+
+    A hook on a tensor sees its whole gradient before autograd adds it to anything, times the
+    cotangent of the pass.
+    """
+
+    def __init__(self, observed: ObservedGradient, leaves: Mapping[int, torch.Tensor]):
+        """`leaves` are those that last as long as the window, by their leaf indices in the output.
+        The gradients of all others are measured as values.
+        """
+        readings = self.readings = observed.readings
+        self.takes_norms = readings.are_norms and not any(map(is_dtensor, leaves.values()))
+        # The measures of a leaf that no gradient comes to.
+        zero = observed.before[0][0]
+        self.nothing = zero if self.takes_norms else zero.repeat(len(readings.observers.measures))
+        hooked = {
+            index: leaves[readings.count + index]
+            for index in readings.in_value
+            if readings.count + index in leaves
+        }
+        self.not_hooked = [index for index in readings.in_value if index not in hooked]
+        # If there are no groups, short gradients, which are many, wait for the end of the pass, to
+        # be measured all at once, as one leaf. They only have to be put into a list, and its own
+        # method is the cheapest hook.
+        self.short = [index for index, leaf in hooked.items() if self._may_wait(leaf)]
+        self.measured_leaves = [
+            *self.short[:1],
+            *(index for index in readings.in_value if index not in self.short),
+        ]
+        # What each leaf got in the last pass: the measures of its gradient, or the gradient itself.
+        self.arrived: dict[int, list[torch.Tensor]] = {index: [] for index in readings.in_value}
+        self.hooks = [
+            (leaf, leaf.register_hook(self._hook(index, leaf)))  # type: ignore[no-untyped-call]
+            for index, leaf in hooked.items()
+        ]
+
+    def _may_wait(self, leaf: torch.Tensor) -> bool:
+        if not (self.takes_norms and self.readings.is_one_group):
+            return False
+        is_here = leaf.device == self.nothing.device
+        return is_here and leaf.numel() <= _SHORT and leaf.dtype.itemsize >= 4
+
+    def _hook(self, index: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """What is called with each gradient of a leaf. Autograd records nothing there."""
+        append, dtype = self.arrived[index].append, self.readings.dtype
+        if index in self.short:
+            return append
+        # The usual case, in as few calls as there can be.
+        if self.takes_norms and leaf.device == self.nothing.device:
+            return lambda gradient: append(arrays.squared_norm(gradient, dtype))
+        return partial(self._measure, index)
+
+    def _measure(self, index: int, gradient: torch.Tensor) -> None:
+        readings, gradient = self.readings, arrays.strided(gradient)
+        if self.takes_norms:
+            row = arrays.squared_norm(gradient, readings.dtype)
+        else:
+            row = readings.measures_of([gradient])[0]
+        self.arrived[index].append(row.to(self.nothing.device))
+
+    @torch.no_grad()
+    def measures(
+        self, values: Mapping[int, Any], weight: Scalar, seed: Scalar
+    ) -> dict[int, torch.Tensor]:
+        """What the observers are told of the last micro-batch, whose gradients came times `seed`,
+        by leaf. `values` are the leaves of the output that autograd has not added.
+        """
+        for index in self.not_hooked:
+            self._measure(index, values[self.readings.count + index])
+        if max(map(len, self.arrived.values())) > 1:
+            raise FuncgaError(
+                "observe= was given, and a parameter gets its gradient in several pieces, of which "
+                "none has the norm of the gradient, as reentrant checkpoints make it. Use "
+                "use_reentrant=False."
+            )
+        waiting = [
+            arrays.strided(gradient).reshape(-1)
+            for index in self.short
+            for gradient in self.arrived[index]
+        ]
+        if waiting:
+            whole = arrays.squared_norm(torch.cat(waiting), self.readings.dtype)
+            self.arrived[self.measured_leaves[0]][:] = [whole]
+        measures = torch.stack(
+            [next(iter(self.arrived[index]), self.nothing) for index in self.measured_leaves]
+        )
+        self.forget()
+        measures = measures[:, None] if self.takes_norms else measures
+        # A pass without a weight measures nothing, and the micro-batch counts for nothing.
+        return dict(enumerate(self.readings.leaves_for(measures, weight, seed or 1.0)))
+
+    def forget(self) -> None:
+        """Takes back what the last pass has measured."""
+        for arrived in self.arrived.values():
+            arrived.clear()
+
+    def end(self) -> None:
+        """Takes the hooks off: the leaves may be the parameters of a module."""
+        for leaf, hook in self.hooks:
+            _private.remove_hook(leaf, hook)
+
+
+def with_gradients(program: Program, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
+    """The result of a window, (value, gradients), with its gradients changed."""
+    if program.observers is None:
+        value, grads = result
+        return value, change(grads)
+    before, (value, grads) = result
+    return before, (value, change(grads))
