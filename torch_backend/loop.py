@@ -77,7 +77,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             else:
                 nothing = arguments
                 result = window.result_without_microbatches(arguments, kwargs, state)
-        if cuts and window.plan is not None and window.plan is not plan:
+        if cuts and key is not None and window.plan is not plan:
             plans.put(key, window.plan.with_cuts(arguments, cuts, devices))
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
@@ -114,7 +114,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 if window is None:
                     source.check(tuple([part.value for part in arguments.parts]))
                     state = [_owned(leaf) for leaf in arguments.state]
-                    key = source.key(flat, kwargs), len(arguments.parts)
+                    key = source.key(flat, kwargs, len(arguments.parts))
                     plan = plans.get(key)
                     window = stack.enter_context(source.window(arguments, plan))
                 arguments, kwargs = window.prepared(arguments, kwargs)
@@ -132,7 +132,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 nothing, kwargs = window.prepared(nothing, kwargs)
                 state = [_owned(leaf) for leaf in nothing.state]
                 result = window.result_without_microbatches(nothing, kwargs, state)
-        if nothing is None and window.plan is not None and window.plan is not plan:
+        if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
@@ -234,15 +234,17 @@ class Source:
         if owner is not None:
             check_no_params(args, owner.module)
 
-    def key(self, flat: Sequence[tuple[list[Any], Any]], kwargs: dict[str, Tree]) -> object:
-        """The structure of a call."""
+    def key(
+        self, flat: Sequence[tuple[list[Any], Any]], kwargs: dict[str, Tree], *more: object
+    ) -> object:
+        """The structure of a call that makes a plan; None for one that does not."""
         if self.gradient is None:
             return None
         own: object = None
         if self.own is not None:
             params = self.own.params
             own = key_of([*params.values()], tuple(params), are_fixed=True)
-        return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs)
+        return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs), more
 
     def window(self, arguments: Arguments, plan: Plan | None) -> Any:
         """A window for calls with arguments like these."""

@@ -157,7 +157,8 @@ class Observing:
 
     def end(self) -> None:
         """Takes the hooks off: the leaves may be the parameters of a module."""
-        for leaf, hook in self.hooks:
+        hooks, self.hooks = self.hooks, []
+        for leaf, hook in hooks:
             _private.remove_hook(leaf, hook)
 
 

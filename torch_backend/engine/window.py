@@ -460,6 +460,8 @@ class Window:
             raise switched_off()
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.plan.count, self.backend)
+        if self.observing is not None:
+            self.observing.end()
         if ON:
             self.opened.check_unchanged()
 

@@ -234,7 +234,7 @@ REFUSED = {
         f"transformed by torch.func. Compile the module, or loss_fn; inside of a transform use {PURE}."),
     "totals": ((around_with_totals,), "averages every micro-batch over the replicas of DistributedDataParallel, where a"),
     "half loss": ((half_loss, torch.Tensor), "the loss is bfloat16[], which may not hold the weight 257. Return a loss in"),
-    "half loss, device": ((half_loss, Unseen), "the loss is bfloat16[], which may not hold a weight that is on the device."),
+    "half loss, device": ((half_loss, Unseen), "the loss is bfloat16[], which may not hold the weight 257"),
     "16 bits, ddp": ((half, "ddp"), NARROW.format("DistributedDataParallel", "Keep the parameters in float32, with "
         "torch.autocast in loss_fn; or use fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32); or let "
         "funcga reduce")),
