@@ -25,7 +25,7 @@ from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.dtensor import local_tensors
+from torch_backend.dtensor import is_dtensor, local_tensors
 from torch_backend.engine import graphs
 from torch_backend.engine.guards import EVERY, ON, functions, unchanged
 from torch_backend.engine.leaves import (
@@ -421,7 +421,7 @@ class Window:
             beside=tuple(beside),
             rest_outputs=outputs.part(beside, trees.flatten(rest)[1]),
             with_loss=gradient.with_value,
-            may_be_wide=self.own is None and {*map(type, self.inputs)} <= {torch.Tensor},
+            may_be_wide=self.own is None and not any(map(is_dtensor, self.inputs)),
         )
 
     def note_reached(
