@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from itertools import islice, repeat
 from typing import Any
 
@@ -27,7 +28,6 @@ from torch_backend.engine.opened import Own
 from torch_backend.engine.plan import Plan, Plans, ambient, key_of
 from torch_backend.engine.window import Window
 from torch_backend.former import loop as former
-from torch_backend.former.compiled import compiled_steps_of, of_compiled_loss
 from torch_backend.former.loop import (
     check_unwrapped,
     is_out_of_memory,
@@ -47,6 +47,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        nonlocal program
+        if "torch._dynamo" in sys.modules and (tool := _compiled()):  # else nothing is compiled
+            program = tool.program_of(program)
         flat = [*map(trees.flatten, args)]
         if _is_former(program):
             return former.accumulate(program, backend)(args, kwargs)
@@ -94,6 +97,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(
         leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
     ) -> Tree:
+        nonlocal program
+        if "torch._dynamo" in sys.modules and (tool := _compiled()):  # else nothing is compiled
+            program = tool.program_of(program)
         flat = [*map(trees.flatten, leading)]
         if _is_former(program) or Source(program, backend).is_former(flat):
             return former.stream(program, backend)(leading, items, kwargs)
@@ -191,14 +197,7 @@ class Source:
         return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs)
 
     def is_former(self, flat: Sequence[tuple[list[Any], Any]]) -> bool:
-        """Whether the former engine runs this: compiled losses, and DTensors."""
-        grad_fn = self.program.grad_fn
-        if "torch._dynamo" in sys.modules:
-            steps = None
-            if isinstance(grad_fn, GradientFunction):
-                steps = compiled_steps_of(self.program, grad_fn)
-            if steps is not None or of_compiled_loss(grad_fn) is not None:
-                return True
+        """Whether the former engine runs this: DTensors."""
         own = [] if self.own is None else [*self.own.params.values()]
         leaves = [*own, *[leaf for each, _ in flat for leaf in each]]
         return not _PLAIN.issuperset(map(type, leaves)) and any(map(is_dtensor, leaves))
@@ -207,10 +206,20 @@ class Source:
         """A window for calls with arguments like these."""
         program, grad_fn = self.program, self.program.grad_fn
         if self.gradient is not None:
-            return Window(program, self.gradient, self.backend, arguments, plan, self.own)
+            make: Callable[..., Window] = Window
+            if "torch._dynamo" in sys.modules and self.own is None and (tool := _compiled()):
+                make = tool.window_of(program, self.gradient)
+            return make(program, self.gradient, self.backend, arguments, plan, self.own)
         is_own = isinstance(grad_fn, GradientFunction)
         function = grad_fn.bound(self.backend) if isinstance(grad_fn, GradientFunction) else grad_fn
         return Called(program, function, arguments, is_own)
+
+
+def _compiled() -> Any:
+    """The tool for what torch.compile has made; None where it is missing."""
+    with suppress(ModuleNotFoundError):
+        return import_module("funcga.tools.compiled.in_torch")
+    return None
 
 
 def _is_former(program: Program) -> bool:
