@@ -234,7 +234,8 @@ class CompiledWindow(Window):
 
     `totals`: the sums of gradients that the step adds to; None where autograd adds all. They stand
     as `.grad`s of the leaves as well, where autograd adds to them. `params`, `inside`, `buffers`:
-    what the step is called with in each micro-batch. `unused`: where static totals are left.
+    what the step is called with in each micro-batch; `is_weighted`: whether the totals are. These
+    are set by `_begin`. `unused`: where static totals are left for a later window.
     """
 
     totals: list[torch.Tensor] | None = None
@@ -263,7 +264,12 @@ class CompiledWindow(Window):
         self.gradient.reached.add(True)
         if self.sums is None:
             self.sums = self._bind(loss, None, ())
-        self.sums.add(self._rest(loss, None, ()), weight)
+        sums, index = self.sums, self.sums.folding.loss_alone
+        share = sums.share(weight)
+        if index is not None and share is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, index, weight, share)  # as usual
+        else:
+            sums.add(self._rest(loss, None, ()), weight)
 
     def _begin(self) -> None:
         """Makes the totals, if nothing else is to see the gradients of a micro-batch, or takes part
@@ -284,8 +290,7 @@ class CompiledWindow(Window):
             folding = self._folding(like, None)
             self.plan = replace(self.plan, folding=folding, loss_dtype=like.dtype)
         self.is_weighted = folding.are_weighted
-        # Sums of one kind.
-        if folding.lends and folding.weighs == self.is_weighted:
+        if folding.lends and folding.weighs == self.is_weighted:  # all are sums, of one kind
             self.totals = self._zeros(leaves, folding)
 
     def _zeros(self, leaves: list[torch.Tensor], folding: Folding) -> list[torch.Tensor]:

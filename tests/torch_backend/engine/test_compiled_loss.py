@@ -190,6 +190,13 @@ def test_a_loss_of_another_dtype_than_its_parameters(graphs):
     assert graphs.additions == [1]
 
 
+def test_sums_in_a_wider_dtype_than_float32_are_left_to_autograd(graphs):
+    params, (x, y) = {"w": torch.ones(3)}, batch(8, torch.float32)
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(loss), 2, fold=funcga.sum(dtype="float64"))
+    check(make(graphs.compile(plain))(params, x, y), make(plain)(params, x, y))
+    assert not any(graphs.additions)
+
+
 def test_without_the_tool_autograd_adds(graphs, monkeypatch):
     monkeypatch.setitem(sys.modules, "funcga.tools.compiled.in_torch", None)
     module, (x, y) = mlp(), batch(8)
