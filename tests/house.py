@@ -32,6 +32,7 @@ TOOLS = {
     "verify": (("funcga/_verify/",), ("compare",)),
     "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
     "fused gradients": (("funcga/tools/fused/",), ()),
+    "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),

@@ -20,11 +20,12 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
 LAYERS = ["errors", "_pack", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "observers", "_call", "_grad", "_plan", "_accumulate", "_coupled",
-          "_transform", "transforms", "_stream", "statistics", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
-# What a backend may import of the core: its types. It never imports what is built on a backend.
+          "_transform", "transforms", "_stream", "statistics", "tools", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
+# What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
+# alone: tests/test_removable.py takes them away.
 TYPES = {
     "", "errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_observe",
-    "observers", "_call", "_grad", "_coupled", "_transform", "statistics",
+    "observers", "_call", "_grad", "_coupled", "_transform", "statistics", "tools",
 }  # fmt: skip
 
 # Inside of these, numbers are looked at, so that they import NumPy; and each has one file for each framework.
@@ -189,7 +190,7 @@ def test_both_sides_of_a_tool_have_what_it_asks_for(framework):
 CUDA_ALONE = {
     "funcga/_trees/in_torch.py": "the devices of which JAX's `gpu` is one",
     "torch_backend/optax_adapter.py": "the devices of which JAX's `gpu` is one",
-    "torch_backend/former/compiled.py": "CUDA graphs",
+    "funcga/tools/compiled/in_torch.py": "CUDA graphs",
     "funcga/tools/fused/in_torch.py": "products that add in another dtype",
     "funcga/_verify/in_torch.py": "cuDNN, and whether CUDA has been used",
 }

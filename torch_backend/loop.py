@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from itertools import islice, repeat
 from typing import Any
 
@@ -42,12 +43,13 @@ from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
 
 
-def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
+def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         flat = [*map(trees.flatten, args)]
-        source, plans = Source(program, backend), program.memory.keep(Plans)
+        source, plans = Source(given, backend), given.memory.keep(Plans)
+        program = source.program
         key = source.key(flat, kwargs)
         plan: Plan | None = plans.get(key)
         if program.totals is not None:
@@ -81,10 +83,10 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan.with_cuts(arguments, cuts, devices))
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
-    return _not_traced(fold, program)
+    return _not_traced(fold, given)
 
 
-def stream(program: Program, backend: Backend) -> Callable[..., Any]:
+def stream(given: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of
     micro-batches.
     """
@@ -92,14 +94,14 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     def fold(
         leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
     ) -> Tree:
+        source, plans, state = Source(given, backend), given.memory.keep(Plans), list[Any]()
+        program, flat = source.program, [*map(trees.flatten, leading)]
         if program.device is not None:
             device = torch.device(program.device)
             items = moved(_with_weights(program, backend, leading, items), device)
             if program.totals is not None:
                 ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
                 kwargs = {**kwargs, "totals": totals}
-        source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
-        flat = [*map(trees.flatten, leading)]
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
@@ -136,7 +138,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan)
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
-    return _not_traced(fold, program)
+    return _not_traced(fold, given)
 
 
 def _fold(
@@ -199,6 +201,10 @@ class Source:
     """Where the gradients, or values, of a program come from."""
 
     def __init__(self, program: Program, backend: Backend):
+        # Without torch._dynamo nothing is compiled.
+        self.compiled = _compiled() if "torch._dynamo" in sys.modules else None
+        if self.compiled is not None:
+            program = self.compiled.program_of(program)
         grad_fn, self.program, self.backend = program.grad_fn, program, backend
         if dist.is_available() and dist.is_initialized():
             check_unwrapped(grad_fn, program.memory)
@@ -253,6 +259,10 @@ class Source:
             return self.wrapped.window(program, backend, arguments, plan)
         merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
+            if self.compiled is not None and self.own is None:
+                make = self.compiled.window_of(program, gradient)
+                if make is not None:
+                    return make(program, gradient, backend, arguments, plan)
             merge = next(iter(merges), None)
             return window_of(program, gradient, backend, arguments, plan, self.own, merge)
         function, records = program.grad_fn, gradient is not None
@@ -264,6 +274,13 @@ class Source:
             function = alone if records else gradient.bound(backend)
         kind = Called if program.dropping is None else DroppingCalls
         return kind(program, function, arguments, gradient, merges, records)
+
+
+def _compiled() -> Any:
+    """The tool for what torch.compile has made; None where it is missing."""
+    with suppress(ModuleNotFoundError):
+        return import_module("funcga.tools.compiled.in_torch")
+    return None
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:

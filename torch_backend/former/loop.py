@@ -26,7 +26,6 @@ from torch_backend.engine.called import calling
 from torch_backend.former import Window
 from torch_backend.former.alone import value_alone
 from torch_backend.former.buffers import Buffers
-from torch_backend.former.compiled import compiled_steps_of, of_compiled_loss
 from torch_backend.former.dropping import (
     DroppingBuffers,
     buffers_of,
@@ -59,15 +58,11 @@ def window_of(program: Program, backend: Backend) -> Window:
     if isinstance(grad_fn, ModuleGradient):
         return _window_of_module(program, grad_fn, backend)
     reductions = [] if program.across is None else reductions_of(program, backend)
-    # Autograd cannot run inside of a transform of torch.func.
-    runs_autograd = not arrays.in_transform()
-    if isinstance(grad_fn, GradientFunction):
-        gradient: GradientFunction | None = grad_fn
-    else:
-        gradient = of_compiled_loss(grad_fn) if runs_autograd else None
-    if gradient is None:
+    if not isinstance(grad_fn, GradientFunction):
         return Calls(program, grad_fn, reductions)
-    if not runs_autograd:
+    gradient = grad_fn
+    # Autograd cannot run inside of a transform of torch.func.
+    if arrays.in_transform():
         return Calls(program, gradient.bound(backend), reductions, gradient)
     if program.dropping is not None:
         # Autograd cannot take back what it has added, so each gradient is computed alone, and
@@ -76,11 +71,6 @@ def window_of(program: Program, backend: Backend) -> Window:
         return Calls(program, alone, reductions, gradient, records=True)
     cache = program.memory.keep(StepCache)
     inputs = DifferentiatedArguments(gradient, backend, cache.indices_of)
-    # Without torch._dynamo nothing is compiled.
-    steps = compiled_steps_of(program, gradient) if "torch._dynamo" in sys.modules else None
-    if steps is not None:
-        # A compiled micro-step visits the module by itself, so that no visit lasts for the window.
-        return Engine(program, Pass(inputs), cache, shortcut=steps)
     is_uninterrupted = bool(program.n or program.microbatch_size) and program.weight is None
     return Engine(program, Pass(inputs, is_uninterrupted), cache, next(iter(reductions), None))
 

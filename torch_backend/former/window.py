@@ -18,7 +18,7 @@ the output. `LentSums` let autograd add to them.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from torch_backend.former.inputs import (
     OwnParameters,
     detached,
 )
-from torch_backend.former.layout import Layout, StepCache
+from torch_backend.former.layout import StepCache
 from torch_backend.former.lent_sums import LentSums
 from torch_backend.former.observing import ObservedGradient, Observing, with_gradients
 from torch_backend.former.passes import Pass, check_no_grads
@@ -43,25 +43,6 @@ from torch_backend.replicas import Listener
 
 # The accumulators of dense tensors, and of leaves that have none.
 _PLAIN = {torch.Tensor, type(None)}
-
-
-class Shortcut(Protocol):
-    """What can fold some micro-batches in another way."""
-
-    def fold(
-        self,
-        engine: "Engine",
-        arguments: Arguments,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        weight: Scalar,
-    ) -> bool:
-        """Folds one micro-batch in; False if the engine has to."""
-        ...
-
-    def buffers_of(self, layout: Layout) -> Buffers:
-        """What outputs of this layout are folded into."""
-        ...
 
 
 class Engine:
@@ -78,10 +59,8 @@ class Engine:
         passes: Pass,
         cache: StepCache,
         reduction: Merge | None = None,
-        shortcut: Shortcut | None = None,
     ):
         self.program, self.passes, self.cache, self.reduction = program, passes, cache, reduction
-        self.shortcut = shortcut
         self.inputs = passes.inputs
         self.detached = passes.inputs.detached
         # None before the first loss, which shows what becomes of the output.
@@ -118,8 +97,6 @@ class Engine:
         if not passes.has_begun:
             # Over replicas the module is as it was between micro-batches.
             passes.begin(arguments, args, stays=self.reduction is None, fuses=True)
-        if self.shortcut is not None and self.shortcut.fold(self, arguments, args, kwargs, weight):
-            return []
         # `moving` are the leaves of arguments that are split: this micro-batch's own.
         leaves, moving = (inputs.leaves, []) if inputs.are_whole else inputs.with_those_of(args)
         called = [leaves[index].tree if index in leaves else arg for index, arg in enumerate(args)]
@@ -211,7 +188,7 @@ class Engine:
             self.inputs.leaves,
             lambda _: self.inputs.check_dense(leaves),
         )
-        self.buffers = (Buffers if self.shortcut is None else self.shortcut.buffers_of)(layout)
+        self.buffers = Buffers(layout)
         # The dtype of the loss, if it is all that is added beside the gradients, and None
         # otherwise.
         is_lone = (

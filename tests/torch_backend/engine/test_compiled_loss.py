@@ -1,6 +1,7 @@
 """A compiled loss in a step that is not compiled: its micro-step is one graph, which adds to its inputs."""
 
 import gc
+import sys
 import weakref
 from contextlib import nullcontext
 
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import funcga
+import torch_backend
 from tests.processes import processes
 from torch_backend import pure_loss, trainable
 
@@ -116,6 +118,7 @@ def test_one_graph_for_every_n(how, graphs):
 
 WEIGHTS = {
     "tokens": ({"fold": funcga.per_weight(), "weight": lambda x, y: (x > 0).sum()}, 0),
+    "a mean by tokens": ({"weight": lambda x, y: (x > 0).sum()}, 0),
     "some weigh nothing": ({"weight": lambda x, y: int(x[0, 0] > 0)}, 1),
     "a sum": ({"fold": funcga.sum()}, 0),
     "large": ({"weight": lambda x, y: 1e30 * len(x)}, 0),
@@ -132,6 +135,92 @@ def test_weights_are_inputs(kind, graphs):
     check(make(graphs.compile(squares))(params, x, y), make(squares)(params, x, y))
     # A micro-batch that weighs nothing has no backward pass: only its loss is compiled.
     assert sorted(graphs.additions) == [0] * eager + [4]
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_nothing_of_a_micro_batch_without_weight_is_added(empty, graphs):
+    """Not even a NaN; and the others are added by one graph, also if the first of all weighs nothing."""
+    x, y = batch(12)
+    params, keep = {"w": torch.ones(3, dtype=torch.float64)}, [row for row in range(12) if row // 4 != empty]
+    x[4 * empty : 4 * empty + 4] = torch.nan
+    step = funcga.accumulate(
+        funcga.value_and_grad(graphs.compile(plain)), 3, weight=lambda x, y: 0 if x.isnan().any() else 2 * len(x)
+    )
+    leaf = params["w"].clone().requires_grad_()
+    expected = torch.autograd.grad(plain({"w": leaf}, x[keep], y[keep]), leaf)
+    for _ in range(2):
+        check(step(params, x, y)[1], expected)
+    assert sorted(graphs.additions) == [0, 1]
+
+
+@pytest.mark.parametrize("argnums", [(0, 1), (1, 0), 1])
+def test_a_pure_loss_may_have_more_arguments(argnums, graphs):
+    """Those after the parameters may be differentiated beside them, or alone."""
+    module, (x, y), shift = mlp(), batch(8), torch.ones(1, dtype=torch.float64)
+    shifted = lambda module, shift, x, y: F.mse_loss(module(x) + shift, y)
+    make = lambda loss: funcga.value_and_grad(pure_loss(module, loss), argnums=argnums)
+    steps = [
+        funcga.accumulate(make(loss), 2, in_axes=(None, None, 0, 0)) for loss in (graphs.compile(shifted), shifted)
+    ]
+    found, expected = (step(trainable(module), shift, x, y) for step in steps)
+    check(found, expected)
+    assert graphs.additions == [1 if argnums == 1 else 5]
+
+
+def test_a_stream_takes_the_same_graph(graphs):
+    module, (x, y) = mlp(), batch(8)
+    gradient, params = funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), trainable(module)
+    for step, given in (
+        (funcga.accumulate(gradient, 2), (x, y)),
+        (funcga.stream(gradient), ([(x[:4], y[:4]), (x[4:], y[4:])],)),
+    ):
+        check(step(params, *given), whole_batch(module, x, y))
+    assert graphs.additions == [4]
+
+
+def test_a_loss_of_another_dtype_than_its_parameters(graphs):
+    loss_fn = lambda params, x: (x @ params["w"]).float().square().mean()
+    params, x = {"w": torch.ones(3, dtype=torch.bfloat16)}, batch(8, torch.bfloat16)[0]
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(loss), 2)
+    step, expected = make(graphs.compile(loss_fn)), make(loss_fn)(params, x)
+    for _ in range(2):
+        loss, grads = step(params, x)
+        assert (loss.dtype, grads["w"].dtype) == (torch.float32, torch.bfloat16)
+        check((loss, grads), expected, 1e-2)
+    assert graphs.additions == [1]
+
+
+def test_sums_in_a_wider_dtype_than_float32_are_left_to_autograd(graphs):
+    params, (x, y) = {"w": torch.ones(3)}, batch(8, torch.float32)
+    make = lambda loss: funcga.accumulate(funcga.value_and_grad(loss), 2, fold=funcga.sum(dtype="float64"))
+    check(make(graphs.compile(plain))(params, x, y), make(plain)(params, x, y))
+    assert not any(graphs.additions)
+
+
+def test_without_the_tool_autograd_adds(graphs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "funcga.tools.compiled.in_torch", None)
+    module, (x, y) = mlp(), batch(8)
+    step = funcga.accumulate(funcga.value_and_grad(pure_loss(module, graphs.compile(squares))), 2)
+    check(step(trainable(module), x, y), whole_batch(module, x, y))
+    assert not any(graphs.additions)
+
+
+@pytest.mark.cuda
+def test_sums_that_a_cuda_graph_writes_to_stay_where_they_are(graphs, monkeypatch):
+    """And no result shares memory with them."""
+    known, marked = torch_backend._private.compiled_of, []
+    replaying = lambda function: (compiled := known(function)) and compiled._replace(replays=True)
+    monkeypatch.setattr("torch_backend._private.compiled_of", replaying)
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor, guard=True: marked.append((tensor, guard)))
+    step = funcga.accumulate(funcga.value_and_grad(graphs.compile(plain)), 2)
+    eager = funcga.accumulate(funcga.value_and_grad(plain), 2)
+    params, (x, y) = {"w": nn.Parameter(torch.ones(3, device="cuda"))}, (t.cuda() for t in batch(8, torch.float32))
+    found = [step(params, scale * x, y) for scale in (1, 2, 3)]
+    for scale, each in zip((1, 2, 3), found, strict=True):
+        check(tree_map(torch.Tensor.cpu, each), tree_map(torch.Tensor.cpu, eager(params, scale * x, y)), 1e-5)
+    # The sums once, and in each window what shares the memory of the parameter.
+    assert [guard for _, guard in marked] == [False, True, False, False]
+    assert {tensor.data_ptr() for tensor, guard in marked if not guard} == {params["w"].data_ptr()}
 
 
 def test_what_is_around_the_step(graphs):

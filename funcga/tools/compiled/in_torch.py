@@ -1,0 +1,359 @@
+"""Compiled micro-steps: the loss, its gradients and the sums of these in one compiled graph.
+
+Autograd over a compiled loss runs two graphs, and adds every gradient outside of both. Here one
+graph computes the loss and its gradients, and adds these to sums that are its inputs, in place. The
+sums are zeros at first, and no gradient becomes one. The weight of a micro-batch is an input, too,
+so one graph serves for every micro-batch of a shape, whatever n.
+
+A CompiledWindow folds by micro-steps where nothing else has to see a gradient: `against_in_step`
+and `against_in_window` say what would. If torch.compile refuses the micro-step as a whole, the loss
+is compiled alone, as it was given, and autograd adds its gradients.
+"""
+
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from funcga._call import Program
+from funcga._grad import GradientFunction
+from funcga._types import GradFn, LossFn, Tree
+from torch_backend import _private, arrays, trees
+from torch_backend.engine.leaves import detached
+from torch_backend.engine.sums import Folding, Sums
+from torch_backend.engine.window import Window
+from torch_backend.modules import PureLoss
+from torch_backend.modules.visits import Visit
+
+Made = TypeVar("Made")
+
+
+def program_of(program: Program) -> Program:
+    """The program, with the gradient function that torch.compile was given in place of what it has
+    made of that.
+
+    The loss of the gradient function is compiled likewise.
+    """
+    gradient = None
+    if not arrays.in_transform():
+        gradient = _made_once(_GRADIENTS, program.grad_fn, _gradient_of)
+    return program if gradient is None else replace(program, grad_fn=gradient)
+
+
+def window_of(program: Program, gradient: GradientFunction) -> Callable[..., Window] | None:
+    """What makes the windows of a gradient whose loss is compiled; None for all others."""
+    loss_fn = gradient.loss_fn
+    loss_fn = loss_fn.loss_fn if isinstance(loss_fn, PureLoss) else loss_fn
+    step = _made_once(_MICRO_STEPS, loss_fn, MicroStep)
+    if step is None or any(against_in_step(program, gradient).values()):
+        return None
+    return partial(CompiledWindow, step)
+
+
+def _made_once(
+    table: WeakKeyDictionary[Any, Made | None],
+    function: Callable[..., Any],
+    make: Callable[[_private.Compiled], Made | None],
+) -> Made | None:
+    """What is made of a compiled function, once for all steps; None of any other function."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    if function not in table:
+        compiled = _private.compiled_of(function)
+        table[function] = None if compiled is None else make(compiled)
+    return table[function]
+
+
+def _gradient_of(compiled: _private.Compiled) -> GradientFunction | None:
+    # torch.compile wraps a function around an object.
+    gradient = vars(compiled.function).get("__wrapped__")
+    if not isinstance(gradient, GradientFunction):
+        return None
+    loss_fn = gradient.loss_fn
+    if isinstance(loss_fn, PureLoss) and not loss_fn.statistics:
+        inner = compiled.compile(loss_fn.loss_fn)
+        return replace(gradient, loss_fn=replace(loss_fn, loss_fn=inner))
+    return replace(gradient, loss_fn=compiled.compile(loss_fn))
+
+
+# --- the graph
+
+
+class MicroStep:
+    """What one compiled loss is compiled to, for every step that accumulates its gradients.
+
+    `run` is the compiled function, `is_refused` whether torch.compile has refused it once.
+    `static`: sums of earlier windows, by what they are like, where calls are CUDA graphs, which
+    write to fixed addresses.
+    """
+
+    def __init__(self, compiled: _private.Compiled):
+        self.run = compiled.compile_whole(_micro_step(compiled.function))
+        self.is_refused, self.replays = False, compiled.replays
+        self.static: dict[object, list[list[torch.Tensor]]] = {}
+
+    def static_sums(
+        self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """(zeros like the leaves, where those of an earlier window were; where to leave them for a
+        later window).
+        """
+        like = tuple(dtypes), tuple([(leaf.shape, leaf.stride(), leaf.device) for leaf in leaves])
+        unused = self.static.setdefault(like, [])
+        if unused:  # another thread finds others, so that no two windows have the same
+            totals = unused.pop()
+            torch._foreach_zero_(totals)
+            return totals, unused
+        totals = zeros(leaves, dtypes)
+        for total in totals:
+            torch._dynamo.mark_static_address(total)
+        return totals, unused
+
+
+def zeros(leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Zeros like the leaves, in these dtypes."""
+    return [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+
+
+_NUMBERS = itertools.count()
+
+
+def _micro_step(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
+    """`micro_step(sums, params, inside, buffers, args, kwargs, factor)`, which returns the loss.
+
+    It adds the gradients by `params`, arguments by their indices, to the sums: times `factor`, a
+    0-d tensor, if there is one. `inside` is the module of a PureLoss, else None, and `buffers` are
+    those of that module.
+    """
+
+    def micro_step(
+        sums: Sequence[torch.Tensor],
+        params: dict[int, Tree],
+        inside: Any,
+        buffers: Mapping[str, torch.Tensor],
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        factor: torch.Tensor | None,
+    ) -> torch.Tensor:
+        def loss_of(params: dict[int, Tree]) -> torch.Tensor:
+            called = [params.get(index, arg) for index, arg in enumerate(args)]
+            if inside is None:
+                return loss_fn(*called, **kwargs)  # type: ignore[no-any-return]
+            output, _ = inside.functional(loss_fn, called[0], buffers, called[1:], kwargs, False)
+            return output  # type: ignore[no-any-return]
+
+        grads, loss = torch.func.grad_and_value(loss_of)(params)
+        for total, gradient in zip(sums, trees.flatten(grads)[0], strict=True):
+            # In the dtype of the sum, in which neither the gradient times its weight nor the sum
+            # overflows early.
+            more = gradient.to(total.dtype)
+            total.add_(more if factor is None else more * factor.to(total.dtype))
+        return loss  # type: ignore[no-any-return]
+
+    # torch.compile keeps what it has compiled with the code object of a function, up to a limit,
+    # and what it knows of shapes by its name. So each has a code object and a name of its own.
+    assert isinstance(micro_step, types.FunctionType)
+    micro_step.__code__ = micro_step.__code__.replace(co_name=f"micro_step_{next(_NUMBERS)}")
+    return micro_step
+
+
+_MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep | None] = WeakKeyDictionary()
+_GRADIENTS: WeakKeyDictionary[GradFn, GradientFunction | None] = WeakKeyDictionary()
+
+
+# --- where autograd adds the gradients of a compiled loss after all: why, and whether it is so
+
+
+def against_in_step(program: Program, gradient: GradientFunction) -> dict[str, object]:
+    """What stands against compiled micro-steps in all windows of a step."""
+    loss = gradient.loss_fn
+    returns_state = isinstance(loss, PureLoss) and (loss.buffers or loss.statistics)
+    return {
+        "replicas merge the sums": program.across is not None,
+        "the loss may call collectives": dist.is_available() and dist.is_initialized(),
+        "observers measure each gradient": program.observers is not None,
+        "a gradient may be dropped": program.dropping is not None,
+        "the loss has aux": gradient.has_aux,
+        "the loss is scaled": gradient.scaled,
+        "the loss returns buffers or statistics": returns_state,
+    }
+
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _is_plain(leaf: torch.Tensor | None) -> bool:
+    """Whether it is a dense tensor of floats."""
+    return type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dtype in _FLOATS
+
+
+def against_in_window(window: Window) -> dict[str, object]:
+    """What stands against compiled micro-steps in a window."""
+    plan, arguments = window.plan, window.arguments
+    leaves = trees.flatten(window.opened.leaves.trees)[0]
+    is_split = isinstance(window.gradient.loss_fn, PureLoss) and window.opened.visits is None
+    return {
+        "parameters are no dense tensors of floats": not (leaves and all(map(_is_plain, leaves))),
+        "a hook on a parameter is to see each gradient": plan.hooked,
+        "leaves are made for each micro-batch": plan.moving,
+        "each micro-batch has other parameters of the module": is_split,
+        "state is threaded": arguments is None or arguments.state,
+        "autocast casts what the loss computes": _private.is_any_autocast_enabled(),
+        "hooks see the tensors that autograd saves": _private.saves_by_hooks(),
+        "a mode sees each operator": _private.dispatch_modes(),
+        "anomalies are detected": torch.is_anomaly_enabled(),
+    }
+
+
+# --- the window
+
+
+@contextmanager
+def _reserved(visits: Visit | None) -> Iterator[None]:
+    """A context in which no other thread visits the module, which keeps its own parameters."""
+    if visits is not None:
+        visits.reserve()
+    try:
+        yield
+    finally:
+        if visits is not None:
+            visits.give_back()
+
+
+class CompiledWindow(Window):
+    """A window of a gradient whose loss is compiled: `step` folds the micro-batches, as far as it
+    can, and autograd the others.
+
+    `totals`: the sums of gradients that the step adds to; None where autograd adds all. They stand
+    as `.grad`s of the leaves as well, where autograd adds to them. `params`, `inside`, `buffers`:
+    what the step is called with in each micro-batch; `is_weighted`: whether the totals are. These
+    are set by `_begin`. `unused`: where static totals are left for a later window.
+    """
+
+    totals: list[torch.Tensor] | None = None
+    unused: list[list[torch.Tensor]] | None = None
+
+    def __init__(self, step: MicroStep, program: Program, *others: Any):
+        # Opened as the window of a stream is: between two passes of autograd the module of a
+        # PureLoss has its own parameters, as a micro-step expects them.
+        super().__init__(replace(program, n=None, microbatch_size=None), *others)
+        self.step, self.weighs = step, program.weight is not None
+        self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
+
+    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
+        if self.sums is None and self.totals is None:
+            self._begin()
+        if self.totals is None:
+            super()._fold(args, kwargs, weight)
+            return
+        loss = self._run(self.totals, args, kwargs, weight)
+        # Autograd finds out whether a loss that depends on nothing is an error.
+        if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, self.totals))):
+            if self.sums is not None:
+                self.writes = self._count_writes()  # also of what no pass of autograd has added
+            super()._fold(args, kwargs, weight)
+            return
+        self.gradient.reached.add(True)
+        if self.sums is None:
+            self.sums = self._bind(loss, None, ())
+        sums, index = self.sums, self.sums.folding.loss_alone
+        share = sums.share(weight)
+        if index is not None and share is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, index, weight, share)  # as usual
+        else:
+            sums.add(self._rest(loss, None, ()), weight)
+
+    def _begin(self) -> None:
+        """Makes the totals, if nothing else is to see the gradients of a micro-batch, or takes part
+        in computing them.
+        """
+        opened, loss, visits = self.opened, self.gradient.loss_fn, self.opened.visits
+        if self.step.is_refused or any(against_in_window(self).values()):
+            return
+        self.params = {index: detached(tree) for index, tree in opened.leaves.trees.items()}
+        self.inside = loss.calling if isinstance(loss, PureLoss) else None
+        self.buffers: dict[str, torch.Tensor] = {}
+        with _reserved(visits):  # the module and its parameters are checked
+            if visits is not None and visits.with_buffers:
+                self.buffers = dict(visits.loss.module.named_buffers())
+        leaves = trees.flatten(self.params)[0]
+        # Until the first loss shows its dtype, one of that of the parameters stands in.
+        folding = self.plan.folding or self._folding(leaves[0].new_zeros(()), None)
+        self.is_weighted = folding.are_weighted
+        if folding.lends and folding.weighs == self.is_weighted:  # all are sums, of one kind
+            self.totals = self._zeros(leaves, folding)
+
+    def _zeros(self, leaves: list[torch.Tensor], folding: Folding) -> list[torch.Tensor]:
+        folds = [folding.outputs.folds[index] for index in folding.grads]
+        dtypes = [fold.accumulator_dtype for fold in folds if fold is not None]
+        if not (self.step.replays and all(leaf.is_cuda for leaf in leaves)):
+            return zeros(leaves, dtypes)
+        # A CUDA graph reads leaves made of parameters from where these stay, and copies others.
+        for original, leaf in zip(self.opened.leaves.originals, leaves, strict=True):
+            if isinstance(original, nn.Parameter):
+                torch._dynamo.mark_static_address(leaf, guard=False)
+        totals, self.unused = self.step.static_sums(leaves, dtypes)
+        return totals
+
+    def _run(
+        self,
+        totals: list[torch.Tensor],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: float,
+    ) -> torch.Tensor | None:
+        """Adds the gradients of a micro-batch to the totals, and returns the loss; None where
+        nothing is added.
+        """
+        sums, factor = self.sums, None
+        share = float(bool(weight)) if sums is None else sums.share(weight)  # the first is the unit
+        assert share is not None
+        if share == 0 and self.is_weighted:
+            return None  # not even a NaN is added
+        # Without a factor inductor frees each gradient sooner. The user's own weights may be 1 now
+        # and another number next, so these have one in every micro-batch, and one graph.
+        if self.is_weighted and (share != 1 or self.weighs):
+            factor = self.factors.get(share)
+            if factor is None:
+                like = totals[0]
+                factor = torch.full((), share, dtype=like.dtype, device=like.device)
+                self.factors[share] = factor
+        # What is differentiated is passed apart.
+        others = [None if index in self.params else arg for index, arg in enumerate(args)]
+        called = self.params, self.inside, self.buffers, others, kwargs, factor
+        try:
+            with _reserved(self.opened.visits), torch.no_grad():
+                loss: torch.Tensor = self.step.run(totals, *called)
+                return loss
+        except _private.refusals_to_compile():
+            self.step.is_refused, self.totals = True, None
+            return None
+
+    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
+        if self.totals is None:
+            return super()._bind(loss, aux, moving)
+        folding = self._folding(loss, aux)
+        sums = Sums(folding)
+        for index, total in zip(folding.grads, self.totals, strict=True):
+            sums.of[index] = total
+        self._hold(self.totals)
+        self.writes = self._count_writes()
+        return sums
+
+    def result(self) -> Tree:
+        """The normalised result, out of the reach of a next window, for which static totals
+        stay.
+        """
+        if self.unused is not None and self.totals is not None and self.sums is not None:
+            for index, total in zip(self.sums.folding.grads, self.totals, strict=True):
+                self.sums.of[index] = total.clone()
+            self.unused.append(self.totals)
+        return super().result()
