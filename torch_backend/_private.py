@@ -99,6 +99,16 @@ nodes_made: Callable[[], int] = _attribute(
 )
 
 
+# How many kinds of functions written in Python there have been. Without it their table is read each
+# time.
+_KINDS_MADE: Any = _attribute(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", None)
+
+
+def kinds_of_functions_made() -> object:
+    """What changes with each new kind of function that is written in Python."""
+    return object() if _KINDS_MADE is None else repr(_KINDS_MADE)
+
+
 def in_backward() -> bool:
     """Whether this thread runs part of a backward pass; False if torch does not tell."""
     return graph_task() != -1

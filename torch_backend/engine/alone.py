@@ -96,21 +96,21 @@ def _run(
     inputs, (scale, kwargs) = window.inputs, window.read_scale(kwargs)
     gradients = evaluations()
     with recording_loss(), window.opened.visit as loss_fn:
-        loss, aux, objective, nodes = window.forward(loss_fn, args, kwargs, scale)
+        loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs, scale)
         window.check_no_grads(inputs)
         if not window.gradient.reached:
             window.note_reached(objective, (), 1.0, evaluations() == gradients)
         if not (objective.requires_grad and inputs):
             return loss, aux, _own_grads(inputs), False
-        graph = None if keeps_graphs else window.plan.graphs.get(nodes)
-        graph = graph or window.graph_of(objective, nodes, inputs)
+        graph = None if keeps_graphs else window.plan.graphs.get(numbers)
+        graph = graph or window.graph_of(objective, numbers, inputs)
         leads = keeps_graphs and graph.leads_elsewhere
         if leads and graph.custom:  # it may run a pass of its own, of which nothing is recorded
             return loss, aux, None, False
         if leads:
             with _refused_recomputing():
                 return loss, aux, recorded_gradients(objective, inputs), True
-        window.backward(objective, 1.0, nodes, ())
+        window.backward(objective, 1.0, numbers, ())
         return loss, aux, _own_grads(inputs), False
 
 

@@ -27,16 +27,14 @@ _MOST = 64  # plans of a step, and graphs of a plan
 
 
 class Graph(NamedTuple):
-    """What graphs of one number of nodes were seen to need.
+    """What graphs of the same numbers were seen to need.
 
     `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
-    `leads_elsewhere`: whether they lead to leaves of somebody else. `arrivals`: how many gradients
-    passes have added.
+    `leads_elsewhere`: whether they lead to leaves of somebody else.
     """
 
     custom: bool
     leads_elsewhere: bool
-    arrivals: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,7 @@ class Window:
         scale, kwargs = self.read_scale(kwargs)
         gradients = evaluations()
         with recording_loss(), self.opened.visit as loss_fn:
-            loss, aux, objective, nodes = self.forward(loss_fn, args, kwargs, scale)
+            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
             if self.sums is None:
                 self.sums = self._bind(loss.detach(), aux, moving)
             sums, folding = self.sums, self.sums.folding
@@ -119,7 +119,7 @@ class Window:
             if share or moving or not folding.are_weighted or self.may_communicate:
                 if not self.gradient.reached:
                     self.note_reached(objective, moving, weight, evaluations() == gradients)
-                seed = self._add_gradients(objective, nodes, weight, share, moving)
+                seed = self._add_gradients(objective, numbers, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
             return
@@ -131,12 +131,12 @@ class Window:
     def _add_gradients(
         self,
         loss: torch.Tensor,
-        nodes: int,
+        numbers: tuple[int, int],
         weight: float,
         share: float,
         moving: Sequence[torch.Tensor],
     ) -> float:
-        """Folds the gradients of a loss in, whose graph has so many nodes; from which cotangent."""
+        """Folds the gradients of a loss in, whose graph has these numbers; from which cotangent."""
         assert self.sums is not None
         folding, inputs = self.sums.folding, self.inputs
         seed = share if folding.are_weighted else 1.0
@@ -149,7 +149,7 @@ class Window:
             for leaf in inputs:
                 leaf.grad = None
         if loss.requires_grad and (inputs or moving):
-            self.backward(loss, seed, nodes, moving, self.writes if is_lent else 0)
+            self.backward(loss, seed, numbers, moving)
         if not is_lent:
             self._take(weight)
             self.writes = self._count_writes()
@@ -170,8 +170,8 @@ class Window:
         args: tuple[Tree, ...],
         kwargs: dict[str, Tree],
         scale: Scalar | None,
-    ) -> tuple[torch.Tensor, Tree, torch.Tensor, int]:
-        """(the loss, its aux, the loss times its scale, how many nodes its graph has)."""
+    ) -> tuple[torch.Tensor, Tree, torch.Tensor, tuple[int, int]]:
+        """(the loss, its aux, the loss times its scale, the numbers of its graph)."""
         gradient = self.gradient
         nodes = graphs.nodes_made()
         with self.opened.noted:
@@ -180,24 +180,21 @@ class Window:
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
             loss, aux = gradient.split(loss, self.backend)
-        nodes = graphs.nodes_made() - nodes
-        return loss, aux, loss if scale is None else scaled_loss(loss, scale, arrays), nodes
+        numbers = graphs.nodes_made() - nodes, graphs.functions_alive()
+        return loss, aux, loss if scale is None else scaled_loss(loss, scale, arrays), numbers
 
     def backward(
         self,
         loss: torch.Tensor,
         seed: float,
-        nodes: int,
+        numbers: tuple[int, int],
         moving: Sequence[torch.Tensor],
-        before: int = 0,
     ) -> None:
-        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves; `before`:
-        how much had been added to these.
-        """
+        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         plan, begun_with, leaves = self.plan, self.opened, (*self.inputs, *moving)
-        graph: Graph | None = plan.graphs.get(nodes)
+        graph: Graph | None = plan.graphs.get(numbers)
         if graph is None or EVERY:
-            graph = self.graph_of(loss, nodes, leaves)
+            graph = self.graph_of(loss, numbers, leaves)
         on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         try:
@@ -212,22 +209,16 @@ class Window:
         except RuntimeError as error:
             if not all(map(_REQUIRES_GRAD, leaves)):
                 raise switched_off() from error
-            if "use_reentrant" in str(error) and not graph.custom:
-                raise functions.changed() from error
             raise
         self.writes = self._count_writes()
-        arrivals = self.writes - before
-        if arrivals not in graph.arrivals and not graph.custom:
-            # Nobody has counted yet; or this is another graph of equally many nodes.
-            if graph.arrivals and graphs.reach(loss, {*map(id, leaves)}).custom:
-                raise functions.changed()
-            plan.graphs.put(nodes, graph._replace(arrivals=graph.arrivals | {arrivals}))
 
-    def graph_of(self, loss: torch.Tensor, nodes: int, leaves: Sequence[torch.Tensor]) -> Graph:
-        """What a graph of so many nodes needs, which is walked."""
+    def graph_of(
+        self, loss: torch.Tensor, numbers: tuple[int, int], leaves: Sequence[torch.Tensor]
+    ) -> Graph:
+        """What a graph of these numbers needs, which is walked."""
         found = graphs.reach(loss, {*map(id, leaves)})
         graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign))
-        self.plan.graphs.put(nodes, graph)
+        self.plan.graphs.put(numbers, graph)
         return graph
 
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:

@@ -325,7 +325,7 @@ class ModuleWindow(OwnGrads):
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
         with masks, recording_loss(), self.opened.visit as loss_fn:
-            loss, aux, objective, nodes = self.forward(loss_fn, args, kwargs, scale)
+            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
             seed = self._seed(objective, weight)
@@ -333,7 +333,7 @@ class ModuleWindow(OwnGrads):
             # other what they have folded.
             if weight is not None and not self.adds_late:
                 self.add(loss.detach(), aux, weight)
-            self._backward(objective, seed, nodes)
+            self._backward(objective, seed, numbers)
         if weight is not None and self.adds_late:
             self.add(loss.detach(), aux, weight)
 
@@ -381,7 +381,7 @@ class ModuleWindow(OwnGrads):
             )
         return float(weight)
 
-    def _backward(self, loss: torch.Tensor, seed: float, nodes: int) -> None:
+    def _backward(self, loss: torch.Tensor, seed: float, numbers: tuple[int, int]) -> None:
         """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
         if not loss.requires_grad:
             raise FuncgaError(
@@ -389,7 +389,7 @@ class ModuleWindow(OwnGrads):
                 f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
-        inputs, others = self._inputs_and_others(loss, nodes)
+        inputs, others = self._inputs_and_others(loss, numbers)
         run = graphs.run  # what is reduced in this pass is to see each gradient
         with ExitStack() as stack:
             if others:
@@ -409,7 +409,7 @@ class ModuleWindow(OwnGrads):
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
 
     def _inputs_and_others(
-        self, loss: torch.Tensor, nodes: int
+        self, loss: torch.Tensor, numbers: tuple[int, int]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
         others that it reaches).
@@ -419,7 +419,7 @@ class ModuleWindow(OwnGrads):
         their place.
         """
         leaves = [*self.inputs, *(replaced := self.wrapper.leaves())]
-        graph: Graph = self.plan.graphs.get(nodes) or self.graph_of(loss, nodes, leaves)
+        graph: Graph = self.plan.graphs.get(numbers) or self.graph_of(loss, numbers, leaves)
         if not (graph.custom or replaced):
             return (*self.inputs,), []
         ids = {*map(id, leaves)}

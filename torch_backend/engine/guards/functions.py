@@ -50,12 +50,3 @@ def run_unrestricted(
             "that loss_fn is given: functional_call has taken them out by then. Use "
             "torch_backend.pure_loss(module, loss_fn), or use_reentrant=False."
         )
-
-
-def changed() -> FuncgaError:
-    """The error for a graph with a function that graphs of equally many nodes have not had."""
-    return FuncgaError(
-        "a function written in Python, such as a checkpoint with use_reentrant=True, is in a loss "
-        "that earlier calls of this step computed without it, by equally many operations. Make "
-        "the step anew where the loss changes so: step = funcga.accumulate(grad_fn, n)."
-    )
