@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, Literal, overload
@@ -165,7 +166,7 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        with program.telling():
+        with program.telling() if program.is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = program.backend(args, kwargs)
             if totals is not None:

@@ -52,35 +52,40 @@ def _reader(*names: str, otherwise: T) -> Callable[[torch.Tensor], T]:
 # --- Backward passes ------------------------------------------------------------------------------
 
 
+def _run_publicly(
+    losses: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    keeps_graph: bool,
+    makes_graph: bool,
+    leaves: Sequence[torch.Tensor],
+    **how: bool,
+) -> None:
+    torch.autograd.backward(losses, cotangents, keeps_graph, makes_graph, inputs=leaves or None)
+
+
 # `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs. Without it
 # the public function runs.
-_run_anywhere: Callable[..., object] | None = _attribute(
-    torch.autograd.graph, "_engine_run_backward", None
+ENGINE: Callable[..., object] = _attribute(
+    torch.autograd.graph, "_engine_run_backward", _run_publicly
 )
 # The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs
-# in the thread that calls it. Without it the one above runs.
-_run_on_host = _attribute(torch.autograd.Variable, "_execution_engine.run_backward", _run_anywhere)
+# in the thread that calls it.
+ENGINE_ON_HOST: Callable[..., object] = _attribute(
+    torch.autograd.Variable, "_execution_engine.run_backward", ENGINE
+)
 
 
 def run_backward(
-    loss: torch.Tensor, cotangent: torch.Tensor, inputs: Sequence[torch.Tensor], on_host: bool
+    loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
 ) -> None:
-    """`torch.autograd.backward(loss, cotangent, inputs=inputs)`; `on_host` says that no device
+    """`torch.autograd.backward(loss, cotangent, inputs=leaves)`; `on_host` says that no device
     takes part in it.
     """
-    run = _run_on_host if on_host else _run_anywhere
-    if run is None or type(loss) is not torch.Tensor:
-        torch.autograd.backward(loss, cotangent, inputs=inputs or None)
-    else:
-        run(
-            (loss,),
-            (cotangent,),
-            False,
-            False,
-            inputs,
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+    run = ENGINE_ON_HOST if on_host else ENGINE
+    if type(loss) is not torch.Tensor:
+        run = _run_publicly
+    how = {"allow_unreachable": True, "accumulate_grad": True}
+    run((loss,), (cotangent,), False, False, leaves, **how)
 
 
 # The number of the backward pass that this thread runs part of; -1 if it runs none, or if torch
@@ -99,14 +104,17 @@ nodes_made: Callable[[], int] = _attribute(
 )
 
 
-# How many kinds of functions written in Python there have been. Without it their table is read each
-# time.
-_KINDS_MADE: Any = _attribute(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", None)
+class _Ever:
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return str(next(self.numbers))
 
 
-def kinds_of_functions_made() -> object:
-    """What changes with each new kind of function that is written in Python."""
-    return object() if _KINDS_MADE is None else repr(_KINDS_MADE)
+# Its text changes with each new kind of function that is written in Python. Without it the table of
+# these is read each time.
+KINDS_MADE: Any = _attribute(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", _Ever())
 
 
 def in_backward() -> bool:

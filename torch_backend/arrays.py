@@ -339,9 +339,11 @@ _IS_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
 
 
 def divide(sums: list[torch.Tensor], total: float) -> None:
-    """Divides in place; zeros if nothing was folded."""
+    """Divides in place, each in its shard; zeros if nothing was folded."""
     if total == 1:
         return
+    if {*map(type, sums)} != {torch.Tensor}:
+        sums = local_tensors(sums)
     if not total:
         torch._foreach_zero_(sums)
         return
@@ -516,6 +518,8 @@ _CDATA, _NBYTES = attrgetter("_cdata"), attrgetter("nbytes")
 
 def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
     """For each gradient, True if it is the only owner of its memory, which has exactly its size."""
+    if {*map(type, gradients)} - {torch.Tensor}:
+        gradients = local_tensors(gradients)
     storages = [*map(torch.Tensor.untyped_storage, gradients)]
     # Two references to the memory are expected: that of the gradient, and the one in `storages`.
     # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not

@@ -124,7 +124,7 @@ class DroppingSums(Sums):
                 return leaf
             if id(leaf) in collected:
                 return selected(keep, leaf, leaf * NAN)
-            if self.pure:
+            if self.folding.pure:
                 return _where(torch.as_tensor(keep, device=leaf.device), leaf, 0)
             shard = local(leaf)
             shard.masked_fill_(~torch.as_tensor(keep, device=shard.device), 0)

@@ -1,5 +1,6 @@
 """The loop over the micro-batches: how calls of a step are read, cut and weighed."""
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
@@ -26,9 +28,10 @@ from torch_backend.dropping import DroppingCalls, fold_or_drop
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.alone import value_alone
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import window_of
+from torch_backend.engine.distributed import Distributed
 from torch_backend.engine.opened import Own
-from torch_backend.engine.plan import Plan, Plans, ambient, key_of
+from torch_backend.engine.plan import Plan, Plans, call_key
+from torch_backend.engine.window import Window
 from torch_backend.modules.checks import (
     check_no_params,
     check_no_wrapped_module_in,
@@ -47,20 +50,39 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        flat = [*map(trees.flatten, args)]
-        source, plans = Source(given, backend), given.memory.keep(Plans)
-        program = source.program
-        key = source.key(flat, kwargs)
-        plan: Plan | None = plans.get(key)
+        source, plans = Source(given, backend), given.memory.kept.get(Plans)
+        program, flat = source.program, [*map(trees.flatten, args)]
+        key, plan = None, None
+        if source.gradient is not None:
+            key = call_key(source.params, flat, tuple(kwargs))
+            plan = None if plans is None else plans.get(key)
         if program.totals is not None:
             # What is passed whole, such as the parameters, is not counted.
             parts = program.read(args, backend).parts
             split = tuple([part.value if part.axes else None for part in parts])
             totals = accumulate(program.counting(backend), backend)(split, {})
             kwargs = {**kwargs, "totals": totals}
-        source.check(args)
-        arguments, cuts, devices = _cut(program, backend, args, flat, plan, source.may_be_short)
-        state, nothing = [_owned(leaf) for leaf in arguments.state], None
+        if source.module is not None:
+            check_no_params(args, source.module)
+        if plan is not None and plan.parts is not None:
+            cuts, devices = plan.cuts, plan.devices
+            known = zip(plan.parts, args, flat, strict=True)
+            arguments = Arguments(
+                tuple(
+                    [
+                        part._replace(value=arg, leaves=each if part.axes else [])
+                        for part, arg, (each, _) in known
+                    ]
+                ),
+                program.grad_fn,
+                backend,
+                program.in_axes is None,
+            )
+        else:
+            arguments, cuts, devices = _cut(program, backend, args, source.may_be_short)
+        state, nothing = [], None
+        if arguments.state:
+            state = [_owned(leaf) for leaf in arguments.state]
         weights: list[Any] = [size * devices for _, size in cuts]
         if program.weight is not None:
             weights = _weights(program, arguments, cuts, state, devices)
@@ -72,7 +94,12 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
                 if program.is_exact or state:
                     take = _copied_rows if program.is_exact else None
                     view = arguments.cut(*cuts[number - 1], state, take)
-                state = _fold(program, window, state, view, kwargs, weight, number == len(cuts))
+                if program.dropping is None:
+                    window.fold(view, kwargs, weight, number == len(cuts))
+                else:
+                    fold_or_drop(window, state, view, kwargs, weight, last=number == len(cuts))
+                if state:
+                    state = window.state
             if cuts:
                 del view  # the last one, which may be a copy
                 result = window.result()
@@ -80,10 +107,11 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
                 nothing = arguments
                 result = window.result_without_microbatches(arguments, kwargs, state)
         if cuts and key is not None and window.plan is not plan:
-            plans.put(key, window.plan.with_cuts(arguments, cuts, devices))
+            new = window.plan.with_cuts(arguments, flat, cuts, devices)
+            given.memory.keep(Plans).put(key, new)
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
-    return _not_traced(fold, given)
+    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, given)
 
 
 def stream(given: Program, backend: Backend) -> Callable[..., Any]:
@@ -105,7 +133,7 @@ def stream(given: Program, backend: Backend) -> Callable[..., Any]:
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
-            for item, last in _marked(items, source.looks_ahead):
+            for item, last in _marked(items, source.wrapped is not None):
                 known = item[-1] if program.device is not None else None
                 item = item if program.device is None else item[:-1]
                 arguments = program.read((*leading, *item), backend)
@@ -114,17 +142,23 @@ def stream(given: Program, backend: Backend) -> Callable[..., Any]:
                 if program.weight is None:
                     _check_not_packed(arguments)
                 if window is None:
-                    source.check(tuple([part.value for part in arguments.parts]))
+                    if source.module is not None:
+                        args = tuple([part.value for part in arguments.parts])
+                        check_no_params(args, source.module)
                     state = [_owned(leaf) for leaf in arguments.state]
-                    key = source.key(flat, kwargs, len(arguments.parts))
-                    plan = plans.get(key)
+                    if source.gradient is not None:
+                        key = call_key(source.params, flat, tuple(kwargs), len(arguments.parts))
+                        plan = plans.get(key)
                     window = stack.enter_context(source.window(arguments, plan))
                 arguments, kwargs = window.prepared(arguments, kwargs)
                 args, weight = arguments.cut(0, None, state), known
                 if weight is None:
                     (weight,) = on_host([program.weigh(arguments, args, None)])
-                state = _fold(program, window, state, args, kwargs, weight, last)
-                window.arguments = None
+                if program.dropping is None:
+                    window.fold(args, kwargs, weight, last)
+                else:
+                    fold_or_drop(window, state, args, kwargs, weight, last=last)
+                state, window.arguments = window.state if state else state, None
                 del arguments, args
             if window is not None:
                 result = window.result()
@@ -138,24 +172,7 @@ def stream(given: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan)
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
-    return _not_traced(fold, given)
-
-
-def _fold(
-    program: Program,
-    window: Any,
-    state: list[Any],
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
-    weight: Scalar,
-    last: bool,
-) -> list[Any]:
-    """Folds a micro-batch into a window, and returns the state that is threaded to the next."""
-    if program.dropping is None:
-        window.fold(args, kwargs, weight, last)
-    else:
-        fold_or_drop(window, state, args, kwargs, weight, last=last)
-    return window.state if state else state
+    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, given)
 
 
 def _marked(items: Iterator[Any], looks_ahead: bool) -> Iterator[tuple[Any, bool]]:
@@ -197,74 +214,64 @@ def _with_weights(
         yield holder.pop()
 
 
+_LAYOUT, _IS_NESTED = operator.attrgetter("layout"), operator.attrgetter("is_nested")
+
+
 class Source:
-    """Where the gradients, or values, of a program come from."""
+    """Where the gradients, or values, of a program come from.
+
+    `gradient`: the gradient function that autograd computes, if any; `own` a module whose own
+    parameters it differentiates by. `wrapped`: the gradient of a module that DDP, FSDP or a
+    pipeline runs, whose processes go in step: a window of these must be told which micro-batch is
+    its last. `may_be_short`: whether other replicas may have more micro-batches, and this one none.
+    """
+
+    gradient: GradientFunction | None = None
+    own: Own | None = None
+    wrapped: ModuleGradient | None = None
+    module: nn.Module | None = None
+    params: dict[str, nn.Parameter] | None = None
+    compiled: Any = None
 
     def __init__(self, program: Program, backend: Backend):
         # Without torch._dynamo nothing is compiled.
-        self.compiled = _compiled() if "torch._dynamo" in sys.modules else None
-        if self.compiled is not None:
-            program = self.compiled.program_of(program)
+        if "torch._dynamo" in sys.modules:
+            self.compiled = _compiled()
+            program = program if self.compiled is None else self.compiled.program_of(program)
         grad_fn, self.program, self.backend = program.grad_fn, program, backend
-        if dist.is_available() and dist.is_initialized():
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        if self.is_distributed:
             check_unwrapped(grad_fn, program.memory)
-        self.gradient: GradientFunction | None = None
-        self.own: Own | None = None
-        # One that DDP, FSDP or a pipeline runs, whose processes go in step.
-        self.wrapped: ModuleGradient | None = None
+        self.may_be_short = program.across is not None
         if isinstance(grad_fn, ModuleGradient):
             grad_fn.check_not_traced()
+            self.module = grad_fn.module
             if grad_fn.kind != MODULE:
-                self.wrapped = grad_fn
+                self.wrapped, self.may_be_short = grad_fn, True
                 return
             check_wrapped_before(grad_fn.module)
-            walk, module = program.memory.keep(Walk), grad_fn.module
-            self.gradient = grad_fn.parts
-            self.own = Own(module, walk.trainable(module), walk)
+            walk, self.gradient = program.memory.keep(Walk), grad_fn.parts
+            self.params = walk.trainable(self.module)
+            self.own = Own(self.module, self.params, walk)
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether a window must be told which micro-batch is its last."""
-        return self.wrapped is not None
-
-    @property
-    def may_be_short(self) -> bool:
-        """Whether other replicas may have more micro-batches, and this one none."""
-        return self.wrapped is not None or self.program.across is not None
-
-    def check(self, args: tuple[Tree, ...]) -> None:
-        """Raises FuncgaError for parameters that are given to a module, which has its own."""
-        owner = self.own or self.wrapped
-        if owner is not None:
-            check_no_params(args, owner.module)
-
-    def key(
-        self, flat: Sequence[tuple[list[Any], Any]], kwargs: dict[str, Tree], *more: object
-    ) -> object:
-        """The structure of a call that makes a plan; None for one that does not."""
-        if self.gradient is None:
-            return None
-        own: object = None
-        if self.own is not None:
-            params = self.own.params
-            own = key_of([*params.values()], tuple(params), are_fixed=True)
-        return ambient(), own, tuple([key_of(*each) for each in flat]), tuple(kwargs), more
-
     def window(self, arguments: Arguments, plan: Plan | None) -> Any:
         """A window for calls with arguments like these."""
-        program, backend, gradient = self.program, self.backend, self.gradient
+        program, backend, gradient, own = self.program, self.backend, self.gradient, self.own
         if self.wrapped is not None:
             return self.wrapped.window(program, backend, arguments, plan)
-        merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
-            if self.compiled is not None and self.own is None:
+            if self.compiled is not None and own is None:
                 make = self.compiled.window_of(program, gradient)
                 if make is not None:
                     return make(program, gradient, backend, arguments, plan)
+            if not self.is_distributed:
+                return Window(program, gradient, backend, arguments, plan, own)
+        merges = [] if program.across is None else reductions_of(program, backend)
+        if gradient is not None and program.dropping is None:
             merge = next(iter(merges), None)
-            return window_of(program, gradient, backend, arguments, plan, self.own, merge)
+            return Distributed(program, gradient, backend, arguments, plan, own, merge)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be dropped is
@@ -300,20 +307,11 @@ def _cut(
     program: Program,
     backend: Backend,
     args: tuple[Tree, ...],
-    flat: Sequence[tuple[list[Any], Any]],
-    plan: Plan | None,
     may_be_short: bool,
 ) -> tuple[Arguments, Sequence[tuple[int, int]], int]:
     """(the arguments; the first row of each micro-batch, and its rows; over how many devices rows
-    are cut at once, by which both are divided), as those of the plan, if any.
+    are cut at once, by which both are divided).
     """
-    if plan is not None and plan.parts is not None:
-        parts = [
-            part._replace(value=arg, leaves=leaves if part.axes else [])
-            for part, arg, (leaves, _) in zip(plan.parts, args, flat, strict=True)
-        ]
-        arguments = Arguments(tuple(parts), program.grad_fn, backend, program.in_axes is None)
-        return arguments, plan.cuts, plan.devices
     arguments = program.read(args, backend)
     _check_not_packed(arguments)
     # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
@@ -329,10 +327,6 @@ def _cut(
     return arguments, starts(groups(rows, program.n, size)) if rows else (), devices
 
 
-def _is_unusual(leaf: torch.Tensor) -> bool:
-    return leaf.layout is not torch.strided or leaf.is_nested
-
-
 def views_of(
     arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], devices: int = 1
 ) -> list[tuple[Tree, ...]]:
@@ -340,7 +334,8 @@ def views_of(
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
     is_usual = {*map(type, leaves)} == {torch.Tensor} and {*map(type, axes)} == {int}
-    if not is_usual or any(map(_is_unusual, leaves)):
+    is_dense = {*map(_LAYOUT, leaves)} <= {torch.strided} and True not in map(_IS_NESTED, leaves)
+    if not (is_usual and is_dense):
         take = None if devices == 1 else local_rows
         return [arguments.cut(start, size, state, take) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.

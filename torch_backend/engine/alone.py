@@ -17,10 +17,11 @@ from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine import graphs
+from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import window_of
+from torch_backend.engine.guards import unchanged
 from torch_backend.engine.opened import Own
-from torch_backend.engine.plan import Plan, Plans, ambient, key_of
+from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.gradients import needs_autograd, recorded_gradients
 
@@ -39,7 +40,7 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
     if keeps_graphs and any(_requires_grad(leaves) for leaves, _ in flat):
         return gradient.bound(backend)(*args, **kwargs)
-    key = ambient(), tuple([key_of(*each) for each in flat]), tuple(kwargs)
+    key = call_key(None, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
     parts = tuple([Argument(arg, [], [], None) for arg in args])
@@ -74,8 +75,7 @@ def value_of_module(
 ) -> Tree:
     """What the gradient function of a module returns: the fold of one micro-batch."""
     args = tuple([part.value for part in arguments.parts])
-    flat = [([*own.params.values()], None), *map(trees.flatten, args)]
-    key = ambient(), tuple(own.params), tuple([key_of(*each) for each in flat])
+    key = call_key(own.params, [*map(trees.flatten, args)], tuple(kwargs))
     plans = program.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
     with window_of(program, gradient, backend, arguments, plan, own) as window:
@@ -93,13 +93,14 @@ def _run(
     """(the loss, its aux, its gradients, whether these have graphs); None for gradients that
     torch.func has to take.
     """
-    inputs, (scale, kwargs) = window.inputs, window.read_scale(kwargs)
-    gradients = evaluations()
+    inputs, gradients = window.inputs, evaluations()
     with recording_loss(), window.opened.visit as loss_fn:
-        loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs, scale)
-        window.check_no_grads(inputs)
+        loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs)
+        if any(leaf.grad is not None for leaf in inputs):
+            raise unchanged.ran_backward()
         if not window.gradient.reached:
-            window.note_reached(objective, (), 1.0, evaluations() == gradients)
+            is_alone = evaluations() == gradients
+            window.unreached = bound.is_unreached(window, objective, (), 1.0, is_alone)
         if not (objective.requires_grad and inputs):
             return loss, aux, _own_grads(inputs), False
         graph = None if keeps_graphs else window.plan.graphs.get(numbers)

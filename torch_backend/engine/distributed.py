@@ -19,9 +19,10 @@ from funcga._grad import GradientFunction
 from funcga._types import Array, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
-from torch_backend.engine.leaves import detached
+from torch_backend.engine import bound
+from torch_backend.engine.leaves import OWN, detached
 from torch_backend.engine.opened import Own
-from torch_backend.engine.plan import OWN, Plan
+from torch_backend.engine.plan import Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.observing import with_gradients
@@ -87,7 +88,7 @@ class Distributed(Window):
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
             is_exact = arrays.represents_exactly(dtype, seed)
-            return self.plan.takes_weights and is_exact
+            return self.plan.takes_weights and is_exact  # type: ignore[no-any-return]
         return seed != 0 and super()._takes(seed, dtype)
 
     @property
@@ -108,9 +109,8 @@ class Distributed(Window):
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
-        trees_of = self.trees_of_leaves
-        grads = [trees_of[index] for index in self.plan.indices]
-        likes = trees.flatten(self.gradient.compose(loss, detached(aux, True), grads))[0]
+        like = self.gradient.compose(loss, detached(aux, True), bound.trees_of(self))
+        likes = trees.flatten(like)[0]
         if self._is_sharded:
             # The sums become those of the shards at the end of the window.
             self.likes = [*map(local, likes)]
@@ -118,7 +118,8 @@ class Distributed(Window):
             self.merge.begin(sums, likes)
         return sums
 
-    def _finished(self, sums: Sums) -> Tree:
+    def merged(self, sums: Sums) -> Tree:  # type: ignore[override]
+        """The normalised result, of all replicas."""
         settled = zip(sums.folding.grads, self.inputs, strict=True)
         sums.settle(dict(settled))
         if self.merge is None:

@@ -7,10 +7,8 @@ once. They only save walks, they are no identity: modules that run in a backward
 each (guards.recompute).
 """
 
-import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -23,30 +21,6 @@ nodes_made: Callable[[], int] = _private.nodes_made
 
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
 AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
-
-
-# What tells whether there are more kinds of functions written in Python, and those that may run a
-# backward pass of their own.
-_kinds: tuple[object, list[Any]] = (None, [])
-
-
-def functions_alive() -> int:
-    """A number that changes with each node of such a function that is made, or freed."""
-    global _kinds
-    made, kinds = _private.kinds_of_functions_made(), _kinds
-    if made != kinds[0]:
-        kinds = _kinds = (
-            made,
-            [ref(kind) for kind in BackwardCFunction.__subclasses__() if _is_foreign(kind)],
-        )
-    found = [kind() for kind in kinds[1]]
-    return sum([sys.getrefcount(kind) for kind in found])
-
-
-def _is_foreign(kind: type) -> bool:
-    """Whether it is not torch's own, which run no pass of their own but for checkpoints."""
-    module: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
-    return not module.startswith("torch.") or module == "torch.utils.checkpoint"
 
 
 class Reached(NamedTuple):

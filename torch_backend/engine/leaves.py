@@ -6,7 +6,7 @@ can do works.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,40 +17,45 @@ from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError, uninitialised
 from torch_backend import arrays, trees
-from torch_backend.engine.plan import OWN
 from torch_backend.gradients import put_hooks
 
+OWN = -1  # in place of the index of an argument: a module's own parameters
 
-def leaves_of(
-    tree: Tree, index: int, gradient: GradientFunction, backend: Backend
-) -> tuple[Tree, list[torch.Tensor], list[Any]]:
-    """(the tree of the leaves of an argument, the leaves, what they are made of); None stays None.
 
-    Raises FuncgaError for what cannot be differentiated.
+class Leaves(NamedTuple):
+    """`trees`: the differentiated arguments as the loss is given them, by index; `inputs` are their
+    leaves, and `originals` what these are made of.
     """
-    originals, structure = trees.flatten(tree)
-    present = [original for original in originals if original is not None]
-    try:
-        leaves = [original.detach().requires_grad_() for original in present]
-    except (RuntimeError, AttributeError, ValueError):
-        # Numbers, integers, or tensors that were made in inference mode. The check says which
-        # cannot be differentiated at all; the others are copied.
-        gradient.check_leaves(tree, index, backend)
-        leaves = [arrays.as_array(o).detach().clone().requires_grad_() for o in present]
-    each = iter(leaves)
-    spread = [None if original is None else next(each) for original in originals]
-    return trees.unflatten(structure, spread), leaves, present
+
+    trees: dict[int, Tree]
+    inputs: list[torch.Tensor]
+    originals: list[Any]
 
 
-def with_hooks(
-    originals: Sequence[Any],
-    leaves: Sequence[torch.Tensor],
-    tree: Tree,
-    index: int,
-    gradient: GradientFunction,
-) -> bool:
+def aliases_or_copies(
+    originals: Sequence[Any], tree: Tree, index: int, gradient: GradientFunction, backend: Backend
+) -> list[torch.Tensor]:
+    """Leaves of what is no tensor of floats, or was made in inference mode: copies of those that
+    can be differentiated. Raises FuncgaError for others.
+    """
+    gradient.check_leaves(tree, index, backend)
+    return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]
+
+
+def with_hooks(leaves: Leaves, gradient: GradientFunction) -> bool:
     """Puts the hooks of parameters on their leaves; whether there are any."""
-    return put_hooks(originals, leaves, lambda: paths_of(tree, index, gradient))
+
+    def paths() -> list[str]:
+        named = leaves.trees.items()
+        return [path for index, tree in named for path in present_paths_of(tree, index, gradient)]
+
+    return put_hooks(leaves.originals, leaves.inputs, paths)
+
+
+def present_paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:
+    """The paths of the leaves of an argument that are not None."""
+    pairs = zip(paths_of(tree, index, gradient), trees.flatten(tree)[0], strict=True)
+    return [path for path, leaf in pairs if leaf is not None]
 
 
 def paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:

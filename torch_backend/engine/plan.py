@@ -5,24 +5,30 @@ were seen to need stands in a table beside it.
 """
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
-from torch_backend import _private
-from torch_backend.engine import graphs
+from torch_backend import _private, arrays, trees
 from torch_backend.engine.guards import recompute
+from torch_backend.engine.leaves import OWN, Leaves
 from torch_backend.engine.sums import Folding
+from torch_backend.modules.checks import check_initialised, check_unfrozen
 
-OWN = -1  # in place of the index of an argument: a module's own parameters
+if TYPE_CHECKING:
+    from torch_backend.engine.opened import Own
+
 _MOST = 64  # plans of a step, and graphs of a plan
 
 
@@ -44,12 +50,14 @@ class Plan:
     `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
-    whether the cotangent of a pass may be a weight, outside of autocast. `run` is how a backward
-    pass is run, by autograd alone or by a tool. `noted`: whether `seen` has what modules had in
+    whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
+    a backward pass, if not autograd alone. `noted`: whether `seen` has what modules had in
     forward passes.
     `parts` and `cuts` say how the arguments are split, without the arguments, over rows of so
     many `devices` at once.
-    `folding` and `loss_dtype`: what becomes of the output, decided with the first loss.
+    `is_bare`: whether the other arguments have no graphs. `folding`: what becomes of the
+    output, decided with the first loss, for losses of the `loss_dtype`; this is None where other
+    losses may be folded otherwise.
     """
 
     indices: tuple[int, ...] = ()
@@ -61,10 +69,11 @@ class Plan:
     autocast: tuple[str, ...] = ()  # the types of devices that it is on for
     takes_weights: bool = False
     on_host: bool = False
-    run: Callable[..., None] = graphs.run
+    run: Callable[..., None] | None = None
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
     devices: int = 1
+    is_bare: bool = False
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     graphs: "Table" = field(default_factory=lambda: Table())
@@ -72,14 +81,23 @@ class Plan:
     seen: recompute.Seen = field(default_factory=recompute.none_seen)
 
     def with_cuts(
-        self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
+        self,
+        arguments: Arguments,
+        flat: Sequence[tuple[list[Any], Any]],
+        cuts: Sequence[tuple[int, int]],
+        devices: int,
     ) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
         is read anew.
         """
+        others = [leaves for index, (leaves, _) in enumerate(flat) if index not in self.indices]
+        tensors = [leaf for each in others for leaf in each if isinstance(leaf, torch.Tensor)]
+        is_bare = not any(leaf.requires_grad or leaf.is_inference() for leaf in tensors)
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
         parts = None if arguments.state else tuple(bare)
-        return replace(self, parts=parts, cuts=cuts, devices=devices)
+        return replace(
+            self, parts=parts, cuts=cuts, devices=devices, is_bare=is_bare and not self.moving
+        )
 
 
 class Table(dict[Any, Any]):
@@ -100,6 +118,32 @@ class Plans(Table):
         return Plans, ()  # a copy of the step makes its own
 
 
+# --- the numbers of a graph
+
+# What tells whether there are more kinds of functions written in Python, and those that may run a
+# backward pass of their own.
+_kinds: tuple[object, list[Any]] = (None, [])
+
+
+def functions_alive() -> int:
+    """A number that changes with each node of such a function that is made, or freed."""
+    global _kinds
+    made, kinds = repr(_private.KINDS_MADE), _kinds
+    if made != kinds[0]:
+        kinds = _kinds = (
+            made,
+            [ref(kind) for kind in BackwardCFunction.__subclasses__() if _is_foreign(kind)],
+        )
+    found = [kind() for kind in kinds[1]]
+    return sum([sys.getrefcount(kind) for kind in found])
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether it is not torch's own, which run no pass of their own but for checkpoints."""
+    module: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
+    return not module.startswith("torch.") or module == "torch.utils.checkpoint"
+
+
 # --- the structure of a call
 
 _SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
@@ -108,14 +152,21 @@ _SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
 _DENSE = {torch.Tensor, nn.Parameter}
 
 
-def ambient() -> tuple[object, ...]:
-    """What is on around the call, that changes what it computes."""
+def call_key(
+    params: dict[str, nn.Parameter] | None,
+    flat: Sequence[tuple[list[Any], Any]],
+    *others: object,
+) -> object:
+    """The structure of a call with these arguments, and the parameters of a module, if any."""
+    own = None if params is None else key_of([*params.values()], tuple(params), are_fixed=True)
+    # What is on around the call, that changes what it computes.
     autocast: tuple[bool, ...] = ()
     if _private.is_any_autocast_enabled():
         accelerator = torch.accelerator.current_accelerator()
         kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
         autocast = tuple(map(torch.is_autocast_enabled, kinds))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return ambient, own, tuple([key_of(*each) for each in flat]), others
 
 
 def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:
@@ -163,31 +214,38 @@ def is_narrow(leaf: torch.Tensor) -> bool:
     return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
+def check_arguments(
+    parts: Sequence[Argument], gradient: GradientFunction, own: "Own | None"
+) -> None:
+    """Raises FuncgaError for arguments, or a module, that are not to be differentiated."""
+    if own is not None and arrays.has_lazy(own.module.parameters()):
+        check_initialised(own.module)
+    for index in () if own is not None else gradient.arg_indices(len(parts)):
+        value = parts[index].value
+        check_unfrozen(trees.flatten(value)[0], value, gradient, index)
+
+
 def plan_of(
-    gradient: GradientFunction,
-    indices: tuple[int, ...],
-    count: int,
-    moving: tuple[int, ...],
-    leaves: Sequence[torch.Tensor],
-    originals: Sequence[Any],
-    hooked: bool,
-    module: nn.Module | None,
+    gradient: GradientFunction, parts: Sequence[Argument], leaves: Leaves, own: "Own | None"
 ) -> Plan:
-    """A plan for these leaves, which are made of the originals."""
-    autocast = autocasting({leaf.device.type for leaf in leaves})
+    """A plan for calls with arguments and leaves like these."""
+    inputs, originals = leaves.inputs, leaves.originals
+    indices = (OWN,) if own is not None else gradient.arg_indices(len(parts))
+    moving = () if own is not None else tuple([i for i in indices if parts[i].axes])
+    hooked = any(map(_private.hooks_of, originals))
     may_weigh = not (hooked or gradient.scaled or moving)
     return Plan(
         indices=indices,
-        count=count,
+        count=len(parts),
         whole=tuple([index for index in indices if index not in moving]),
         moving=moving,
         hooked=hooked,
         watches=any(isinstance(o, torch.Tensor) and o.requires_grad for o in originals),
-        autocast=autocast,
-        takes_weights=may_weigh and not any(map(is_narrow, leaves)),
-        on_host=all(map(_IS_CPU, leaves)),
-        run=run_of(leaves, hooked),
-        noted=recompute.may_note((gradient, module)),
+        autocast=autocasting({leaf.device.type for leaf in inputs}),
+        takes_weights=may_weigh and not any(map(is_narrow, inputs)),
+        on_host=all(map(_IS_CPU, inputs)),
+        run=run_of(inputs, hooked),
+        noted=recompute.may_note((gradient, None if own is None else own.module)),
     )
 
 
@@ -203,9 +261,9 @@ def autocasting(devices: Collection[str]) -> tuple[str, ...]:
 _LARGE = 2**19
 
 
-def run_of(leaves: Sequence[torch.Tensor], hooked: bool) -> Callable[..., None]:
-    """How a backward pass is run."""
+def run_of(leaves: Sequence[torch.Tensor], hooked: bool) -> Callable[..., None] | None:
+    """What runs a backward pass; None for autograd alone."""
     if not hooked and max(map(torch.Tensor.numel, leaves), default=0) >= _LARGE:
         with suppress(ModuleNotFoundError):  # the tool may be missing
             return import_module("funcga.tools.fused.in_torch").run  # type: ignore[no-any-return]
-    return graphs.run
+    return None

@@ -14,7 +14,7 @@ import torch
 from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 
 
@@ -137,14 +137,15 @@ class Sums:
     micro-batch.
     """
 
+    total: Scalar = 0
+    steps: Any = 0
+    rejected: Any = 0
+    unit: float | None = None
+    unit_is_fixed = False
+
     def __init__(self, folding: Folding):
-        self.folding, self.pure = folding, folding.pure
+        self.folding = folding
         self.of: list[Any] = [None] * len(folding.outputs.folds)
-        self.total: Scalar = 0
-        self.steps: Any = 0
-        self.rejected: Any = 0
-        self.unit: float | None = None
-        self.unit_is_fixed = False
         self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in folding.outputs.collected}
         self.state: list[Any] = []
 
@@ -209,7 +210,8 @@ class Sums:
         threaded = [values[index] for index in outputs.threads]
         # Copied, because state may be a view of the micro-batch, which is freed next.
         self.state = [
-            leaf.clone() if arrays.is_array(leaf) and not self.pure else leaf for leaf in threaded
+            leaf.clone() if arrays.is_array(leaf) and not self.folding.pure else leaf
+            for leaf in threaded
         ]
         self.total = self.total + arrays.tally(weight).weight[0]
         self.steps += 1
@@ -276,9 +278,9 @@ class Sums:
         results, self.of = self.of, []
         for indices, by, weighted in folding.quotients:
             divisor = total if by == "weight" else self.steps
-            sums = local_tensors([results[index] for index in indices])
+            sums = [results[index] for index in indices]
             if isinstance(divisor, torch.Tensor):
-                _divide_by_tensor(sums, divisor, unit if weighted else 1.0)
+                _divide_by_tensor(local_tensors(sums), divisor, unit if weighted else 1.0)
             else:
                 arrays.divide(sums, float(divisor / unit if weighted else divisor))
         for index, dtype in folding.cast:
@@ -292,7 +294,7 @@ class Sums:
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf
-        return outputs.structure_of(results)
+        return trees.unflatten(outputs.structure, results)  # type: ignore[no-any-return]
 
     @property
     def tally(self) -> Tally:

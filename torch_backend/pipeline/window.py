@@ -254,7 +254,7 @@ class PipelineWindow(OwnGrads):
                 reduction.finish([])
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
-            return self._finished(sums)
+            return self.finished(sums)
 
 
 class LastStage:
@@ -297,7 +297,7 @@ class LastStage:
         args = visible, microbatch.target
         with recording_loss():
             loss_fn = window.gradient.loss_fn
-            loss, aux, *_ = window.forward(loss_fn, args, microbatch.kwargs, None)
+            loss, aux, *_ = window.forward(loss_fn, args, microbatch.kwargs)
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
         self.values[number] = loss.detach(), detached(aux, recorded=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,11 +29,12 @@ from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.dropping import DroppingSums, put_back, statistics_of
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.engine import graphs
+from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.aside import gradients_aside
+from torch_backend.engine.leaves import OWN
 from torch_backend.engine.opened import opened_in_place, recording
-from torch_backend.engine.plan import OWN, Graph, Plan, Plans, ambient, key_of, run_of
+from torch_backend.engine.plan import Graph, Plan, Plans, call_key, run_of
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.modules import trainable
@@ -143,11 +144,10 @@ class OwnGrads(Window):
             stack.enter_context(gradients_aside([*self.inputs, *self.wrapper.leaves()], ids))
             # It needs the window's `.grad`s and flags.
             stack.push(self._recover)
-            key = ambient(), key_of(self.inputs, tuple(self.params), are_fixed=True)
-            self.plans, self.key = self.program.memory.keep(Plans), key
-            self.plan = self.plans.get(key) or Plan((OWN,), whole=(OWN,), noted=False)
+            self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
+            self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,), noted=False)
             self.opened = opened_in_place(self.gradient, self.module, self.params, stack)
-            self.stack = stack.pop_all()
+            self.push(stack.pop_all())
         return self
 
     def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -174,7 +174,8 @@ class OwnGrads(Window):
         """
         if self.sums is not None:
             return
-        folding, dropping = self._folding(loss, aux), self.program.dropping
+        is_known, dropping = loss.dtype is self.plan.loss_dtype, self.program.dropping
+        folding = self.plan.folding if is_known else bound.folding_of(self, loss, aux)
         self._check(folding)
         self.sums = Sums(folding) if dropping is None else DroppingSums(dropping, folding)
         # All of the gradients are weighed, or none.
@@ -256,7 +257,8 @@ class OwnGrads(Window):
             dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
             sums.of[index] = gradient.to(dtype)
 
-    def _finished(self, sums: Sums) -> Tree:
+    def finished(self, sums: Sums) -> Tree:
+        """The normalised result, with gradients where the parameters lie."""
         self.plans.put(self.key, self.plan)
         return with_gradients(self.program, sums.result(), self._as_dtensors)
 
@@ -298,7 +300,7 @@ class ModuleWindow(OwnGrads):
     def __enter__(self) -> Self:
         super().__enter__()
         # Until the last micro-batch is known to be the last, no pass synchronises.
-        self.waiting = self.stack.enter_context(ExitStack())
+        self.waiting = self.enter_context(ExitStack())
         if self.wrapper.sync != "every":
             self.waiting.enter_context(self.wrapper.waiting())
         if self.program.dropping is not None:
@@ -321,11 +323,10 @@ class ModuleWindow(OwnGrads):
     ) -> None:
         """Runs one micro-batch forward and backward, and folds it in, unless its weight is None."""
         self._begin_pass(last)
-        scale, kwargs = self.read_scale(kwargs)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
         with masks, recording_loss(), self.opened.visit as loss_fn:
-            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
+            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
             seed = self._seed(objective, weight)
@@ -390,7 +391,7 @@ class ModuleWindow(OwnGrads):
                 "module(x), 0 times that if need be."
             )
         inputs, others = self._inputs_and_others(loss, numbers)
-        run = graphs.run  # what is reduced in this pass is to see each gradient
+        run: Any = graphs.run  # what is reduced in this pass is to see each gradient
         with ExitStack() as stack:
             if others:
                 stack.enter_context(gradients_aside(others))
@@ -404,7 +405,7 @@ class ModuleWindow(OwnGrads):
             elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
             elif self.wrapper.sync == "last":
-                run = run_of([*self.inputs, *self.wrapper.leaves()], False)
+                run = run_of([*self.inputs, *self.wrapper.leaves()], False) or run
             stack.enter_context(self.opened.outside)
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
 
@@ -486,7 +487,7 @@ class ModuleWindow(OwnGrads):
             self.put()
             if dropping is not None:
                 put_back(self.statistics_before, sums.rejected == 0)
-            return self._finished(sums)
+            return self.finished(sums)
 
 
 def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:

@@ -27,6 +27,7 @@ from funcga._call import Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
 from torch_backend import _private, arrays, trees
+from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
@@ -248,18 +249,21 @@ class CompiledWindow(Window):
         self.step, self.weighs = step, program.weight is not None
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
-    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
+    def fold(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
+    ) -> None:
+        """Folds one micro-batch in, by the compiled step or by autograd."""
         if self.sums is None and self.totals is None:
             self._begin()
         if self.totals is None:
-            super()._fold(args, kwargs, weight)
+            super().fold(args, kwargs, weight)
             return
         loss = self._run(self.totals, args, kwargs, weight)
         # Autograd finds out whether a loss that depends on nothing is an error.
         if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, self.totals))):
             if self.sums is not None:
                 self.writes = self._count_writes()  # also of what no pass of autograd has added
-            super()._fold(args, kwargs, weight)
+            super().fold(args, kwargs, weight)
             return
         self.gradient.reached.add(True)
         if self.sums is None:
@@ -286,7 +290,7 @@ class CompiledWindow(Window):
                 self.buffers = dict(visits.loss.module.named_buffers())
         leaves = trees.flatten(self.params)[0]
         # Until the first loss shows its dtype, one of that of the parameters stands in.
-        folding = self.plan.folding or self._folding(leaves[0].new_zeros(()), None)
+        folding = self.plan.folding or bound.folding_of(self, leaves[0].new_zeros(()), None)
         self.is_weighted = folding.are_weighted
         if folding.lends and folding.weighs == self.is_weighted:  # all are sums, of one kind
             self.totals = self._zeros(leaves, folding)
@@ -340,8 +344,9 @@ class CompiledWindow(Window):
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         if self.totals is None:
             return super()._bind(loss, aux, moving)
-        folding = self._folding(loss, aux)
-        sums = Sums(folding)
+        is_known, folding = loss.dtype is self.plan.loss_dtype, self.plan.folding
+        sums = Sums(folding if is_known else bound.folding_of(self, loss, aux))
+        folding = sums.folding
         for index, total in zip(folding.grads, self.totals, strict=True):
             sums.of[index] = total
         self._hold(self.totals)

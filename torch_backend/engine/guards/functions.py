@@ -11,7 +11,6 @@ import torch
 
 from funcga.errors import FuncgaError
 from torch_backend.engine import graphs
-from torch_backend.engine.guards import recompute
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.reachable import reachable
 
@@ -19,9 +18,8 @@ from torch_backend.engine.guards.reachable import reachable
 def run_unrestricted(
     loss: torch.Tensor,
     cotangent: torch.Tensor,
-    leaves: Sequence[torch.Tensor],
     on_host: bool,
-    watch: recompute.Watch,
+    leaves: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor],
     loss_fn: object,
 ) -> None:
@@ -38,7 +36,7 @@ def run_unrestricted(
     others = {id(leaf): leaf for leaf in (*in_graph, *around)}
     others = {key: leaf for key, leaf in others.items() if key not in own_ids}
     with gradients_aside(others.values()):
-        watch.run(graphs.run, loss, cotangent, (), on_host, custom=True)
+        graphs.run(loss, cotangent, (), on_host)
         in_graph_ids = {*map(id, in_graph)}
         written = {
             key for key, leaf in others.items() if leaf.grad is not None and key not in in_graph_ids

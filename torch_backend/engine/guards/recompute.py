@@ -9,8 +9,9 @@ wrong gradients where not, in plain torch too. torch's own hooks show which tens
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,45 +71,32 @@ def noted(seen: Seen, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         handle.remove()
 
 
+@dataclass(eq=False)
 class Watch:
-    """Watches the backward passes of a window: `check` raises FuncgaError if a module runs in one
-    with other tensors than in the forward pass.
+    """Watches the backward passes of a window: `check` is a hook before the forward passes of
+    modules, which raises FuncgaError if one runs there with other tensors than in the forward pass.
 
     `seen`: None where forward passes were not noted. `keeps_parameters`: whether modules have their
     parameters in the backward pass too, so that one that was not noted has the right ones.
+    `custom`: whether the present pass runs unrestricted, so that functions may run passes of their
+    own.
     """
 
-    def __init__(
-        self,
-        seen: Seen | None,
-        leaves: Sequence[torch.Tensor],
-        on_host: bool,
-        keeps_parameters: bool = False,
-    ):
-        self.seen, self.leaves, self.on_host = seen, leaves, on_host
-        self.keeps_parameters = keeps_parameters
-        self.thread, self.tasks = threading.get_ident(), set[int]()
-        self.custom = False  # set for each pass: whether it runs unrestricted
+    seen: Seen | None
+    leaves: Sequence[torch.Tensor]
+    on_host: bool
+    keeps_parameters: bool = False
+    custom: bool = False
+    thread: int = field(default_factory=threading.get_ident)
+    tasks: set[int] = field(default_factory=set)
 
-    def run(
-        self, backward: Callable[..., None], loss: torch.Tensor, *args: Any, custom: bool = False
-    ) -> None:
-        """Runs `backward(loss, *args)`. `custom`: whether it runs unrestricted, so that functions
-        may run passes of their own.
+    def task_of(self, loss: torch.Tensor) -> Any:
+        """The handle of a hook that notes the number of the backward pass of a loss.
+
+        On the host a pass runs in this thread; elsewhere it is known by its number.
         """
-        if not ON:
-            backward(loss, *args)
-            return
-        self.custom, handles = custom, [register_module_forward_pre_hook(self.check)]
-        if not self.on_host:
-            # On the host a pass runs in this thread, elsewhere it is known by its task's number.
-            root: Any = loss.grad_fn
-            handles.append(root.register_prehook(lambda _: self.tasks.add(_private.graph_task())))
-        try:
-            backward(loss, *args)
-        finally:
-            for handle in handles:
-                handle.remove()
+        root: Any = loss.grad_fn
+        return root.register_prehook(lambda _: self.tasks.add(_private.graph_task()))
 
     def check(self, module: nn.Module, args: object) -> None:
         """The hook."""

@@ -1,6 +1,7 @@
 """No parameter is written to in a window, and no sum but by the window's own backward passes."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -8,22 +9,24 @@ from torch import nn
 from funcga.errors import FuncgaError
 from torch_backend import _private
 
-
-def versions_of(leaves: Sequence[torch.Tensor]) -> list[int]:
-    """A number for each of these, which grows with every write to it."""
-    return [*map(_private.version, leaves)]
+if TYPE_CHECKING:
+    from torch_backend.engine.opened import Opened
 
 
-def are_written(
-    leaves: Sequence[torch.Tensor], before: Sequence[int], module: nn.Module | None
-) -> bool:
-    """Whether one of these was written to, but for rows that the module's own layers shorten."""
-    now = versions_of(leaves)
-    if now == before:
-        return False
-    pairs = zip(leaves, before, now, strict=True)
-    written = {id(leaf) for leaf, first, last in pairs if first != last}
-    return not written <= (set() if module is None else _that_shorten_rows(module))
+def check(opened: "Opened") -> None:
+    """Raises FuncgaError if a window has changed a parameter, or the module."""
+    own, visits, inputs = opened.own, opened.visits, opened.leaves.inputs
+    pairs = zip(inputs, opened.versions, map(_private.version, inputs), strict=True)
+    written_to = {id(leaf) for leaf, first, last in pairs if first != last}
+    # Layers of the module may shorten rows themselves.
+    if written_to and not written_to <= (set() if own is None else _that_shorten_rows(own.module)):
+        raise written()
+    if own is not None and any(map(_private.has_hooks, inputs)) != opened.hooked:
+        raise other_hooks()
+    if own is not None and not own.walk.still_finds(own.params):
+        raise other_parameters()
+    if visits is not None and not visits.parts.are_those_of(visits.loss.module):
+        raise other_parameters()
 
 
 def _that_shorten_rows(module: nn.Module) -> set[int]:
@@ -61,6 +64,12 @@ def other_hooks() -> FuncgaError:
         "a parameter got a hook of register_hook during the window, or lost one, which saw only a "
         "part of its micro-batches. Put hooks on parameters between two calls of the step."
     )
+
+
+def by_the_loss(leaves: Sequence[torch.Tensor], held: Sequence[Any]) -> FuncgaError:
+    """The error for a loss that has written to the `.grad`s, or replaced one that was `held`."""
+    is_cleared = any(leaf.grad is not total for leaf, total in zip(leaves, held, strict=False))
+    return cleared() if is_cleared else ran_backward()
 
 
 def ran_backward() -> FuncgaError:

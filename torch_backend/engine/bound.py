@@ -1,0 +1,95 @@
+"""What becomes of the output of a loss: decided with the first loss of a structure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from funcga._types import Tree
+from torch_backend import trees
+from torch_backend.dtensor import is_dtensor
+from torch_backend.engine import graphs
+from torch_backend.engine.leaves import check_dense, detached
+from torch_backend.engine.sums import Folding
+from torch_backend.gradients import is_constant
+from torch_backend.observing import ObservedGradient, Observing
+
+if TYPE_CHECKING:
+    from torch_backend.engine.window import Window
+
+
+def trees_of(window: "Window") -> list[Tree]:
+    """The differentiated arguments as the loss is given them. Before the first backward pass the
+    leaves stand in for their gradients: they are alike.
+    """
+    of_leaves = {**window.opened.leaves.trees, **window.moving_trees}
+    return [of_leaves[index] for index in window.plan.indices]
+
+
+def folding_of(window: "Window", loss: torch.Tensor, aux: Tree) -> Folding:
+    """How each leaf of the output is folded. The plan is told, if it is the same in each window."""
+    program, arguments, gradient = window.program, window.arguments, window.gradient
+    indices, grads = window.plan.indices, trees_of(window)
+    assert program is not None
+    assert arguments is not None
+    aux = detached(aux, True)
+    if program.observers is not None:
+        gradient = ObservedGradient.of(program, gradient, (loss, aux), grads, arguments)
+        window.gradient = gradient
+    outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
+    for index, tree in zip(indices, grads, strict=True):
+        check_dense(tree, index, gradient)
+    # The gradients follow the value, argument by argument. Without a value they come first.
+    counts = [len(trees.flatten(tree)[0]) for tree in grads]
+    start = len(leaves) - sum(counts) if gradient.with_value else gradient.leaves_before
+    ends = [*accumulate(counts, initial=start)]
+    of_argument = dict(zip(indices, map(range, ends, ends[1:]), strict=True))
+    beside = [leaf for leaf in range(len(leaves)) if not start <= leaf < ends[-1]]
+
+    def present(indices: Sequence[int]) -> tuple[int, ...]:
+        found = [leaf for index in indices for leaf in of_argument[index]]
+        return tuple([leaf for leaf in found if leaves[leaf] is not None])
+
+    of_inputs = present(window.plan.whole)
+    if isinstance(gradient, ObservedGradient):
+        arriving = dict(zip(of_inputs, window.arriving, strict=True))
+        window.observing = Observing(gradient, arriving)
+        window.callback(window.observing.end)
+    rest = gradient.compose(loss, aux, [() for _ in indices])
+    folding = Folding(
+        outputs,
+        grads=of_inputs,
+        moved=present(window.plan.moving),
+        beside=tuple(beside),
+        rest_outputs=outputs.part(beside, trees.flatten(rest)[1]),
+        with_loss=gradient.with_value,
+        may_be_wide=window.own is None and not any(map(is_dtensor, window.inputs)),
+    )
+    may_differ = gradient.has_aux or window.plan.moving or window.observing is not None
+    dtype = None if may_differ or type(loss) is not torch.Tensor else loss.dtype
+    window.plan = replace(window.plan, folding=folding, loss_dtype=dtype)
+    return folding
+
+
+def is_unreached(
+    window: "Window",
+    loss: torch.Tensor,
+    moving: Sequence[torch.Tensor],
+    weight: float,
+    is_alone: bool,
+) -> bool:
+    """Whether a loss leads to no leaf, though it should; notes it in the gradient if one does.
+
+    A constant is explained by being 0, as where all is masked, or by a gradient inside of the
+    loss, such as that of a linear function; `is_alone`: whether there was none.
+    """
+    ids = {id(leaf) for leaf in (*window.inputs, *moving)}
+    found = graphs.reach(loss, ids) if loss.requires_grad and weight else None
+    if found is not None and (found.own or found.custom):
+        window.gradient.reached.add(True)
+        return False
+    if not (ids and weight):
+        return False
+    return loss.requires_grad or (is_alone and is_constant(loss))
