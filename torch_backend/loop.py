@@ -55,7 +55,7 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
         key, plan = None, None
         if source.gradient is not None:
             key = call_key(source.params, flat, tuple(kwargs))
-            plan = None if plans is None else plans.get(key)
+            plan = plans.get(key) if isinstance(plans, Plans) else None
         if program.totals is not None:
             # What is passed whole, such as the parameters, is not counted.
             parts = program.read(args, backend).parts
@@ -266,7 +266,7 @@ class Source:
                 make = self.compiled.window_of(program, gradient)
                 if make is not None:
                     return make(program, gradient, backend, arguments, plan)
-            if not self.is_distributed:
+            if not self.is_distributed and program.across is None:
                 return Window(program, gradient, backend, arguments, plan, own)
         merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
@@ -334,8 +334,8 @@ def views_of(
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
     is_usual = {*map(type, leaves)} == {torch.Tensor} and {*map(type, axes)} == {int}
-    is_dense = {*map(_LAYOUT, leaves)} <= {torch.strided} and True not in map(_IS_NESTED, leaves)
-    if not (is_usual and is_dense):
+    is_usual = is_usual and {*map(_LAYOUT, leaves)} == {torch.strided}
+    if not is_usual or True in map(_IS_NESTED, leaves):
         take = None if devices == 1 else local_rows
         return [arguments.cut(start, size, state, take) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.

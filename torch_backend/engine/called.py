@@ -82,8 +82,8 @@ class Called:
         if self.records:
             return arguments, kwargs
         gradient = self.gradient
-        indices = () if gradient is None else gradient.arg_indices(len(arguments.parts))
-        for index in indices:
+        for index in () if gradient is None else gradient.arg_indices(len(arguments.parts)):
+            assert gradient is not None
             value = arguments.parts[index].value
             check_unfrozen(trees.flatten(value)[0], value, gradient, index)
         named = {name: detached(value) for name, value in kwargs.items()}
@@ -143,7 +143,8 @@ class Called:
         """
         leaves, structure = trees.flatten((args, kwargs))
         constants = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        counts = self.counts(*trees.unflatten(structure, constants), weight)
+        called, named = trees.unflatten(structure, constants)
+        counts = self.counts(called, named, weight)
         if counts is None:
             return args, kwargs
         for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):

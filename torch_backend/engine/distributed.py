@@ -26,11 +26,13 @@ from torch_backend.engine.plan import Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.observing import with_gradients
-from torch_backend.replicas import Listener
+from torch_backend.replicas import Listener, Replicas
 
 
 class Merge(Protocol):
     """What merges a window over replicas."""
+
+    replicas: Replicas
 
     def begin(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves."""
@@ -73,10 +75,10 @@ class Distributed(Window):
         self.merge, self.listener = merge, Listener()
         self.may_be_short = merge is not None
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None and self.merge is not None:
             self.merge.give_up()
-        super().__exit__(*error)
+        return super().__exit__(*error)
 
     @property
     def communicates(self) -> bool:
@@ -88,7 +90,7 @@ class Distributed(Window):
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
             is_exact = arrays.represents_exactly(dtype, seed)
-            return self.plan.takes_weights and is_exact  # type: ignore[no-any-return]
+            return self.plan.takes_weights and is_exact
         return seed != 0 and super()._takes(seed, dtype)
 
     @property
@@ -118,7 +120,7 @@ class Distributed(Window):
             self.merge.begin(sums, likes)
         return sums
 
-    def merged(self, sums: Sums) -> Tree:  # type: ignore[override]
+    def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
         settled = zip(sums.folding.grads, self.inputs, strict=True)
         sums.settle(dict(settled))

@@ -6,7 +6,7 @@ were seen to need stands in a table beside it.
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -153,7 +153,7 @@ _DENSE = {torch.Tensor, nn.Parameter}
 
 
 def call_key(
-    params: dict[str, nn.Parameter] | None,
+    params: Mapping[str, torch.Tensor] | None,
     flat: Sequence[tuple[list[Any], Any]],
     *others: object,
 ) -> object:

@@ -294,7 +294,7 @@ class Sums:
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf
-        return trees.unflatten(outputs.structure, results)  # type: ignore[no-any-return]
+        return trees.unflatten(outputs.structure, results)
 
     @property
     def tally(self) -> Tally:

@@ -13,7 +13,7 @@ What only the first call of a structure does stands in other files: opened, boun
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -31,11 +31,17 @@ from torch_backend.engine import bound, graphs
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.watched import grads_watched
-from torch_backend.engine.leaves import aliases_or_copies, detached, with_hooks, without_graphs
+from torch_backend.engine.leaves import (
+    OWN,
+    Leaves,
+    aliases_or_copies,
+    detached,
+    with_hooks,
+    without_graphs,
+)
 from torch_backend.engine.opened import (
     NOTHING,
     Again,
-    Leaves,
     LossContext,
     Opened,
     Own,
@@ -43,7 +49,7 @@ from torch_backend.engine.opened import (
     recording,
     visit_of,
 )
-from torch_backend.engine.plan import OWN, Graph, Plan, check_arguments, functions_alive, plan_of
+from torch_backend.engine.plan import Graph, Plan, check_arguments, functions_alive, plan_of
 from torch_backend.engine.sums import Sums
 from torch_backend.gradients import switched_off
 from torch_backend.modules import PureLoss
@@ -107,7 +113,7 @@ class Window(ExitStack):
         is_stream = program is not None and not (program.n or program.microbatch_size)
         is_recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with ExitStack() as stack:
-            mode = NOTHING if is_recording else recording()
+            mode: AbstractContextManager[object] = NOTHING if is_recording else recording()
             if not is_stream:
                 stack.enter_context(mode)
                 mode = NOTHING
@@ -115,8 +121,8 @@ class Window(ExitStack):
                 if known is None:
                     check_arguments(parts, gradient, own)
                 if own is not None:
-                    params = [*own.params.values()]
-                    leaves = Leaves({OWN: own.params}, params, params)
+                    params: list[torch.Tensor] = [*own.params.values()]
+                    leaves = Leaves({OWN: own.params}, params, [*params])
                 else:
                     leaves = Leaves({}, [], [])
                     for index in gradient.arg_indices(len(parts)) if known is None else known.whole:
@@ -146,7 +152,8 @@ class Window(ExitStack):
             # than in the first call, and other frozen parameters may be in these.
             keeps_parameters = own is not None or visits is not None
             is_noted = plan.noted and (known is None or EVERY)
-            outside, noted = NOTHING, NOTHING
+            outside: AbstractContextManager[object] = NOTHING
+            noted: AbstractContextManager[object] = NOTHING
             if plan.autocast or is_noted:
                 outside, noted = contexts_of_passes(plan, inputs, is_noted, stack)
             seen = plan.seen if plan.noted and (is_noted or not keeps_parameters) else None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,11 +95,11 @@ class PipelineWindow(OwnGrads):
         self.row: tuple[torch.Tensor, ...] | None = None
         self.first: Arguments | None = None  # those of the first micro-batch
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None:
             # Also where no step has begun here: what follows has to be the same in all processes.
             self.pipeline.forget()
-        super().__exit__(*error)
+        return super().__exit__(*error)
 
     # --- micro-batches
 

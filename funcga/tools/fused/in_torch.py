@@ -78,7 +78,7 @@ class Use(NamedTuple):
 
 
 def run(
-    loss: torch.Tensor, cotangent: torch.Tensor, leaves: Sequence[torch.Tensor], on_host: bool
+    loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
 ) -> None:
     """One backward pass that adds the gradients of large weights among the leaves by itself."""
     weights = [leaf for leaf in leaves if _is_weight(leaf)] if _SETTING.enabled else []
