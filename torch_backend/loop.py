@@ -51,37 +51,55 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         key = source.key(flat, kwargs)
         plan: Plan | None = plans.get(key)
         if program.totals is not None:
-            # What is passed whole, such as the parameters, is not counted.
-            parts = program.read(args, backend).parts
-            split = tuple([part.value if part.axes else None for part in parts])
-            totals = accumulate(program.counting(backend), backend)(split, {})
-            kwargs = {**kwargs, "totals": totals}
+            kwargs = with_totals(program, backend, args, kwargs)
         source.check(args)
-        arguments, cuts, devices = _cut(program, backend, args, flat, plan, source.may_be_short)
-        state, nothing = [_owned(leaf) for leaf in arguments.state], None
+        arguments, cuts, devices = cut(program, backend, args, flat, plan, source.may_be_short)
         weights: list[Any] = [size * devices for _, size in cuts]
         if program.weight is not None:
-            weights = _weights(program, arguments, cuts, state, devices)
+            weights = weights_of(program, arguments, cuts, devices)
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
-            # Slice all views first: after a backward pass the CPU cache is cold.
-            views = views_of(arguments, cuts, state, devices)
-            for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-                if program.is_exact or state:
-                    take = _copied_rows if program.is_exact else None
-                    view = arguments.cut(*cuts[number - 1], state, take)
-                state = _fold(program, window, state, view, kwargs, weight, number == len(cuts))
-            if cuts:
-                del view  # the last one, which may be a copy
-                result = window.result()
-            else:
-                nothing = arguments
-                result = window.result_without_microbatches(arguments, kwargs, state)
+            result = run_window(program, window, arguments, kwargs, cuts, devices, weights)
+        nothing = None if cuts else arguments
         if cuts and window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan.with_cuts(arguments, cuts, devices))
         return result if program.observers is None else program.observed(result, kwargs, nothing)
 
     return _not_traced(fold, program)
+
+
+def with_totals(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> dict[str, Tree]:
+    """The keyword arguments of grad_fn, with the totals of the window."""
+    # What is passed whole, such as the parameters, is not counted.
+    parts = program.read(args, backend).parts
+    split = tuple([part.value if part.axes else None for part in parts])
+    return {**kwargs, "totals": accumulate(program.counting(backend), backend)(split, {})}
+
+
+def run_window(
+    program: Program,
+    window: Any,
+    arguments: Arguments,
+    kwargs: dict[str, Tree],
+    cuts: Sequence[tuple[int, int]],
+    devices: int,
+    weights: Sequence[Scalar],
+) -> Tree:
+    """The result of a window of the micro-batches that are cut from prepared arguments."""
+    state = [_owned(leaf) for leaf in arguments.state]
+    # Slice all views first: after a backward pass the CPU cache is cold.
+    views = views_of(arguments, cuts, state, devices)
+    for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
+        if program.is_exact or state:
+            take = _copied_rows if program.is_exact else None
+            view = arguments.cut(*cuts[number - 1], state, take)
+        state = _fold(program, window, state, view, kwargs, weight, number == len(cuts))
+    if not cuts:
+        return window.result_without_microbatches(arguments, kwargs, state)
+    del view  # the last one, which may be a copy
+    return window.result()
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -260,8 +278,10 @@ class Source:
             gradient = function
             alone = partial(value_alone, gradient, backend)
             function = alone if records else gradient.bound(backend)
-        kind = Called if program.dropping is None else DroppingCalls
-        return kind(program, function, arguments, gradient, merges, records)
+        called = program, function, arguments, gradient, merges, records
+        if program.dropping is None:
+            return Called(*called)
+        return DroppingCalls(None if self.own is None else self.own.module, *called)
 
 
 def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
@@ -277,7 +297,7 @@ class _NotWrapped:
     """Kept by a step whose gradient function was seen to use no wrapped module."""
 
 
-def _cut(
+def cut(
     program: Program,
     backend: Backend,
     args: tuple[Tree, ...],
@@ -344,15 +364,11 @@ def views_of(
     return views
 
 
-def _weights(
-    program: Program,
-    arguments: Arguments,
-    cuts: Sequence[tuple[int, int]],
-    state: list[Any],
-    devices: int,
+def weights_of(
+    program: Program, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
 ) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    views = views_of(arguments, cuts, state, devices)
+    views = views_of(arguments, cuts, arguments.state, devices)
     sizes = [size * devices for _, size in cuts]
     weighed = map(program.weigh, repeat(arguments), views, sizes)
     return [*on_host([*weighed])]

@@ -254,7 +254,7 @@ def planned(
     def window(program: Program) -> Callable[..., Tree]:
         if job is None:
             return backend.loop.accumulate(program, backend)
-        return backend.passes.coupled(replace(job, program=program, memory=Memory()), backend)
+        return replace(job, program=program, memory=Memory()).passes(backend)
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:

@@ -35,16 +35,31 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
     leads to somebody else's tensor that requires grad, such as a parameter that loss_fn closes
     over, their graph leads there too.
     """
-    keeps_graphs = torch.is_grad_enabled()
+    return value_of(gradient, backend, None, args, kwargs, torch.is_grad_enabled())
+
+
+def value_of(
+    gradient: GradientFunction,
+    backend: Backend,
+    own: Own | None,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    keeps_graphs: bool,
+) -> Tree:
+    """The same; if it is asked for (`keeps_graphs`), with a graph. `own`: the module whose own
+    parameters are differentiated, in place of arguments.
+    """
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
     if keeps_graphs and any(_requires_grad(leaves) for leaves, _ in flat):
         return gradient.bound(backend)(*args, **kwargs)
+    if own is not None:
+        flat.append(([*own.params.values()], tuple(own.params)))
     key = ambient(), tuple([key_of(*each) for each in flat]), tuple(kwargs)
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
     parts = tuple([Argument(arg, [], [], None) for arg in args])
     arguments = Arguments(parts, gradient, backend)
-    with Window(None, gradient, backend, arguments, plan) as window:
+    with Window(None, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
         args = tuple([part.value for part in arguments.parts])
         loss, aux, grads, leads = _run(window, args, kwargs, keeps_graphs)
