@@ -59,7 +59,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             weights = weights_of(program, arguments, cuts, devices)
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
-            result = run_window(program, window, arguments, kwargs, cuts, devices, weights)
+            result = run_window(window, arguments, kwargs, cuts, devices, weights)
         nothing = None if cuts else arguments
         if cuts and window.plan is not None and window.plan is not plan:
             plans.put(key, window.plan.with_cuts(arguments, cuts, devices))
@@ -79,7 +79,6 @@ def with_totals(
 
 
 def run_window(
-    program: Program,
     window: Any,
     arguments: Arguments,
     kwargs: dict[str, Tree],
@@ -88,7 +87,7 @@ def run_window(
     weights: Sequence[Scalar],
 ) -> Tree:
     """The result of a window of the micro-batches that are cut from prepared arguments."""
-    state = [_owned(leaf) for leaf in arguments.state]
+    program, state = window.program, [_owned(leaf) for leaf in arguments.state]
     # Slice all views first: after a backward pass the CPU cache is cold.
     views = views_of(arguments, cuts, state, devices)
     for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):

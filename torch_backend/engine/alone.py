@@ -50,7 +50,7 @@ def value_of(
     parameters are differentiated, in place of arguments.
     """
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
-    if keeps_graphs and any(_requires_grad(leaves) for leaves, _ in flat):
+    if keeps_graphs and any(any_requires_grad(leaves) for leaves, _ in flat):
         return gradient.bound(backend)(*args, **kwargs)
     if own is not None:
         flat.append(([*own.params.values()], tuple(own.params)))
@@ -147,7 +147,8 @@ def _refused_recomputing() -> Iterator[None]:
         handle.remove()
 
 
-def _requires_grad(leaves: Iterable[Any]) -> bool:
+def any_requires_grad(leaves: Iterable[Any]) -> bool:
+    """Whether one of these is a tensor that requires grad."""
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
@@ -164,7 +165,7 @@ def _without_graphs(aux: Tree, window: Window, keeps_graphs: bool) -> Tree:
         leads = keeps_graphs and graphs.leads_elsewhere(graphs.reach(leaf, ids).foreign)
         return leaf if leads else leaf.detach()
 
-    return trees.unflatten(structure, [*map(without, leaves)]) if _requires_grad(leaves) else aux
+    return trees.unflatten(structure, [*map(without, leaves)]) if any_requires_grad(leaves) else aux
 
 
 def _own_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,14 +7,13 @@ product of its summary with the cotangents.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
 
 from funcga._backend import Backend
 from funcga._call import OwningGradient
@@ -22,12 +21,12 @@ from funcga._call.arguments import Arguments
 from funcga._coupled import Coupled, Summaries
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import Fold, FoldTree
+from funcga.folds import Fold
 from funcga.normalizers import identity
 from funcga.reducers import weighted
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.alone import value_of
+from torch_backend.engine.alone import any_requires_grad, value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import detached
@@ -89,9 +88,7 @@ class _Parameters:
     def __init__(self, job: Coupled, backend: Backend, args: Args):
         summary_fn: Any = job.program.grad_fn
         self.job, self.backend, self.summary_fn = job, backend, summary_fn
-        self.own: ModuleGradient | None = (
-            summary_fn if isinstance(summary_fn, ModuleGradient) else None
-        )
+        self.own = summary_fn if isinstance(summary_fn, ModuleGradient) else None
         if self.own is not None and (self.own.has_aux or self.own.scaled):
             raise FuncgaError(
                 "module_value_and_grad was given has_aux=True or scaled=True, and in `coupled` it "
@@ -106,33 +103,31 @@ class _Parameters:
         is_plain = isinstance(summary_fn, PureLoss) and not (
             summary_fn.buffers or summary_fn.statistics
         )
-        self.pure: PureLoss | None = summary_fn if is_plain and self.arg_indices == (0,) else None
+        self.pure = summary_fn if is_plain and self.arg_indices == (0,) else None
 
     def gradient(self, loss: Loss, has_aux: bool, reached: set[bool]) -> Any:
         """The gradient function of a loss, with its value; `reached` as in GradientFunction."""
         loss_fn = self._recorded(loss)
         if self.own is None:
-            of_arguments = self.job.gradient
-            return replace(of_arguments, loss_fn=loss_fn, has_aux=has_aux, reached=reached)
+            return replace(self.job.gradient, loss_fn=loss_fn, has_aux=has_aux, reached=reached)
         of_module = replace(self.own, loss_fn=loss_fn, has_aux=has_aux)
         of_module.parts.reached.update(reached)
         return of_module
 
     def _recorded(self, loss: Loss) -> Callable[..., Tree]:
         """The loss as a function of what summary_fn takes, or of a module and that."""
-        summary_fn, own, pure = self.summary_fn, self.own, self.pure
-        if own is None and pure is None:
+        summary_fn, params = self.summary_fn, self.params
+        if self.own is None and self.pure is None:
             of_arguments = lambda *args, **kwargs: loss(summary_fn, args, kwargs)
             return wraps(summary_fn, updated=())(of_arguments)
 
-        def of_module(module: nn.Module, *batch: Tree, **kwargs: Tree) -> Tree:
-            summarise = partial(call_loss, summary_fn.loss_fn, module)
-            if own is not None:
-                return loss(summarise, batch, kwargs)
-            without_params = lambda _, *batch, **kwargs: summarise(*batch, **kwargs)
-            return loss(without_params, (*self.params, *batch), kwargs)
+        def of_module(module: torch.nn.Module, *batch: Tree, **kwargs: Tree) -> Tree:
+            summarise = lambda *args, **kwargs: call_loss(
+                summary_fn.loss_fn, module, *args[len(params) :], **kwargs
+            )
+            return loss(summarise, (*params, *batch), kwargs)
 
-        return of_module if pure is None else replace(pure, loss_fn=of_module)
+        return of_module if self.pure is None else replace(self.pure, loss_fn=of_module)
 
     def in_one_graph(self, args: Args, kwargs: Kwargs, own: Own | None = None) -> Tree:
         """The loss and its gradient, by a graph of all micro-batches."""
@@ -147,10 +142,7 @@ class _Parameters:
         job = self.job
         fold = accumulate(replace(job.program, grad_fn=summarise, totals=None), self.backend)
         summaries = fold(args, kwargs)
-        leaves = trees.flatten(summaries)[0]
-        job.check_reached(
-            any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        )
+        job.check_reached(any_requires_grad(trees.flatten(summaries)[0]))
         params: list[Tree] = [args[arg_index] for arg_index in self.arg_indices]
         if self.own is not None:
             params = [self.own.module]
@@ -178,7 +170,7 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
         # What the second window differentiates is known after the first one.
         inner_product: Loss = lambda *call: after.inner_product(*call)
         gradient = parameters.gradient(inner_product, has_state, {True})
-        fold: FoldTree = ((_SUM, program.fold), _SUM) if has_state else _SUM
+        fold = ((_SUM, program.fold), _SUM) if has_state else _SUM
         second = job.second(gradient, fold, program.in_axes)
         source, plans = Source(second, backend), second.memory.keep(Plans)
         source.check(args)
@@ -186,21 +178,23 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
         if len(cuts) == 1 and not is_merged and program.weight is None:
             return parameters.in_one_graph(args, kwargs, source.own)
         key = source.key([*map(trees.flatten, args)], kwargs)
-        begin = lambda: stack.enter_context(source.window(arguments, plans.get(key)))
-        # In that of a wrapped module no forward pass makes the module synchronise. Any other one
-        # listens to what is sent from here on: by the loss, and in the second pass.
-        window = begin() if is_wrapped else None
-        first = _FirstPass(parameters, arguments, kwargs)
+        plan, window = plans.get(key), None
+        # In its window a wrapped module does not synchronise. Any other window begins with the loss
+        # of the summaries, and listens to what is sent from there on.
+        if is_wrapped:
+            window = stack.enter_context(source.window(arguments, plan))
+        first = _FirstPass(parameters, arguments, (args, kwargs))
         with first:
             prepared = first.prepared(arguments, kwargs)
-            summaries = run_window(first.program, first, *prepared, cuts, devices, weights)
-        window = window or begin()
-        after = _SecondPass(first, summaries, weights, window.opened.leaves.trees)
+            summaries = run_window(first, *prepared, cuts, devices, weights)
+        window = window or stack.enter_context(source.window(arguments, plan))
+        params = [*window.opened.leaves.trees.values()]  # which may have hooks
+        after = _SecondPass(first, summaries, weights, params)
         del summaries
         generators, put_after = generator_states(first.devices), owner.snapshot()
         put_back()
-        prepared = window.prepared(arguments, kwargs)
-        _, grads = run_window(second, window, *prepared, cuts, devices, after.counts)
+        arguments, kwargs = window.prepared(arguments, kwargs)
+        _, grads = run_window(window, arguments, kwargs, cuts, devices, after.counts)
         # The loss is the same on every replica, and so is its own gradient.
         leaves, structure = trees.flatten(grads)
         pairs = zip(leaves, after.of_params, strict=True)
@@ -215,33 +209,32 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
 class _FirstPass(Called):
     """The window of the first pass. It notes what the second one needs to go the same way.
 
-    `generators`: the states of those of the host and the `devices`, before each micro-batch. For
-    each collected leaf `sizes` are those of the micro-batches, and `offsets` say how many rows of
-    other replicas come before them.
+    `generators`: the states of those of the host and the `devices`, before each micro-batch.
+    `starts`: in each collected leaf, how many rows of other replicas come before those of this one.
+    `is_last`: whether no replica runs the module again that this one has to wait for.
     """
 
-    def __init__(self, parameters: _Parameters, arguments: Arguments, kwargs: Kwargs):
-        own, wrapper, program = parameters.own, parameters.wrapper, parameters.job.program
+    def __init__(self, parameters: _Parameters, arguments: Arguments, call: Tree):
+        own, wrapper, job = parameters.own, parameters.wrapper, parameters.job
         summarise: Any = parameters.summary_fn
-        tensors = trees.flatten(([part.value for part in arguments.parts], kwargs))[0]
+        tensors = trees.flatten(call)[0]
         if own is not None:
             summarise = partial(call_loss, own.loss_fn, own.module)
             tensors += own.parameters()
-        across = parameters.owner.merged_over(program.across)
-        program = parameters.job.first(grad_fn=summarise, across=across)
+        across = parameters.owner.merged_over(job.program.across)
+        program = job.first(grad_fn=summarise, across=across)
         self.reductions = [] if across is None else reductions_of(program, parameters.backend)
         super().__init__(program, summarise, arguments, merges=self.reductions)
         self.parameters, self.devices = parameters, devices_of(tensors)
-        # Whether all replicas run the module equally often, because each run communicates; or meet
-        # before the first one, which may broadcast buffers.
+        # Whether all replicas run the module equally often, because each run communicates. Others
+        # meet before the first one, which may broadcast buffers.
         self.in_step = wrapper is not None and wrapper.meets_in_every_pass
-        self.meets_first = wrapper is not None and wrapper.begins_with_buffers
-        self.is_last = not self.in_step  # whether no replica has another micro-batch
+        self.is_last = not (self.in_step or (wrapper and wrapper.begins_with_buffers))
         self.generators: list[list[torch.Tensor]] = []
 
     def fold(self, args: Args, kwargs: Kwargs, weight: Scalar, last: bool = False) -> None:
         """Folds the summary of one micro-batch in."""
-        if self.in_step or (self.meets_first and self.sums is None):
+        if not self.is_last:
             self.is_last = self._meet(last)
         self.generators.append(generator_states(self.devices))
         super().fold(args, kwargs, weight, last)
@@ -260,10 +253,10 @@ class _FirstPass(Called):
         """Runs the module as often as the replicas do that have more micro-batches; if it
         `runs_later`, once less.
         """
-        put_back, is_last = self.parameters.owner.snapshot(), self.is_last
-        while not is_last:
-            is_last = self._meet(True)
-            if not (is_last and runs_later):
+        put_back = self.parameters.owner.snapshot()
+        while not self.is_last:
+            self.is_last = self._meet(True)
+            if not (self.is_last and runs_later):
                 self.grad_fn(*args, **kwargs)
         put_back()
 
@@ -272,7 +265,6 @@ class _FirstPass(Called):
     ) -> Tree:
         """The summaries of the other replicas, on one that has no micro-batch."""
         put_back = self.parameters.owner.snapshot()
-        self.is_last = not (self.in_step or self.meets_first)
         if not self.is_last:
             blank = with_a_blank_row(arguments).cut(0, 1, state)
             # Over several groups it runs once more, to see what is folded.
@@ -283,32 +275,42 @@ class _FirstPass(Called):
 
     def _merged(self, sums: Sums) -> Summaries:
         """The summaries of all micro-batches, on all replicas."""
-        outputs, chunks = sums.folding.outputs, sums.collected
-        axes = [fold.axis or 0 for fold in outputs.collected_folds]
-
-        def sizes() -> list[list[int]]:
-            of_leaves = zip(chunks.values(), axes, strict=True)
-            return [[chunk.shape[axis] for chunk in of_leaf] for of_leaf, axis in of_leaves]
-
-        self.sizes, self.offsets = sizes(), [0 for _ in axes]
+        outputs = sums.folding.outputs
+        leaves = [*zip(outputs.collected, outputs.collected_folds, strict=True)]
+        self.starts = [0 for _ in leaves]
         for reduction in self.reductions:
             sums.state = reduction.finish(sums.state)
             # Now there is a chunk for each replica, in the order of their ranks.
-            rank = reduction.replicas.channel.rank
-            before = [sum(of_leaf[:rank]) for of_leaf in sizes()]
-            self.offsets = [*map(operator.add, self.offsets, before)]
+            for position, (index, fold) in enumerate(leaves):
+                before = sums.collected[index][: reduction.replicas.channel.rank]
+                self.starts[position] += sum([chunk.shape[fold.axis or 0] for chunk in before])
         sums.hold_in(1.0)
         collected = [
-            torch.cat(chunks.pop(index), dim=axis).to(fold.result_dtype)
-            for index, axis, fold in zip(
-                outputs.collected, axes, outputs.collected_folds, strict=True
-            )
+            torch.cat(sums.collected.pop(index), dim=fold.axis or 0).to(fold.result_dtype)
+            for index, fold in leaves
         ]
         reduced, tally = [sums.of[index] for index in outputs.reduced], sums.tally
         # Nothing of it stays here: summaries are freed before the second pass.
         self.sums, self.merges, self.reductions = None, [], []
-        job = self.parameters.job
-        return Summaries(job, outputs, reduced, collected, sums.state, lambda fold: tally)
+        return Summaries(
+            self.parameters.job, outputs, reduced, collected, sums.state, lambda fold: tally
+        )
+
+
+def _differentiated(
+    parameters: _Parameters, params: list[Tree], summaries: Summaries, variables: list[torch.Tensor]
+) -> tuple[torch.Tensor, Tree, dict[torch.Tensor, torch.Tensor]]:
+    """(the loss of the summaries, its aux, its gradients by the leaves that it depends on)."""
+    own, wrapper, leaves = parameters.own, parameters.wrapper, trees.flatten(params)[0]
+    params = params if own is None else [own.module]
+    with torch.enable_grad(), recording_loss():
+        loss, aux = parameters.job.loss_of(params, summaries.tree(variables), parameters.backend)
+        leaves = [*variables, *leaves, *([] if wrapper is None else wrapper.leaves())]
+        # What is gathered of a frozen parameter is frozen, too.
+        leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+    pairs = zip(leaves, grads, strict=False)
+    return loss, aux, {leaf: grad for leaf, grad in pairs if grad is not None}
 
 
 class _SecondPass:
@@ -323,61 +325,36 @@ class _SecondPass:
         self,
         first: _FirstPass,
         summaries: Summaries,
-        weights: Sequence[Scalar],
-        params: dict[int, Tree],
+        weights: list[Scalar],
+        params: list[Tree],
     ):
-        self.first, self.job, self.is_reached = first, first.parameters.job, False
+        job, wrapper = first.parameters.job, first.parameters.wrapper
         variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
         # Autocast must not take a cast that was not recorded, or is part of another graph.
         torch.clear_autocast_cache()
-        grad_of = self._differentiate([*params.values()], variables, summaries)
+        loss, aux, grad_of = _differentiated(first.parameters, params, summaries, variables)
         torch.clear_autocast_cache()
-        of_variables = [grad_of.pop(variable, None) for variable in variables]
-        is_used = any(grad is not None for grad in of_variables)
-        self.job.check_depends(summaries.weigh_nothing or is_used)
-        self.waiting = self._waiting([*grad_of])
-        self.cotangents = summaries.cotangents(of_variables)
-        are_weighed = self.cotangents.are_weighed
-        self.counts = [int(weight != 0 or not are_weighed) for weight in weights]
-        # One that counts for nothing is masked as a whole.
-        pairs = zip(weights, self.counts, strict=True)
-        self.weights = [weight if count else 1 for weight, count in pairs]
-        self.numbers = iter(range(len(weights)))  # of the micro-batches to come
-
-    def _differentiate(
-        self, params: list[Tree], variables: list[torch.Tensor], summaries: Summaries
-    ) -> dict[torch.Tensor, torch.Tensor]:
-        """Computes the loss, and returns its gradients by the leaves that it depends on."""
-        of_first = self.first.parameters
-        own, wrapper, leaves = of_first.own, of_first.wrapper, trees.flatten(params)[0]
-        with torch.enable_grad(), recording_loss():
-            taken = params if own is None else [own.module]
-            loss, aux = self.job.loss_of(taken, summaries.tree(variables), of_first.backend)
-            inputs = [*variables, *leaves, *([] if wrapper is None else wrapper.leaves())]
-            # What is gathered of a frozen parameter is frozen, too.
-            inputs = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
-            grads = (
-                torch.autograd.grad(loss, inputs, allow_unused=True) if loss.requires_grad else ()
-            )
         self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
-        pairs = zip(inputs, grads, strict=False)
-        grad_of = {leaf: grad for leaf, grad in pairs if grad is not None}
-        self.of_params = [grad_of.get(leaf) for leaf in leaves]
-        return grad_of
-
-    def _waiting(self, used: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that the loss itself uses, and whose gradients a wrapper waits for."""
-        wrapper = self.first.parameters.wrapper
-        if wrapper is None or wrapper.searches:
-            return []
-        if wrapper.in_step and used:
+        self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
+        of_variables = [grad_of.pop(variable, None) for variable in variables]
+        if wrapper is not None and wrapper.in_step and grad_of:
             raise FuncgaError(
                 f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so "
                 "that their gradients would not be those of the whole. Let the module return what "
                 "the loss needs of them, and summary_fn "
                 f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
             )
-        return used
+        is_used = any(grad is not None for grad in of_variables)
+        job.check_depends(is_used or summaries.weigh_nothing)
+        # A wrapper waits for the gradients of parameters that only the loss uses, unless it
+        # searches for such.
+        self.waiting = [] if wrapper is None or wrapper.searches else [*grad_of]
+        self.first, self.cotangents = first, summaries.cotangents(of_variables)
+        are_weighed, self.is_reached = self.cotangents.are_weighed, False
+        self.counts = [int(weight != 0 or not are_weighed) for weight in weights]
+        # One that counts for nothing is masked as a whole.
+        weights = [w if count else 1 for w, count in zip(weights, self.counts, strict=True)]
+        self.microbatches = zip(first.generators, weights, strict=True)  # those to come
 
     def inner_product(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The inner product of the cotangents with what the next micro-batch contributes; blank
@@ -385,32 +362,33 @@ class _SecondPass:
 
         With threaded state, also what is left of the summary for that.
         """
-        first, cotangents, number = self.first, self.cotangents, next(self.numbers, None)
-        if number is not None:
-            put_generator_states(first.devices, first.generators[number])
+        cotangents = self.cotangents
+        states, weight = next(self.microbatches, (None, 1))
+        if states is not None:
+            put_generator_states(self.first.devices, states)
         output = summarise(*args, **kwargs)
-        parts = cotangents.parts(output, 1 if number is None else self.weights[number])
+        parts = cotangents.parts(output, weight)
         leaves = trees.flatten(parts)[0]
         # Of weights that are all 0 a loss may have no derivative at all.
-        self.is_reached |= not leaves or any(part.requires_grad for part in leaves)
+        self.is_reached |= not leaves or any_requires_grad(leaves)
         of_leaves = [*map(torch.zeros_like, leaves)]
-        if number is not None:
-            of_leaves = trees.flatten(cotangents.of(parts, partial(self._rows, number)))[0]
-        pairs = [*zip(leaves, of_leaves, strict=True)]
-        pairs += [(leaf, torch.zeros_like(leaf)) for leaf in self.waiting]
+        if states is not None:
+            of_leaves = trees.flatten(cotangents.of(parts, self._next_rows))[0]
+        leaves += self.waiting
+        of_leaves += map(torch.zeros_like, self.waiting)
         # Summed in at least 32 bits.
         terms = [
             (leaf * cotangent).sum(dtype=arrays.accumulator_dtype(leaf.dtype))
-            for leaf, cotangent in pairs
+            for leaf, cotangent in zip(leaves, of_leaves, strict=True)
         ]
         device = self.loss.device
         loss = sum([term.to(device) for term in terms], torch.zeros((), device=device))
         return (loss, cotangents.threaded(output)) if cotangents.outputs.threads else loss
 
-    def _rows(
-        self, number: int, position: int, cotangent: torch.Tensor, axis: int, size: int
+    def _next_rows(
+        self, position: int, cotangent: torch.Tensor, axis: int, size: int
     ) -> torch.Tensor:
-        """The rows of a micro-batch in the cotangent of a collected leaf."""
-        first = self.first
-        start = first.offsets[position] + sum(first.sizes[position][:number])
-        return cotangent.narrow(axis, start, size)
+        """The rows of the micro-batch in the cotangent of a collected leaf."""
+        starts = self.first.starts
+        starts[position] += size
+        return cotangent.narrow(axis, starts[position] - size, size)
