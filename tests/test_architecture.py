@@ -11,7 +11,8 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend import Arrays, Gradients, Loop, Passes, Replicas, Sums, Transforms, Trees
+from funcga._backend import Arrays, Gradients, Loop, Replicas, Sums, Transforms, Trees
+from funcga._coupled import Passes
 from funcga._plan import Planner
 from funcga._trees import DLPack
 from tests import house
@@ -20,11 +21,12 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
 LAYERS = ["errors", "_pack", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "observers", "_call", "_grad", "_plan", "_accumulate", "_coupled",
-          "_transform", "transforms", "_stream", "statistics", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
-# What a backend may import of the core: its types. It never imports what is built on a backend.
+          "_transform", "transforms", "_stream", "statistics", "tools", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
+# What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
+# alone: tests/test_removable.py takes them away.
 TYPES = {
     "", "errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_observe",
-    "observers", "_call", "_grad", "_coupled", "_transform", "statistics",
+    "observers", "_call", "_grad", "_transform", "statistics", "tools",
 }  # fmt: skip
 
 # Inside of these, numbers are looked at, so that they import NumPy; and each has one file for each framework.
@@ -167,7 +169,7 @@ def summary(described):
 
 @pytest.mark.parametrize("backend", [torch_backend, jax_backend])
 def test_backends_supply_what_the_core_asks_for(backend):
-    for protocol in (Arrays, Trees, Gradients, Loop, Passes, Replicas, Sums, Transforms):
+    for protocol in (Arrays, Trees, Gradients, Loop, Replicas, Sums, Transforms):
         check_supplied(getattr(backend.BACKEND, protocol.__name__.lower()), protocol)
 
 
@@ -181,7 +183,7 @@ def check_supplied(part, protocol):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_both_sides_of_a_tool_have_what_it_asks_for(framework):
-    for tool, protocol in (("_trees", DLPack), ("_plan", Planner)):
+    for tool, protocol in (("_trees", DLPack), ("_plan", Planner), ("tools.coupled", Passes)):
         check_supplied(importlib.import_module(f"funcga.{tool}.in_{framework}"), protocol)
 
 
