@@ -135,7 +135,8 @@ class _Parameters:
         gradient = self.gradient(self._whole, of_loss.has_aux, of_loss.reached)
         if self.own is None:
             return gradient(*args, **kwargs)
-        return value_of(gradient.parts, self.backend, own, args, kwargs, keeps_graphs=False)
+        of_module = replace(gradient.parts, memory=self.job.memory)
+        return value_of(of_module, self.backend, own, args, kwargs, keeps_graphs=False)
 
     def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The loss of all micro-batches."""
@@ -159,20 +160,19 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
     """The loss and its gradient; of a single micro-batch in one pass, as its graph is there
     already.
     """
-    job, backend, program = parameters.job, parameters.backend, parameters.job.program
-    owner, is_wrapped = parameters.owner, parameters.wrapper is not None
-    is_merged, put_back = is_wrapped or program.across is not None, owner.snapshot()
+    job, program, put_back = parameters.job, parameters.job.program, parameters.owner.snapshot()
+    is_wrapped = parameters.wrapper is not None
+    is_merged = is_wrapped or program.across is not None
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-        arguments, cuts, devices = cut(program, backend, args, (), None, is_merged)
+        arguments, cuts, devices = cut(program, parameters.backend, args, (), None, is_merged)
         job.check_whole(arguments, parameters.arg_indices)
         weights = weights_of(program, arguments, cuts, devices)
         has_state = bool(arguments.state)
         # What the second window differentiates is known after the first one.
-        inner_product: Loss = lambda *call: after.inner_product(*call)
-        gradient = parameters.gradient(inner_product, has_state, {True})
+        gradient = parameters.gradient(lambda *call: after.inner_product(*call), has_state, {True})
         fold = ((_SUM, program.fold), _SUM) if has_state else _SUM
         second = job.second(gradient, fold, program.in_axes)
-        source, plans = Source(second, backend), second.memory.keep(Plans)
+        source, plans = Source(second, parameters.backend), second.memory.keep(Plans)
         source.check(args)
         # A weight may be 0, where NaN has to be kept out.
         if len(cuts) == 1 and not is_merged and program.weight is None:
@@ -188,10 +188,10 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             prepared = first.prepared(arguments, kwargs)
             summaries = run_window(first, *prepared, cuts, devices, weights)
         window = window or stack.enter_context(source.window(arguments, plan))
-        params = [*window.opened.leaves.trees.values()]  # which may have hooks
-        after = _SecondPass(first, summaries, weights, params)
+        # Its leaves have the hooks of the parameters.
+        after = _SecondPass(first, summaries, weights, [*window.opened.leaves.trees.values()])
         del summaries
-        generators, put_after = generator_states(first.devices), owner.snapshot()
+        generators, put_after = generator_states(first.devices), parameters.owner.snapshot()
         put_back()
         arguments, kwargs = window.prepared(arguments, kwargs)
         _, grads = run_window(window, arguments, kwargs, cuts, devices, after.counts)
@@ -328,7 +328,7 @@ class _SecondPass:
         weights: list[Scalar],
         params: list[Tree],
     ):
-        job, wrapper = first.parameters.job, first.parameters.wrapper
+        wrapper = first.parameters.wrapper
         variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
         # Autocast must not take a cast that was not recorded, or is part of another graph.
         torch.clear_autocast_cache()
@@ -345,7 +345,7 @@ class _SecondPass:
                 f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
             )
         is_used = any(grad is not None for grad in of_variables)
-        job.check_depends(is_used or summaries.weigh_nothing)
+        first.parameters.job.check_depends(is_used or summaries.weigh_nothing)
         # A wrapper waits for the gradients of parameters that only the loss uses, unless it
         # searches for such.
         self.waiting = [] if wrapper is None or wrapper.searches else [*grad_of]
