@@ -161,8 +161,8 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
     already.
     """
     job, program, put_back = parameters.job, parameters.job.program, parameters.owner.snapshot()
-    is_wrapped = parameters.wrapper is not None
-    is_merged = is_wrapped or program.across is not None
+    is_merged = parameters.wrapper is not None or program.across is not None
+    Source(program, parameters.backend).check(args)
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         arguments, cuts, devices = cut(program, parameters.backend, args, (), None, is_merged)
         job.check_whole(arguments, parameters.arg_indices)
@@ -173,27 +173,22 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
         fold = ((_SUM, program.fold), _SUM) if has_state else _SUM
         second = job.second(gradient, fold, program.in_axes)
         source, plans = Source(second, parameters.backend), second.memory.keep(Plans)
-        source.check(args)
         # A weight may be 0, where NaN has to be kept out.
         if len(cuts) == 1 and not is_merged and program.weight is None:
             return parameters.in_one_graph(args, kwargs, source.own)
         key = source.key([*map(trees.flatten, args)], kwargs)
-        plan, window = plans.get(key), None
-        # In its window a wrapped module does not synchronise. Any other window begins with the loss
-        # of the summaries, and listens to what is sent from there on.
-        if is_wrapped:
-            window = stack.enter_context(source.window(arguments, plan))
+        # Before the first pass, as no forward pass in it makes a wrapped module synchronise.
+        window = stack.enter_context(source.window(arguments, plans.get(key)))
         first = _FirstPass(parameters, arguments, (args, kwargs))
-        with first:
+        with first, torch.no_grad():
             prepared = first.prepared(arguments, kwargs)
             summaries = run_window(first, *prepared, cuts, devices, weights)
-        window = window or stack.enter_context(source.window(arguments, plan))
+        arguments, kwargs = window.prepared(arguments, kwargs)
         # Its leaves have the hooks of the parameters.
         after = _SecondPass(first, summaries, weights, [*window.opened.leaves.trees.values()])
         del summaries
         generators, put_after = generator_states(first.devices), parameters.owner.snapshot()
         put_back()
-        arguments, kwargs = window.prepared(arguments, kwargs)
         _, grads = run_window(window, arguments, kwargs, cuts, devices, after.counts)
         # The loss is the same on every replica, and so is its own gradient.
         leaves, structure = trees.flatten(grads)
