@@ -12,7 +12,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 from funcga import reducers
 from funcga._backend import Backend
@@ -152,7 +153,7 @@ def coupled(
                 )
             job.check_folds(backend)
             try:
-                return backend.passes.coupled(job, backend)(args, kwargs)
+                return job.passes(backend)(args, kwargs)
             except TypeError as error:
                 job.program.check_call(error, len(args), kwargs)
                 raise
@@ -206,6 +207,16 @@ _INSTEAD = {
 }
 
 
+class Passes(Protocol):
+    """What `coupled` needs of a framework: the file of the tool for it."""
+
+    def coupled(self, job: "Coupled", backend: Backend) -> Callable[..., Any]:
+        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
+        args.
+        """
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Coupled:
     """What a step of `coupled` computes: a fold of summaries, and the gradient of a loss of them.
@@ -221,6 +232,11 @@ class Coupled:
     def after(self) -> Program:
         """A program that stands for the second pass, which is counted apart."""
         return replace(self.program, totals=None, memory=self.memory)
+
+    def passes(self, backend: Backend) -> Callable[..., Any]:
+        """The two passes, by the tool."""
+        side = cast("Passes", import_module(f"funcga.tools.coupled.in_{backend.name}"))
+        return side.coupled(self, backend)
 
     def first(self, **changes: Any) -> Program:
         """The program of the first pass, which folds the summaries."""

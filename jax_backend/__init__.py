@@ -3,7 +3,6 @@
 from funcga._backend import Backend
 from jax_backend import (
     arrays,
-    coupled,
     gradients,
     loop,
     replicas,
@@ -35,7 +34,6 @@ BACKEND = Backend(
     arrays,
     gradients,
     loop,
-    coupled,
     replicas,
     sums,
     transforms,

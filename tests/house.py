@@ -31,6 +31,7 @@ TOOLS = {
     "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/_verify/",), ("compare",)),
     "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
+    "coupled": (("funcga/tools/coupled/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),

@@ -11,7 +11,8 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend import Arrays, Gradients, Loop, Passes, Replicas, Sums, Transforms, Trees
+from funcga._backend import Arrays, Gradients, Loop, Replicas, Sums, Transforms, Trees
+from funcga._coupled import Passes
 from funcga._plan import Planner
 from funcga._trees import DLPack
 from tests import house
@@ -25,7 +26,7 @@ LAYERS = ["errors", "_pack", "_tables", "monoids", "_exact", "reducers", "normal
 # alone: tests/test_removable.py takes them away.
 TYPES = {
     "", "errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_observe",
-    "observers", "_call", "_grad", "_coupled", "_transform", "statistics", "tools",
+    "observers", "_call", "_grad", "_transform", "statistics", "tools",
 }  # fmt: skip
 
 # Inside of these, numbers are looked at, so that they import NumPy; and each has one file for each framework.
@@ -168,7 +169,7 @@ def summary(described):
 
 @pytest.mark.parametrize("backend", [torch_backend, jax_backend])
 def test_backends_supply_what_the_core_asks_for(backend):
-    for protocol in (Arrays, Trees, Gradients, Loop, Passes, Replicas, Sums, Transforms):
+    for protocol in (Arrays, Trees, Gradients, Loop, Replicas, Sums, Transforms):
         check_supplied(getattr(backend.BACKEND, protocol.__name__.lower()), protocol)
 
 
@@ -182,7 +183,7 @@ def check_supplied(part, protocol):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_both_sides_of_a_tool_have_what_it_asks_for(framework):
-    for tool, protocol in (("_trees", DLPack), ("_plan", Planner)):
+    for tool, protocol in (("_trees", DLPack), ("_plan", Planner), ("tools.coupled", Passes)):
         check_supplied(importlib.import_module(f"funcga.{tool}.in_{framework}"), protocol)
 
 

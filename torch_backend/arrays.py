@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from operator import attrgetter
@@ -291,19 +291,18 @@ _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
 _recordings = 0
 
 
-class recording_loss(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
+@contextmanager
+def recording_loss() -> Iterator[None]:
     """A context in which autograd records a loss, or runs parts of it again: steps inside of it
     are differentiated.
     """
-
-    def __enter__(self) -> None:
-        global _recordings
-        self.token = _RECORDED.set(True)
-        _recordings += 1
-
-    def __exit__(self, *error: Any) -> None:
-        global _recordings
-        _RECORDED.reset(self.token)
+    global _recordings
+    token = _RECORDED.set(True)
+    _recordings += 1
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
         _recordings -= 1
 
 

@@ -27,7 +27,6 @@ from torch_backend.modules import trainable
 from torch_backend.modules.checks import check_initialised
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.replicas import Listener
-from torch_backend.wrapped.gradient import ModuleGradient
 
 NAN = float("nan")
 
@@ -135,14 +134,16 @@ class DroppingSums(Sums):
 
 
 class DroppingCalls(Called):
-    """One window of grad_fn, of whose micro-batches some are left out."""
+    """One window of grad_fn, of whose micro-batches some are left out.
 
-    def __init__(self, program: Program, *args: Any, **kwargs: Any):
-        super().__init__(program, *args, **kwargs)
+    `module`: the one whose own parameters are differentiated. What it writes in the forward pass of
+    a micro-batch that is dropped is taken back.
+    """
+
+    def __init__(self, module: nn.Module | None, program: Program, *args: Any):
+        super().__init__(program, *args)
         assert program.dropping is not None
-        self.dropping, owner = program.dropping, self.grad_fn
-        # What a module writes in a forward pass, which a micro-batch that is dropped takes back.
-        self.module = owner.module if isinstance(owner, ModuleGradient) else None
+        self.module, self.dropping = module, program.dropping
         self.statistics_before = statistics_of(self.module)
         # What hears collectives of the loss over the groups that gradients travel over.
         self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]

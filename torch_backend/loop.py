@@ -57,11 +57,7 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
             key = call_key(source.params, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
         if program.totals is not None:
-            # What is passed whole, such as the parameters, is not counted.
-            parts = program.read(args, backend).parts
-            split = tuple([part.value if part.axes else None for part in parts])
-            totals = accumulate(program.counting(backend), backend)(split, {})
-            kwargs = {**kwargs, "totals": totals}
+            kwargs = with_totals(program, backend, args, kwargs)
         if source.module is not None:
             check_no_params(args, source.module)
         if plan is not None and plan.parts is not None:
@@ -79,39 +75,61 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
                 program.in_axes is None,
             )
         else:
-            arguments, cuts, devices = _cut(program, backend, args, source.may_be_short)
-        state, nothing = [], None
-        if arguments.state:
-            state = [_owned(leaf) for leaf in arguments.state]
+            arguments, cuts, devices = cut(program, backend, args, source.may_be_short)
         weights: list[Any] = [size * devices for _, size in cuts]
         if program.weight is not None:
-            weights = _weights(program, arguments, cuts, state, devices)
+            weights = weights_of(program, arguments, cuts, devices)
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
-            # Slice all views first: after a backward pass the CPU cache is cold.
-            views = views_of(arguments, cuts, state, devices)
-            for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-                if program.is_exact or state:
-                    take = _copied_rows if program.is_exact else None
-                    view = arguments.cut(*cuts[number - 1], state, take)
-                if program.dropping is None:
-                    window.fold(view, kwargs, weight, number == len(cuts))
-                else:
-                    fold_or_drop(window, state, view, kwargs, weight, last=number == len(cuts))
-                if state:
-                    state = window.state
-            if cuts:
-                del view  # the last one, which may be a copy
-                result = window.result()
-            else:
-                nothing = arguments
-                result = window.result_without_microbatches(arguments, kwargs, state)
+            result = run_window(window, arguments, kwargs, cuts, devices, weights)
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, flat, cuts, devices)
             given.memory.keep(Plans).put(key, new)
-        return result if program.observers is None else program.observed(result, kwargs, nothing)
+        if program.observers is None:
+            return result
+        return program.observed(result, kwargs, None if cuts else arguments)
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, given)
+
+
+def with_totals(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> dict[str, Tree]:
+    """The keyword arguments of grad_fn, with the totals of the window."""
+    # What is passed whole, such as the parameters, is not counted.
+    parts = program.read(args, backend).parts
+    split = tuple([part.value if part.axes else None for part in parts])
+    return {**kwargs, "totals": accumulate(program.counting(backend), backend)(split, {})}
+
+
+def run_window(
+    window: Any,
+    arguments: Arguments,
+    kwargs: dict[str, Tree],
+    cuts: Sequence[tuple[int, int]],
+    devices: int,
+    weights: Sequence[Scalar],
+) -> Tree:
+    """The result of a window of the micro-batches that are cut from prepared arguments."""
+    program, state = window.program, list[Any]()
+    if arguments.state:
+        state = [_owned(leaf) for leaf in arguments.state]
+    # Slice all views first: after a backward pass the CPU cache is cold.
+    views = views_of(arguments, cuts, state, devices)
+    for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
+        if program.is_exact or state:
+            take = _copied_rows if program.is_exact else None
+            view = arguments.cut(*cuts[number - 1], state, take)
+        if program.dropping is None:
+            window.fold(view, kwargs, weight, number == len(cuts))
+        else:
+            fold_or_drop(window, state, view, kwargs, weight, last=number == len(cuts))
+        if state:
+            state = window.state
+    if not cuts:
+        return window.result_without_microbatches(arguments, kwargs, state)
+    del view  # the last one, which may be a copy
+    return window.result()
 
 
 def stream(given: Program, backend: Backend) -> Callable[..., Any]:
@@ -279,8 +297,10 @@ class Source:
             gradient = function
             alone = partial(value_alone, gradient, backend)
             function = alone if records else gradient.bound(backend)
-        kind = Called if program.dropping is None else DroppingCalls
-        return kind(program, function, arguments, gradient, merges, records)
+        called = program, function, arguments, gradient, merges, records
+        if program.dropping is None:
+            return Called(*called)
+        return DroppingCalls(self.module, *called)
 
 
 def _compiled() -> Any:
@@ -303,7 +323,7 @@ class _NotWrapped:
     """Kept by a step whose gradient function was seen to use no wrapped module."""
 
 
-def _cut(
+def cut(
     program: Program,
     backend: Backend,
     args: tuple[Tree, ...],
@@ -358,15 +378,11 @@ def views_of(
     return views
 
 
-def _weights(
-    program: Program,
-    arguments: Arguments,
-    cuts: Sequence[tuple[int, int]],
-    state: list[Any],
-    devices: int,
+def weights_of(
+    program: Program, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
 ) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    views = views_of(arguments, cuts, state, devices)
+    views = views_of(arguments, cuts, arguments.state, devices)
     sizes = [size * devices for _, size in cuts]
     weighed = map(program.weigh, repeat(arguments), views, sizes)
     return [*on_host([*weighed])]

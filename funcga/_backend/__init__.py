@@ -208,16 +208,6 @@ class Loop(Protocol):
         ...
 
 
-class Passes(Protocol):
-    """A framework's two passes over the micro-batches, for a loss that needs the whole batch."""
-
-    def coupled(self, job: Coupled, backend: "Backend") -> Callable[..., Any]:
-        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
-        args.
-        """
-        ...
-
-
 class Replicas(Protocol):
     """A framework's replicas: what `across=` names, and whether they hold the same."""
 
@@ -408,7 +398,6 @@ class Backend:
     arrays: Arrays
     gradients: Gradients
     loop: Loop
-    passes: Passes
     replicas: Replicas
     sums: Sums
     transforms: Transforms

@@ -254,7 +254,8 @@ def planned(
     def window(program: Program) -> Callable[..., Tree]:
         if job is None:
             return backend.loop.accumulate(program, backend)
-        return backend.passes.coupled(replace(job, program=program, memory=Memory()), backend)
+        step: Callable[..., Tree] = replace(job, program=program, memory=Memory()).passes(backend)
+        return step
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:

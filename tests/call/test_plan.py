@@ -121,7 +121,7 @@ def predicted(step, args):
         window = lambda program: BACKEND.loop.accumulate(program, BACKEND)
     else:
         program = job.program
-        window = lambda program: BACKEND.passes.coupled(replace(job, program=program, memory=Memory()), BACKEND)
+        window = lambda program: replace(job, program=program, memory=Memory()).passes(BACKEND)
     return sum(peak(program, window, args, {}, BACKEND).values())
 
 

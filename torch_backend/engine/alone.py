@@ -16,7 +16,6 @@ from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
 from torch_backend import _private, arrays, trees
-from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.guards import unchanged
@@ -36,16 +35,29 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
     leads to somebody else's tensor that requires grad, such as a parameter that loss_fn closes
     over, their graph leads there too.
     """
-    keeps_graphs = torch.is_grad_enabled()
+    return value_of(gradient, backend, None, args, kwargs, torch.is_grad_enabled())
+
+
+def value_of(
+    gradient: GradientFunction,
+    backend: Backend,
+    own: Own | None,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    keeps_graphs: bool,
+) -> Tree:
+    """The same; if it is asked for (`keeps_graphs`), with a graph. `own`: the module whose own
+    parameters are differentiated, in place of arguments.
+    """
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
-    if keeps_graphs and any(_requires_grad(leaves) for leaves, _ in flat):
+    if keeps_graphs and any(any_requires_grad(leaves) for leaves, _ in flat):
         return gradient.bound(backend)(*args, **kwargs)
-    key = call_key(None, flat, tuple(kwargs))
+    key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
     parts = tuple([Argument(arg, [], [], None) for arg in args])
     arguments = Arguments(parts, gradient, backend)
-    with Window(None, gradient, backend, arguments, plan) as window:
+    with Window(None, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
         args = tuple([part.value for part in arguments.parts])
         loss, aux, grads, leads = _run(window, args, kwargs, keeps_graphs)
@@ -94,7 +106,7 @@ def _run(
     torch.func has to take.
     """
     inputs, gradients = window.inputs, evaluations()
-    with recording_loss(), window.opened.visit as loss_fn:
+    with window.opened.visit as loss_fn:
         loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs)
         if any(leaf.grad is not None for leaf in inputs):
             raise unchanged.ran_backward()
@@ -133,7 +145,8 @@ def _refused_recomputing() -> Iterator[None]:
         handle.remove()
 
 
-def _requires_grad(leaves: Iterable[Any]) -> bool:
+def any_requires_grad(leaves: Iterable[Any]) -> bool:
+    """Whether one of these is a tensor that requires grad."""
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
@@ -150,7 +163,7 @@ def _without_graphs(aux: Tree, window: Window, keeps_graphs: bool) -> Tree:
         leads = keeps_graphs and graphs.leads_elsewhere(graphs.reach(leaf, ids).foreign)
         return leaf if leads else leaf.detach()
 
-    return trees.unflatten(structure, [*map(without, leaves)]) if _requires_grad(leaves) else aux
+    return trees.unflatten(structure, [*map(without, leaves)]) if any_requires_grad(leaves) else aux
 
 
 def _own_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

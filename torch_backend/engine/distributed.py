@@ -60,6 +60,7 @@ class Distributed(Window):
     """A window that may be merged over replicas, by `merge`."""
 
     may_communicate = True
+    listener: Listener | None = None  # set by `prepared`
 
     def __init__(
         self,
@@ -72,20 +73,26 @@ class Distributed(Window):
         merge: Merge | None,
     ):
         super().__init__(program, gradient, backend, arguments, plan, own)
-        self.merge, self.listener = merge, Listener()
-        self.may_be_short = merge is not None
+        self.merge, self.may_be_short = merge, merge is not None
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None and self.merge is not None:
             self.merge.give_up()
         return super().__exit__(*error)
 
+    def prepared(
+        self, arguments: Arguments, kwargs: dict[str, Tree]
+    ) -> tuple[Arguments, dict[str, Tree]]:
+        """The arguments as the loss is given them. From here on the window hears collectives."""
+        self.listener = self.listener or Listener()
+        return super().prepared(arguments, kwargs)
+
     @property
     def communicates(self) -> bool:
         """Whether the loss has called collectives. Then other processes send gradients here that
         have their weights, whatever the weight is here.
         """
-        return self.listener.heard
+        return self.listener is not None and self.listener.heard
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
