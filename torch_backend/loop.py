@@ -46,18 +46,18 @@ from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
 
 
-def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
+def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
     def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        source, plans = Source(given, backend), given.memory.kept.get(Plans)
-        program, flat = source.program, [*map(trees.flatten, args)]
+        source, plans = Source(program, backend), program.memory.kept.get(Plans)
+        job, flat = source.program, [*map(trees.flatten, args)]
         key, plan = None, None
         if source.gradient is not None:
             key = call_key(source.params, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
-        if program.totals is not None:
-            kwargs = with_totals(program, backend, args, kwargs)
+        if job.totals is not None:
+            kwargs = with_totals(job, backend, args, kwargs)
         if source.module is not None:
             check_no_params(args, source.module)
         if plan is not None and plan.parts is not None:
@@ -70,26 +70,26 @@ def accumulate(given: Program, backend: Backend) -> Callable[..., Any]:
                         for part, arg, (each, _) in known
                     ]
                 ),
-                program.grad_fn,
+                job.grad_fn,
                 backend,
-                program.in_axes is None,
+                job.in_axes is None,
             )
         else:
-            arguments, cuts, devices = cut(program, backend, args, source.may_be_short)
+            arguments, cuts, devices = cut(job, backend, args, source.may_be_short)
         weights: list[Any] = [size * devices for _, size in cuts]
-        if program.weight is not None:
-            weights = weights_of(program, arguments, cuts, devices)
+        if job.weight is not None:
+            weights = weights_of(job, arguments, cuts, devices)
         with source.window(arguments, plan) as window:
             arguments, kwargs = window.prepared(arguments, kwargs)
             result = run_window(window, arguments, kwargs, cuts, devices, weights)
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, flat, cuts, devices)
-            given.memory.keep(Plans).put(key, new)
-        if program.observers is None:
+            program.memory.keep(Plans).put(key, new)
+        if job.observers is None:
             return result
-        return program.observed(result, kwargs, None if cuts else arguments)
+        return job.observed(result, kwargs, None if cuts else arguments)
 
-    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, given)
+    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
 
 def with_totals(
@@ -132,7 +132,7 @@ def run_window(
     return window.result()
 
 
-def stream(given: Program, backend: Backend) -> Callable[..., Any]:
+def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(leading, microbatches, kwargs): the fold of the program over an iterable of
     micro-batches.
     """
@@ -140,24 +140,24 @@ def stream(given: Program, backend: Backend) -> Callable[..., Any]:
     def fold(
         leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
     ) -> Tree:
-        source, plans, state = Source(given, backend), given.memory.keep(Plans), list[Any]()
-        program, flat = source.program, [*map(trees.flatten, leading)]
-        if program.device is not None:
-            device = torch.device(program.device)
-            items = moved(_with_weights(program, backend, leading, items), device)
-            if program.totals is not None:
+        source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
+        job, flat = source.program, [*map(trees.flatten, leading)]
+        if job.device is not None:
+            device = torch.device(job.device)
+            items = moved(_with_weights(job, backend, leading, items), device)
+            if job.totals is not None:
                 ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
                 kwargs = {**kwargs, "totals": totals}
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
             for item, last in _marked(items, source.wrapped is not None):
-                known = item[-1] if program.device is not None else None
-                item = item if program.device is None else item[:-1]
-                arguments = program.read((*leading, *item), backend)
+                known = item[-1] if job.device is not None else None
+                item = item if job.device is None else item[:-1]
+                arguments = job.read((*leading, *item), backend)
                 # The arguments hold the item. Without references one micro-batch lives at a time.
                 del item
-                if program.weight is None:
+                if job.weight is None:
                     _check_not_packed(arguments)
                 if window is None:
                     if source.module is not None:
@@ -171,8 +171,8 @@ def stream(given: Program, backend: Backend) -> Callable[..., Any]:
                 arguments, kwargs = window.prepared(arguments, kwargs)
                 args, weight = arguments.cut(0, None, state), known
                 if weight is None:
-                    (weight,) = on_host([program.weigh(arguments, args, None)])
-                if program.dropping is None:
+                    (weight,) = on_host([job.weigh(arguments, args, None)])
+                if job.dropping is None:
                     window.fold(args, kwargs, weight, last)
                 else:
                     fold_or_drop(window, state, args, kwargs, weight, last=last)
@@ -181,16 +181,16 @@ def stream(given: Program, backend: Backend) -> Callable[..., Any]:
             if window is not None:
                 result = window.result()
             else:
-                nothing = _without_items(program, backend, leading)
+                nothing = _without_items(job, backend, leading)
                 window = stack.enter_context(source.window(nothing, None))
                 nothing, kwargs = window.prepared(nothing, kwargs)
                 state = [_owned(leaf) for leaf in nothing.state]
                 result = window.result_without_microbatches(nothing, kwargs, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        return result if program.observers is None else program.observed(result, kwargs, nothing)
+        return result if job.observers is None else job.observed(result, kwargs, nothing)
 
-    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, given)
+    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
 
 def _marked(items: Iterator[Any], looks_ahead: bool) -> Iterator[tuple[Any, bool]]:

@@ -16,6 +16,7 @@ from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
 from torch_backend import _private, arrays, trees
+from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.guards import unchanged
@@ -106,7 +107,7 @@ def _run(
     torch.func has to take.
     """
     inputs, gradients = window.inputs, evaluations()
-    with window.opened.visit as loss_fn:
+    with recording_loss(), window.opened.visit as loss_fn:
         loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs)
         if any(leaf.grad is not None for leaf in inputs):
             raise unchanged.ran_backward()

@@ -14,7 +14,6 @@ from torch import nn
 from funcga._call.arguments import Argument
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from torch_backend.arrays import recording_loss
 from torch_backend.engine.guards import recompute
 from torch_backend.engine.leaves import OWN, Leaves
 from torch_backend.engine.plan import Plan, autocasting
@@ -113,13 +112,6 @@ def recording() -> AbstractContextManager[object]:
 @contextmanager
 def _recording() -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-@contextmanager
-def recording_again() -> Iterator[None]:
-    """The context of one micro-batch of a stream."""
-    with recording(), recording_loss():
         yield
 
 

@@ -47,7 +47,6 @@ from torch_backend.engine.opened import (
     Own,
     contexts_of_passes,
     recording,
-    recording_again,
     visit_of,
 )
 from torch_backend.engine.plan import Graph, Plan, check_arguments, functions_alive, plan_of
@@ -117,7 +116,6 @@ class Window(ExitStack):
             mode: AbstractContextManager[object] = NOTHING if is_recording else recording()
             if not is_stream:
                 stack.enter_context(mode)
-                stack.enter_context(recording_loss())
                 mode = NOTHING
             with mode:
                 if known is None:
@@ -163,7 +161,7 @@ class Window(ExitStack):
                 inputs,
                 Opened(
                     leaves=leaves,
-                    mode=Again(recording_again) if is_stream else NOTHING,
+                    mode=Again(recording) if is_stream else NOTHING,
                     visit=visit,
                     first=first,
                     outside=outside,
@@ -221,7 +219,7 @@ class Window(ExitStack):
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
         opened, inputs, moving = self.opened, self.inputs, list[torch.Tensor]()
-        with opened.mode, opened.visit as loss_fn:
+        with opened.mode, recording_loss(), opened.visit as loss_fn:
             if self.plan.moving:
                 args, moving = self._with_leaves_of(args)
             gradients = 0 if self.gradient.reached else evaluations()
