@@ -61,9 +61,9 @@ class DroppingSums(Sums):
                 self.of[index] = self.folding.folds[index].identity(values[index])
             if keep is not False:
                 self._add_where(keep, index, values[index], weight)
-        for index, rows in self.collected.items():
+        for index in outputs.collected:
             # Only observers collect anything here: of what is dropped, NaN.
-            rows.append(selected(keep, values[index], values[index] * NAN))
+            self.collected[index].append(selected(keep, values[index], values[index] * NAN))
         self.state = [values[index] for index in outputs.threads]
         if not isinstance(keep, torch.Tensor):
             self.rejected += 1

@@ -353,9 +353,9 @@ def views_of(
     """The arguments of each micro-batch, as views."""
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
-    is_usual = {*map(type, leaves)} == {torch.Tensor} and {*map(type, axes)} == {int}
-    is_usual = is_usual and {*map(_LAYOUT, leaves)} == {torch.strided}
-    if not is_usual or True in map(_IS_NESTED, leaves):
+    kinds = {*map(type, leaves)}, {*map(type, axes)}
+    is_dense = kinds == ({torch.Tensor}, {int}) and {*map(_LAYOUT, leaves)} == {torch.strided}
+    if not is_dense or True in map(_IS_NESTED, leaves):
         take = None if devices == 1 else local_rows
         return [arguments.cut(start, size, state, take) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.
@@ -365,16 +365,11 @@ def views_of(
     )
     views = []
     for each in map(iter, pieces):
-        views.append(
-            tuple(
-                [
-                    trees.unflatten(part.structure, [*islice(each, len(part.leaves))])
-                    if part.axes
-                    else part.value
-                    for part in arguments.parts
-                ]
-            )
-        )
+        view = []
+        for part in arguments.parts:
+            rows = islice(each, len(part.leaves))
+            view.append(trees.unflatten(part.structure, [*rows]) if part.axes else part.value)
+        views.append(tuple(view))
     return views
 
 

@@ -165,14 +165,15 @@ def merged(
     # copied, because it works in place.
     accumulators = window.accumulators if window.owned else map(_copied, window.accumulators)
     sums = Sums(Folding(window.outputs))
-    sums.of, sums.total, sums.steps = [*accumulators], total, steps
+    sums.of.update(enumerate(accumulators))
+    sums.total, sums.steps = total, steps
     sums.unit = unit if isinstance(steps, torch.Tensor) or steps else None
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
         sums.total = sum(limb.to(torch.float64) for limb in window.tally.weight)
         sums.steps = window.tally.steps
-    reduction.begin(sums, [*map(largest, sums.of)])
+    reduction.begin(sums, [*map(largest, sums.of.values())])
     reduction.finish([])
-    return window._replace(accumulators=sums.of, tally=sums.tally, unit=sums.unit)
+    return window._replace(accumulators=[*sums.of.values()], tally=sums.tally, unit=sums.unit)
 
 
 def _copied(accumulator: Reduced) -> Reduced:

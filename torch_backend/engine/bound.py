@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +30,9 @@ def trees_of(window: "Window") -> list[Tree]:
 
 def folding_of(window: "Window", loss: torch.Tensor, aux: Tree) -> Folding:
     """How each leaf of the output is folded. The plan is told, if it is the same in each window."""
-    program, arguments, gradient = window.program, window.arguments, window.gradient
+    program: Any = window.program
+    arguments, gradient = window.arguments, window.gradient
     indices, grads = window.plan.indices, trees_of(window)
-    assert program is not None
-    assert arguments is not None
     aux = detached(aux, True)
     if program.observers is not None:
         gradient = ObservedGradient.of(program, gradient, (loss, aux), grads, arguments)

@@ -134,7 +134,7 @@ class Distributed(Window):
         if self.merge is None:
             return sums.result()
         if self._is_sharded:
-            sums.of = [*map(local, sums.of)]
+            sums.of.update({index: local(total) for index, total in sums.of.items()})
             self.merge.begin(sums, self.likes)
         return self._merged(self.merge, sums)
 

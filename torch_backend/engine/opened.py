@@ -83,7 +83,7 @@ def contexts_of_passes(
         torch.clear_autocast_cache()  # parameters may have moved since
         stack.callback(torch.clear_autocast_cache)
         outside = Again(partial(_outside_of_autocast, plan.autocast))
-    if is_noted:
+    if is_noted and plan.seen is not None:
         noted = Again(partial(recompute.noted, plan.seen, inputs))
     return outside, noted
 

@@ -21,7 +21,7 @@ from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from torch_backend import _private, arrays, trees
-from torch_backend.engine.guards import recompute
+from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves
 from torch_backend.engine.sums import Folding
 from torch_backend.modules.checks import check_initialised, check_unfrozen
@@ -51,8 +51,8 @@ class Plan:
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
     whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
-    a backward pass, if not autograd alone. `noted`: whether `seen` has what modules had in
-    forward passes.
+    a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None
+    where that is not noted.
     `parts` and `cuts` say how the arguments are split, without the arguments, over rows of so
     many `devices` at once.
     `is_bare`: whether the other arguments have no graphs. `folding`: what becomes of the
@@ -77,8 +77,7 @@ class Plan:
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     graphs: "Table" = field(default_factory=lambda: Table())
-    noted: bool = True
-    seen: recompute.Seen = field(default_factory=recompute.none_seen)
+    seen: recompute.Seen | None = None
 
     def with_cuts(
         self,
@@ -216,13 +215,19 @@ def is_narrow(leaf: torch.Tensor) -> bool:
 
 def check_arguments(
     parts: Sequence[Argument], gradient: GradientFunction, own: "Own | None"
-) -> None:
-    """Raises FuncgaError for arguments, or a module, that are not to be differentiated."""
-    if own is not None and arrays.has_lazy(own.module.parameters()):
-        check_initialised(own.module)
-    for index in () if own is not None else gradient.arg_indices(len(parts)):
+) -> list[int]:
+    """The indices of the arguments that are differentiated and passed whole. Raises FuncgaError for
+    arguments, or a module, that cannot be differentiated.
+    """
+    if own is not None:
+        if arrays.has_lazy(own.module.parameters()):
+            check_initialised(own.module)
+        return []
+    indices = gradient.arg_indices(len(parts))
+    for index in indices:
         value = parts[index].value
         check_unfrozen(trees.flatten(value)[0], value, gradient, index)
+    return [index for index in indices if not parts[index].axes]
 
 
 def plan_of(
@@ -240,12 +245,12 @@ def plan_of(
         whole=tuple([index for index in indices if index not in moving]),
         moving=moving,
         hooked=hooked,
-        watches=any(isinstance(o, torch.Tensor) and o.requires_grad for o in originals),
+        watches=ON and any(isinstance(o, torch.Tensor) and o.requires_grad for o in originals),
         autocast=autocasting({leaf.device.type for leaf in inputs}),
         takes_weights=may_weigh and not any(map(is_narrow, inputs)),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
-        noted=recompute.may_note((gradient, None if own is None else own.module)),
+        seen=recompute.none_seen((gradient, None if own is None else own.module)),
     )
 
 

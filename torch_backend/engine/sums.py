@@ -4,8 +4,9 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -128,6 +129,7 @@ def _kind(fold: LeafFold | None, dtype: torch.dtype) -> str | None:
     return fold.adds if dtype == fold.accumulator_dtype or is_half else None
 
 
+@dataclass(eq=False)
 class Sums:
     """What one window has folded: `add` each micro-batch, then take the `result`.
 
@@ -137,17 +139,17 @@ class Sums:
     micro-batch.
     """
 
+    folding: Folding
+    of: defaultdict[int, Any] = field(default_factory=lambda: defaultdict(type(None)))
+    collected: defaultdict[int, list[torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    state: list[Any] = field(default_factory=list)
     total: Scalar = 0
     steps: Any = 0
     rejected: Any = 0
     unit: float | None = None
-    unit_is_fixed = False
-
-    def __init__(self, folding: Folding):
-        self.folding = folding
-        self.of: list[Any] = [None] * len(folding.outputs.folds)
-        self.collected: dict[int, list[torch.Tensor]] = {i: [] for i in folding.outputs.collected}
-        self.state: list[Any] = []
+    unit_is_fixed: bool = False
 
     # --- the unit of weighted sums
 
@@ -175,8 +177,8 @@ class Sums:
 
     def hold_in(self, unit: float) -> None:
         """Rescales the weighted sums to this unit."""
-        pairs = zip(self.of, self.folding.kinds, strict=True)
-        begun = local_tensors([a for a, kind in pairs if kind == "weighted" and a is not None])
+        weighted = [self.of[i] for i, kind in enumerate(self.folding.kinds) if kind == "weighted"]
+        begun = local_tensors([total for total in weighted if total is not None])
         if begun and self.unit is not None and unit != self.unit:
             torch._foreach_mul_(begun, self.unit / unit)
         self.unit = unit
@@ -204,9 +206,9 @@ class Sums:
         """Folds the leaves of one micro-batch in, by their indices, and counts it."""
         outputs = self.folding.outputs
         self.fold(values, weight)
-        for index, rows in self.collected.items():
+        for index in outputs.collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
-            rows.append(arrays.strided(values[index]).clone())
+            self.collected[index].append(arrays.strided(values[index]).clone())
         threaded = [values[index] for index in outputs.threads]
         # Copied, because state may be a view of the micro-batch, which is freed next.
         self.state = [
@@ -267,7 +269,7 @@ class Sums:
 
     def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
         """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf."""
-        for index, value in enumerate(self.of):
+        for index, value in self.of.items():
             if type(value) is not torch.Tensor:
                 self.of[index] = without_partials(value, likes.get(index))
 
@@ -275,7 +277,8 @@ class Sums:
         """The normalised result, in the structure of the output. The sums are empty afterwards."""
         folding, outputs = self.folding, self.folding.outputs
         total, unit = self.total, self.unit or 1.0
-        results, self.of = self.of, []
+        of, self.of = self.of, defaultdict(type(None))
+        results = [of[index] for index in range(len(outputs.folds))]
         for indices, by, weighted in folding.quotients:
             divisor = total if by == "weight" else self.steps
             sums = [results[index] for index in indices]
@@ -288,9 +291,8 @@ class Sums:
         if folding.normalized:
             for index in folding.normalized:
                 results[index] = self._normalized(index, results[index])
-        for index, rows in self.collected.items():
-            fold = outputs.folds[index]
-            assert fold is not None
+        for index, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
+            rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf

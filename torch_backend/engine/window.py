@@ -98,7 +98,7 @@ class Window(ExitStack):
         self.plan: Any = plan  # a Plan, from entering on
         self.own = own
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
-        self.arguments: Arguments | None = arguments
+        self.arguments: Any = arguments
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
         self.passed: dict[int, Any] = {}  # gradients that are collected or threaded
 
@@ -107,8 +107,7 @@ class Window(ExitStack):
     def __enter__(self) -> Self:
         """Makes the leaves, and begins what lasts as long as the window."""
         program, gradient, own, known = self.program, self.gradient, self.own, self.plan
-        assert self.arguments is not None
-        parts, loss = self.arguments.parts, self.gradient.loss_fn
+        parts = self.arguments.parts
         # Code of the user's runs between two micro-batches of a stream, and may change the mode.
         is_stream = program is not None and not (program.n or program.microbatch_size)
         is_recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -118,82 +117,74 @@ class Window(ExitStack):
                 stack.enter_context(mode)
                 mode = NOTHING
             with mode:
-                if known is None:
-                    check_arguments(parts, gradient, own)
+                whole = known.whole if known else check_arguments(parts, gradient, own)
                 if own is not None:
                     params: list[torch.Tensor] = [*own.params.values()]
                     leaves = Leaves({OWN: own.params}, params, [*params])
                 else:
-                    leaves = Leaves({}, [], [])
-                    for index in gradient.arg_indices(len(parts)) if known is None else known.whole:
-                        if not parts[index].axes:
-                            tree, new, originals = self.leaves_of(parts[index].value, index)
-                            leaves.trees[index] = tree
-                            leaves.inputs.extend(new)
-                            leaves.originals.extend(originals)
+                    leaves = self.leaves_of({index: parts[index].value for index in whole})
                 if known is None or known.hooked:
                     with_hooks(leaves, gradient)
-            if known is None:
-                self.plan = plan_of(gradient, parts, leaves, own)
-            plan, inputs = self.plan, leaves.inputs
-
-            visit: LossContext = nullcontext(loss)
-            first, visits = 0, None
-            if own is not None:
-                stack.enter_context(gradients_aside(inputs, own.walk.ids(own.module)))
-                visit = nullcontext(partial(call_loss, loss, own.module))
-            elif isinstance(loss, PureLoss) and not parts[0].axes:
-                lasts = program is not None and not is_stream
-                visit, visits = visit_of(loss, parts, leaves, stack if lasts else None)
-                first = 1  # the module has the parameters
-            if ON and own is None and plan.watches:
-                stack.enter_context(grads_watched(leaves.originals))
-            # A module that has its parameters in the backward pass, too, may run other layers in it
-            # than in the first call, and other frozen parameters may be in these.
-            keeps_parameters = own is not None or visits is not None
-            is_noted = plan.noted and (known is None or EVERY)
-            outside: AbstractContextManager[object] = NOTHING
-            noted: AbstractContextManager[object] = NOTHING
-            if plan.autocast or is_noted:
-                outside, noted = contexts_of_passes(plan, inputs, is_noted, stack)
-            seen = plan.seen if plan.noted and (is_noted or not keeps_parameters) else None
-            self.inputs, self.opened = (
-                inputs,
-                Opened(
-                    leaves=leaves,
-                    mode=Again(recording) if is_stream else NOTHING,
-                    visit=visit,
-                    first=first,
-                    outside=outside,
-                    noted=noted,
-                    watch=recompute.Watch(seen, inputs, plan.on_host, keeps_parameters),
-                    versions=[*map(_private.version, inputs)],
-                    hooked=any(map(_private.has_hooks, inputs)),
-                    own=own,
-                    visits=visits,
-                ),
-            )
+            self.plan = known or plan_of(gradient, parts, leaves, own)
+            self.inputs = leaves.inputs
+            self.opened = self._opened(leaves, known is None, is_stream, stack)
             self.push(stack.pop_all())
         return self
 
-    def leaves_of(self, tree: Tree, index: int) -> tuple[Tree, list[torch.Tensor], list[Any]]:
-        """(the tree of the leaves of an argument, the leaves, what they are made of), which shares
-        their memory; None stays None. Raises FuncgaError for what cannot be differentiated.
+    def leaves_of(self, arguments: dict[int, Tree]) -> Leaves:
+        """Leaves of these arguments, which share their memory; None stays None. Raises FuncgaError
+        for what cannot be differentiated.
         """
-        originals, structure = trees.flatten(tree)
-        present = originals
-        if type(None) in map(type, originals):
+        found = Leaves({}, [], [])
+        for index, tree in arguments.items():
+            originals, structure = trees.flatten(tree)
             present = [original for original in originals if original is not None]
-        try:
-            leaves = [original.detach().requires_grad_() for original in present]
-        except (RuntimeError, AttributeError, ValueError):
-            # Numbers, integers, or tensors that were made in inference mode.
-            leaves = aliases_or_copies(present, tree, index, self.gradient, self.backend)
-        if present is originals:
-            return trees.unflatten(structure, leaves), leaves, present
-        each = iter(leaves)
-        spread = [None if original is None else next(each) for original in originals]
-        return trees.unflatten(structure, spread), leaves, present
+            try:
+                leaves = [original.detach().requires_grad_() for original in present]
+            except (RuntimeError, AttributeError, ValueError):
+                # Numbers, integers, or tensors that were made in inference mode.
+                leaves = aliases_or_copies(present, tree, index, self.gradient, self.backend)
+            each = iter(leaves)
+            spread = [None if original is None else next(each) for original in originals]
+            found.trees[index] = trees.unflatten(structure, spread)
+            found.inputs.extend(leaves)
+            found.originals.extend(present)
+        return found
+
+    def _opened(self, leaves: Leaves, is_new: bool, is_stream: bool, stack: ExitStack) -> Opened:
+        """What stays the same until the window ends, when the stack is closed."""
+        plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, leaves.inputs
+        visit: LossContext = nullcontext(loss)
+        visits = None
+        if own is not None:
+            stack.enter_context(gradients_aside(inputs, own.walk.ids(own.module)))
+            visit = nullcontext(partial(call_loss, loss, own.module))
+        elif isinstance(loss, PureLoss) and 0 not in plan.moving:
+            lasting = None if is_stream else stack
+            visit, visits = visit_of(loss, self.arguments.parts, leaves, lasting)
+        elif plan.watches:
+            stack.enter_context(grads_watched(leaves.originals))
+        # A module that has its parameters in the backward pass, too, may run other layers in it
+        # than in the first call, and other frozen parameters may be in these.
+        keeps_parameters = own is not None or visits is not None
+        is_noted = plan.seen is not None and (is_new or EVERY)
+        contexts: tuple[AbstractContextManager[object], ...] = NOTHING, NOTHING
+        if plan.autocast or is_noted:
+            contexts = contexts_of_passes(plan, inputs, is_noted, stack)
+        seen = plan.seen if is_noted or not keeps_parameters else None
+        return Opened(
+            leaves=leaves,
+            mode=Again(recording) if is_stream else NOTHING,
+            visit=visit,
+            first=0 if visits is None else 1,  # the module has the parameters
+            outside=contexts[0],
+            noted=contexts[1],
+            watch=recompute.Watch(seen, inputs, plan.on_host, keeps_parameters),
+            versions=[*map(_private.version, inputs)],
+            hooked=any(map(_private.has_hooks, inputs)),
+            own=own,
+            visits=visits,
+        )
 
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
@@ -230,8 +221,8 @@ class Window(ExitStack):
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
             if ON and self._count_writes(moving) != self.writes:
                 raise unchanged.by_the_loss(inputs, self.held)
+            share: Any
             unit, share, seed = sums.unit, sums.share(weight), 0.0
-            assert share is not None
             if unit != sums.unit:  # the sums may have been brought to it, which is a write, too
                 self.writes = self._count_writes()
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
@@ -240,21 +231,7 @@ class Window(ExitStack):
                 if not self.gradient.reached:
                     is_alone = evaluations() == gradients
                     self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
-                # The cotangent is the weight, or no gradient has one.
-                seed = share if folding.are_weighted else 1.0
-                is_lent = folding.lends and (seed == share or not folding.weighs)
-                is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
-                if not is_lent:
-                    seed, self.begun = float(counts), False
-                    for leaf in inputs:
-                        leaf.grad = None
-                if objective.requires_grad and (inputs or moving):
-                    self.backward(objective, seed, numbers, moving)
-                if not is_lent:
-                    self._take(weight)
-                elif not self.begun:
-                    self._adopt()
-                self.writes = self._count_writes()
+                seed = self._add_gradients(objective, numbers, weight, share, counts, moving)
             if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
                 sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
                 return
@@ -262,6 +239,37 @@ class Window(ExitStack):
             if self.observing is not None:
                 values.update(self.observing.measures(values, weight, seed))
             sums.add(values, weight)
+
+    def _add_gradients(
+        self,
+        loss: torch.Tensor,
+        numbers: tuple[int, int],
+        weight: float,
+        share: float,
+        counts: bool,
+        moving: Sequence[torch.Tensor],
+    ) -> float:
+        """Folds the gradients of a loss in, whose graph has these numbers, and returns the
+        cotangent that they come from; `counts`: whether anything of them is added.
+        """
+        assert self.sums is not None
+        folding, inputs = self.sums.folding, self.inputs
+        # The cotangent is the weight, or no gradient has one.
+        seed = share if folding.are_weighted else 1.0
+        is_lent = folding.lends and (seed == share or not folding.weighs)
+        is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
+        if not is_lent:
+            seed, self.begun = float(counts), False
+            for leaf in inputs:
+                leaf.grad = None
+        if loss.requires_grad and (inputs or moving):
+            self.backward(loss, seed, numbers, moving)
+        if not is_lent:
+            self._take(weight)
+        elif not self.begun:
+            self._adopt()
+        self.writes = self._count_writes()
+        return seed
 
     def forward(
         self, loss_fn: Callable[..., Any], args: tuple[Tree, ...], kwargs: dict[str, Tree]
@@ -384,7 +392,7 @@ class Window(ExitStack):
         for leaf in self.inputs:
             leaf.grad = None
         sums.fold(values, weight)
-        kept = {*sums.collected, *folding.outputs.threads}
+        kept = {*folding.outputs.collected, *folding.outputs.threads}
         self.passed = {index: value for index, value in values.items() if index in kept}
         if folding.lends:
             self._hold([sums.of[index] for index in folding.grads])
@@ -416,14 +424,11 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...]
     ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
-        moving = list[torch.Tensor]()
-        for index in self.plan.moving:
-            tree, leaves, originals = self.leaves_of(args[index], index)
-            with_hooks(Leaves({index: tree}, leaves, originals), self.gradient)
-            self.moving_trees[index] = tree
-            moving += leaves
+        leaves = self.leaves_of({index: args[index] for index in self.plan.moving})
+        with_hooks(leaves, self.gradient)
+        self.moving_trees = leaves.trees
         args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
-        return args, moving
+        return args, leaves.inputs
 
     @property
     def arriving(self) -> Sequence[torch.Tensor]:

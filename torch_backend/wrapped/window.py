@@ -145,7 +145,7 @@ class OwnGrads(Window):
             # It needs the window's `.grad`s and flags.
             stack.push(self._recover)
             self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
-            self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,), noted=False)
+            self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,))
             self.opened = opened_in_place(self.gradient, self.module, self.params, stack)
             self.push(stack.pop_all())
         return self

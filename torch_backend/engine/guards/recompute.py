@@ -36,12 +36,14 @@ def memory_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def may_note(loss_fn: object) -> bool:
-    """Whether forward passes of a loss may be noted: not of compiled modules and functions, which
-    would be compiled again where there are such hooks.
+def none_seen(loss_fn: object) -> Seen | None:
+    """A table for forward passes of a loss; None where these may not be noted: compiled modules and
+    functions would be compiled again where there are such hooks.
     """
     compiles = "torch._dynamo" in sys.modules  # without it nothing is compiled
-    return ON and not (compiles and any(map(_is_compiled, reachable(loss_fn))))
+    if not ON or (compiles and any(map(_is_compiled, reachable(loss_fn)))):
+        return None
+    return weakref.WeakKeyDictionary()
 
 
 def _is_compiled(value: object) -> bool:
@@ -137,8 +139,3 @@ def _check(
                 "functional_call has taken them out by then. Use torch_backend.pure_loss(module, "
                 "loss_fn)" + (", or use_reentrant=False." if in_function else ".")
             )
-
-
-def none_seen() -> Seen:
-    """A table for a new plan."""
-    return weakref.WeakKeyDictionary()
