@@ -78,7 +78,7 @@ def backend_of(
     and it is imported. Raises FuncgaError, which calls the trees by their `names()`, if two
     frameworks own leaves, or none does; `grad_fn` is what they are given to.
     """
-    loaded = [_LOADED[framework] for framework in _imported_frameworks()]
+    loaded = [_LOADED.get(name) or load(name) for name in ("torch", "jax") if sys.modules.get(name)]
     # With one framework nothing can be mixed.
     if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
         return loaded[0]
