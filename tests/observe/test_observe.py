@@ -233,6 +233,27 @@ def test_a_gradient_that_comes_in_pieces_is_refused(length):
     check_refused("Use use_reentrant=False", lambda: step(w, x, True))
 
 
+def test_an_error_leaves_no_hook_on_a_module():
+    torch.manual_seed(0)
+    module, x, runs = torch.nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64), []
+
+    def loss(module, x):
+        runs.append(1)
+        if len(runs) == 2:
+            raise KeyError("mine")
+        return module(x).square().mean()
+
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss), 2, observe=funcga.gradient_norms())
+    with pytest.raises(KeyError, match="mine"):
+        step(x)
+    assert not any(p._backward_hooks for p in module.parameters())
+    _, observed = step(x)
+    each = [torch.autograd.grad(loss(module, part), [*module.parameters()]) for part in x.split(2)]
+    norms, mean = oracle.norms([oracle.flat(gradient) for gradient in each], [2, 2])
+    assert np.allclose(observed.microbatches, norms, rtol=LIMIT, atol=0)
+    close(TORCH, observed.mean, mean)
+
+
 def test_an_average_keeps_numerator_and_denominator_apart(kit):
     number = lambda value: kit.arrays(np.float64(value))
     windows = [(8.0, 2.0, 1.0, 0.5), (float("nan"),) * 4, (6.0, -1.0, 2.0, 0.25), (1.0, 4.0, 0.5, 1.0)]
