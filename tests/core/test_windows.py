@@ -12,7 +12,7 @@ import jax_backend
 import torch_backend
 from tests import oracle
 from tests.core.sources import negated
-from tests.kits import JAX, TORCH, difference, dtypes
+from tests.kits import JAX, TORCH, Unseen, difference, dtypes
 
 SHAPES = {"b": (2,), "scale": (), "w": (3, 2)}
 LIMIT = 3e-7  # a few roundings of float32
@@ -198,6 +198,18 @@ def test_a_weight_of_zero_leaves_a_nan_out(kit):
     for zero in (0, kit.arrays(np.float32(0))):
         found, _ = run(made(kit, 3), kit, grads, [5, zero, 2.5])
         assert difference(kit, found[2][0], folded(kit, [grads[0], grads[2]], [5, 2.5])) <= LIMIT
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_weight_of_zero_that_only_a_device_knows_leaves_a_nan_out(donate):
+    fold = funcga.Fold(funcga.reducers.weighted, funcga.normalizers.by_steps)
+    for weights in ([0, 5, 2.5], [5, 0, 2.5]):
+        grads, zero = grads_of(TORCH, 3), weights.index(0)
+        wanted = folded(TORCH, grads, weights, "by_steps")
+        grads[zero] = spoilt(TORCH, grads[zero])
+        unseen = [torch.tensor(float(weight)).as_subclass(Unseen) for weight in weights]
+        found, _ = run(made(TORCH, 3, fold=fold, donate=donate), TORCH, grads, unseen)
+        assert difference(TORCH, found[2][0], wanted) <= LIMIT
 
 
 @pytest.mark.parametrize("bad", ["shape", "structure", "weight"])

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import funcga
 import torch_backend
@@ -211,6 +212,46 @@ def test_what_cannot_be_observed_is_refused(kit):
         check_refused("decay is", lambda bad=bad: funcga.observers.averaged(None, None, bad))
     check_refused("gradient_noise()", lambda: funcga.observers.averaged(3.0, None, 0.9))
     check_refused("where it takes a Fold", lambda: funcga.observers.Observer(funcga.mean, len))
+
+
+@pytest.mark.parametrize("length", [3, 2**13], ids=["short", "long"])
+def test_a_gradient_that_comes_in_pieces_is_refused(length):
+    """A checkpoint that runs a backward pass of its own gives parameters its part of their gradient there."""
+    torch.manual_seed(0)
+    w, x = torch.randn(length, dtype=torch.float64), torch.randn(4, length, dtype=torch.float64)
+
+    def loss(w, x, reentrant):
+        h = checkpoint(lambda x: torch.tanh(x * w), x + 0 * w, use_reentrant=reentrant)
+        return (h * w).square().mean()
+
+    step = funcga.accumulate(funcga.grad(loss), 2, in_axes=(None, 0, None), observe=funcga.gradient_norms())
+    each = [torch.func.grad(lambda w, x: (torch.tanh(x * w) * w).square().mean())(w, part) for part in x.split(2)]
+    norms, mean = oracle.norms([oracle.flat([gradient]) for gradient in each], [2, 2])
+    _, observed = step(w, x, False)
+    assert np.allclose(observed.microbatches, norms, rtol=LIMIT, atol=0)
+    close(TORCH, observed.mean, mean)
+    check_refused("Use use_reentrant=False", lambda: step(w, x, True))
+
+
+def test_an_error_leaves_no_hook_on_a_module():
+    torch.manual_seed(0)
+    module, x, runs = torch.nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64), []
+
+    def loss(module, x):
+        runs.append(1)
+        if len(runs) == 2:
+            raise KeyError("mine")
+        return module(x).square().mean()
+
+    step = funcga.accumulate(torch_backend.module_value_and_grad(module, loss), 2, observe=funcga.gradient_norms())
+    with pytest.raises(KeyError, match="mine"):
+        step(x)
+    assert not any(p._backward_hooks for p in module.parameters())
+    _, observed = step(x)
+    each = [torch.autograd.grad(loss(module, part), [*module.parameters()]) for part in x.split(2)]
+    norms, mean = oracle.norms([oracle.flat(gradient) for gradient in each], [2, 2])
+    assert np.allclose(observed.microbatches, norms, rtol=LIMIT, atol=0)
+    close(TORCH, observed.mean, mean)
 
 
 def test_an_average_keeps_numerator_and_denominator_apart(kit):
