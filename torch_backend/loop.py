@@ -26,10 +26,10 @@ from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dropping import DroppingCalls, fold_or_drop
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
-from torch_backend.engine.alone import value_alone
+from torch_backend.engine.alone import value_alone, value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import Distributed
-from torch_backend.engine.opened import Own
+from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import (
@@ -117,7 +117,7 @@ def run_window(
     # Slice all views first: after a backward pass the CPU cache is cold.
     views = views_of(arguments, cuts, state, devices)
     for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-        if program.is_exact or state:
+        if state or (program.is_exact and devices == 1):
             take = _copied_rows if program.is_exact else None
             view = arguments.cut(*cuts[number - 1], state, take)
         if program.dropping is None:
@@ -279,23 +279,23 @@ class Source:
         program, backend, gradient, own = self.program, self.backend, self.gradient, self.own
         if self.wrapped is not None:
             return self.wrapped.window(program, backend, arguments, plan)
-        if gradient is not None and program.dropping is None:
-            if self.compiled is not None and own is None:
-                make = self.compiled.window_of(program, gradient)
-                if make is not None:
-                    return make(program, gradient, backend, arguments, plan)
-            if not self.is_distributed and program.across is None:
-                return Window(program, gradient, backend, arguments, plan, own)
+        if self.compiled is not None and gradient is not None and own is None:
+            make = self.compiled.window_of(program, gradient)
+            if make is not None:
+                return make(program, gradient, backend, arguments, plan)
         merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
-            merge = next(iter(merges), None)
-            return Distributed(program, gradient, backend, arguments, plan, own, merge)
+            window = program, gradient, backend, arguments, plan, own
+            if self.is_distributed:
+                return Distributed(*window, next(iter(merges), None))
+            return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be dropped is
             # computed alone, and looked at first.
             gradient = function
-            alone = partial(value_alone, gradient, backend)
+            of_gradient = partial(value_of, gradient, backend, None, keeps_graphs=False)
+            alone = lambda *args, **kwargs: of_gradient(args, kwargs)
             function = alone if records else gradient.bound(backend)
         called = program, function, arguments, gradient, merges, records
         if program.dropping is None:
@@ -432,13 +432,8 @@ def _check_not_packed(arguments: Arguments) -> None:
 
 def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any]:
     """The function, which torch.compile runs as it is."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        return fold
-    if program.across is not None:
-        return untraced(fold)
-    if torch.compiler.is_compiling() or callable(_private.compiling()):
-        return untraced(fold, "funcga accumulates here; compile the loss, and not the step")
-    return fold
+    is_compiled = torch.compiler.is_compiling() or callable(_private.compiling())
+    return untraced(fold) if is_compiled or program.across is not None else fold
 
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:

@@ -83,21 +83,17 @@ def backend_of(
     if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
         return loaded[0]
     # First arrays of one framework alone; then those that it accepts, as JAX does NumPy arrays.
-    for takes_as_it_is in (False, True):
-        for backend in loaded:
-            leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
-            # One leaf of each type is enough.
-            of_each_type = dict(zip(map(type, leaves), leaves, strict=True)).values()
-            is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
-            if any(map(is_own, of_each_type)):
-                # By the name of the type, as torch.compile cannot trace another framework.
-                if any(
-                    _framework(leaf) not in (None, backend.name)
-                    for leaf in of_each_type
-                    if not is_own(leaf)
-                ):
-                    raise _mixed(trees, names(), loaded, grad_fn)
-                return backend
+    for takes_as_it_is, backend in product((False, True), loaded):
+        leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
+        # One leaf of each type is enough.
+        of_each_type = dict(zip(map(type, leaves), leaves, strict=True)).values()
+        is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
+        others = [leaf for leaf in of_each_type if not is_own(leaf)]
+        if len(others) < len(of_each_type):
+            # By the name of the type, as torch.compile cannot trace another framework.
+            if {*map(_framework, others)} - {None, backend.name}:
+                raise _mixed(trees, names(), loaded, grad_fn)
+            return backend
     raise _without_arrays(trees, names(), [backend.name for backend in loaded])
 
 

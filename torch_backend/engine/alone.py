@@ -3,7 +3,7 @@ divided, whose aux may be anything, and where each dtype is the leaf's own.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.guards import unchanged
-from torch_backend.engine.opened import Own
+from torch_backend.engine.leaves import Own, any_requires_grad
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.gradients import needs_autograd, recorded_gradients
@@ -144,11 +144,6 @@ def _refused_recomputing() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def any_requires_grad(leaves: Iterable[Any]) -> bool:
-    """Whether one of these is a tensor that requires grad."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _without_graphs(aux: Tree, window: Window, keeps_graphs: bool) -> Tree:

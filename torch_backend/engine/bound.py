@@ -1,9 +1,12 @@
-"""What becomes of the output of a loss: decided with the first loss of a structure."""
+"""What becomes of the output of a loss: decided with the first loss of a structure.
+
+`window` is the engine's Window, of which a plan, the gradient and what observes it are set here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,11 +19,8 @@ from torch_backend.engine.sums import Folding
 from torch_backend.gradients import is_constant
 from torch_backend.observing import ObservedGradient, Observing
 
-if TYPE_CHECKING:
-    from torch_backend.engine.window import Window
 
-
-def trees_of(window: "Window") -> list[Tree]:
+def trees_of(window: Any) -> list[Tree]:
     """The differentiated arguments as the loss is given them. Before the first backward pass the
     leaves stand in for their gradients: they are alike.
     """
@@ -28,7 +28,7 @@ def trees_of(window: "Window") -> list[Tree]:
     return [of_leaves[index] for index in window.plan.indices]
 
 
-def folding_of(window: "Window", loss: torch.Tensor, aux: Tree) -> Folding:
+def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     """How each leaf of the output is folded. The plan is told, if it is the same in each window."""
     program: Any = window.program
     arguments, gradient = window.arguments, window.gradient
@@ -68,12 +68,13 @@ def folding_of(window: "Window", loss: torch.Tensor, aux: Tree) -> Folding:
     )
     may_differ = gradient.has_aux or window.plan.moving or window.observing is not None
     dtype = None if may_differ or type(loss) is not torch.Tensor else loss.dtype
-    window.plan = replace(window.plan, folding=folding, loss_dtype=dtype)
+    if dtype is not None:
+        window.plan = replace(window.plan, folding=folding, loss_dtype=dtype)
     return folding
 
 
 def is_unreached(
-    window: "Window",
+    window: Any,
     loss: torch.Tensor,
     moving: Sequence[torch.Tensor],
     weight: float,

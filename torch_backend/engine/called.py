@@ -19,7 +19,6 @@ from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine.distributed import Merge, with_a_blank_row
 from torch_backend.engine.leaves import detached, without_graphs
-from torch_backend.engine.opened import NOTHING
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
 
@@ -45,7 +44,6 @@ class Called:
 
     sums: Sums | None = None
     plan = None  # nothing is known of what a function does
-    looks_ahead = False
     likes: Mapping[int, torch.Tensor] = {}  # where results are to lie that are DTensors, by leaf
 
     def __init__(
@@ -60,7 +58,7 @@ class Called:
         self.program, self.grad_fn, self.gradient = program, grad_fn, gradient
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Arguments | None = arguments
-        self.merges, self.records, self.may_be_short = merges, records, bool(merges)
+        self.merges, self.records = merges, records
         # Whether in_axes was left at its default, which passes the first argument whole.
         no_axes = program.in_axes is None and program.default_in_axes is None
         self.assumes_whole = no_axes and gradient is None
@@ -125,9 +123,7 @@ class Called:
         outer = calling.microbatch
         calling.microbatch = (arguments, args) if self.assumes_whole else outer
         try:
-            # Parameters that require grad ask for a second derivative otherwise.
-            with torch.no_grad() if self.records else NOTHING:
-                return self.grad_fn(*args, **kwargs)
+            return self.grad_fn(*args, **kwargs)
         finally:
             calling.microbatch = outer
 
@@ -165,7 +161,7 @@ class Called:
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.sums is not None
-        with nullcontext() if self.pure else torch.no_grad():
+        with self.quiet:
             self.sums.settle(self.likes)
             return self._merged(self.sums)
 
@@ -188,7 +184,7 @@ class Called:
             # totals of a row of zeros, which are not added.
             blank = with_a_blank_row(arguments).cut(0, 1, state)
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
-            sums = Sums(Folding(outputs))
+            sums = self.empty(Folding(outputs))
             for merge in self.merges:
                 merge.begin(sums, leaves)
         sums.state = state

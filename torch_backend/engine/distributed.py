@@ -6,6 +6,7 @@ and each is reduced once, at the end of the window.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,7 @@ from funcga._types import Array, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine import bound
-from torch_backend.engine.leaves import OWN, detached
-from torch_backend.engine.opened import Own
+from torch_backend.engine.leaves import OWN, Own, detached
 from torch_backend.engine.plan import Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
@@ -73,7 +73,7 @@ class Distributed(Window):
         merge: Merge | None,
     ):
         super().__init__(program, gradient, backend, arguments, plan, own)
-        self.merge, self.may_be_short = merge, merge is not None
+        self.merge = merge
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None and self.merge is not None:
@@ -184,8 +184,7 @@ def with_a_blank_row(arguments: Arguments) -> Arguments:
     for part in arguments.parts:
         leaves = [blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
         parts.append(part._replace(leaves=leaves) if part.axes else part)
-    kept = arguments.grad_fn, arguments.backend, arguments.assumed, arguments.state
-    return Arguments(tuple(parts), *kept)
+    return replace(arguments, parts=tuple(parts))
 
 
 def window_of(
@@ -195,9 +194,8 @@ def window_of(
     arguments: Arguments,
     plan: Plan | None,
     own: Own | None,
-    merge: Merge | None = None,
 ) -> Window:
     """A window of a gradient that autograd computes."""
     if dist.is_available() and dist.is_initialized():
-        return Distributed(program, gradient, backend, arguments, plan, own, merge)
+        return Distributed(program, gradient, backend, arguments, plan, own, None)
     return Window(program, gradient, backend, arguments, plan, own)

@@ -5,10 +5,11 @@ its memory. So arguments, modules and their `.grad`s stay as they are, and every
 can do works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import is_uninitialised, leaf_paths
@@ -18,8 +19,17 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError, uninitialised
 from torch_backend import arrays, trees
 from torch_backend.gradients import put_hooks
+from torch_backend.modules.layers import Walk
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
+
+
+class Own(NamedTuple):
+    """A module, its own parameters that are differentiated, and the walk that has found them."""
+
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    walk: Walk
 
 
 class Leaves(NamedTuple):
@@ -42,14 +52,14 @@ def aliases_or_copies(
     return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]
 
 
-def with_hooks(leaves: Leaves, gradient: GradientFunction) -> bool:
-    """Puts the hooks of parameters on their leaves; whether there are any."""
+def with_hooks(leaves: Leaves, gradient: GradientFunction) -> None:
+    """Puts the hooks of parameters on their leaves."""
 
     def paths() -> list[str]:
         named = leaves.trees.items()
         return [path for index, tree in named for path in present_paths_of(tree, index, gradient)]
 
-    return put_hooks(leaves.originals, leaves.inputs, paths)
+    put_hooks(leaves.originals, leaves.inputs, paths)
 
 
 def present_paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:
@@ -125,3 +135,8 @@ def without_graphs(
         else:
             parts.append(part._replace(value=detached(part.value, recorded)))
     return parts
+
+
+def any_requires_grad(leaves: Iterable[Any]) -> bool:
+    """Whether one of these is a tensor that requires grad."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

@@ -1,12 +1,10 @@
-"""What a window begins with: leaves in place of what is differentiated, the context that the loss
-is called in, and the guards that last as long as the window.
-"""
+"""What stays the same until a window ends: the contexts of its passes, and what guards them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,22 +13,14 @@ from funcga._call.arguments import Argument
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from torch_backend.engine.guards import recompute
-from torch_backend.engine.leaves import OWN, Leaves
+from torch_backend.engine.leaves import OWN, Leaves, Own
 from torch_backend.engine.plan import Plan, autocasting
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import Walk, call_loss
+from torch_backend.modules.layers import call_loss
 from torch_backend.modules.visits import Visit
 
 LossContext = AbstractContextManager[Callable[..., Any]]
 NOTHING = nullcontext()
-
-
-class Own(NamedTuple):
-    """A module, its own parameters that are differentiated, and the walk that has found them."""
-
-    module: nn.Module
-    params: dict[str, nn.Parameter]
-    walk: Walk
 
 
 @dataclass(eq=False)

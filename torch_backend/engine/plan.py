@@ -1,7 +1,7 @@
 """What is known of a step's calls of one structure: worked out at the first of them, once.
 
-A plan is immutable once it is kept. It holds no tensor and no module. What the graphs of its losses
-were seen to need stands in a table beside it.
+The fields of a plan are set once; two tables in it go on growing, of what graphs and modules were
+seen to have. It keeps no tensor and no module alive.
 """
 
 import operator
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -22,12 +22,9 @@ from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.guards import ON, recompute
-from torch_backend.engine.leaves import OWN, Leaves
+from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.engine.sums import Folding
 from torch_backend.modules.checks import check_initialised, check_unfrozen
-
-if TYPE_CHECKING:
-    from torch_backend.engine.opened import Own
 
 _MOST = 64  # plans of a step, and graphs of a plan
 
@@ -41,6 +38,17 @@ class Graph(NamedTuple):
 
     custom: bool
     leads_elsewhere: bool
+
+
+class Table(dict[Any, Any]):
+    """A table of at most 64 entries, of which the oldest goes out. Threads may share it."""
+
+    def put(self, key: Any, value: Any) -> None:
+        """Notes a value."""
+        self[key] = value
+        if len(self) > _MOST:
+            for oldest in [*self][: len(self) - _MOST]:
+                self.pop(oldest, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +84,7 @@ class Plan:
     is_bare: bool = False
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
-    graphs: "Table" = field(default_factory=lambda: Table())
+    graphs: Table = field(default_factory=Table)
     seen: recompute.Seen | None = None
 
     def with_cuts(
@@ -97,17 +105,6 @@ class Plan:
         return replace(
             self, parts=parts, cuts=cuts, devices=devices, is_bare=is_bare and not self.moving
         )
-
-
-class Table(dict[Any, Any]):
-    """A table of at most 64 entries, of which the oldest goes out. Threads may share it."""
-
-    def put(self, key: Any, value: Any) -> None:
-        """Notes a value."""
-        self[key] = value
-        if len(self) > _MOST:
-            for oldest in [*self][: len(self) - _MOST]:
-                self.pop(oldest, None)
 
 
 class Plans(Table):
@@ -213,8 +210,8 @@ def is_narrow(leaf: torch.Tensor) -> bool:
     return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
-def check_arguments(
-    parts: Sequence[Argument], gradient: GradientFunction, own: "Own | None"
+def checked_whole(
+    parts: Sequence[Argument], gradient: GradientFunction, own: Own | None
 ) -> list[int]:
     """The indices of the arguments that are differentiated and passed whole. Raises FuncgaError for
     arguments, or a module, that cannot be differentiated.
@@ -231,12 +228,17 @@ def check_arguments(
 
 
 def plan_of(
-    gradient: GradientFunction, parts: Sequence[Argument], leaves: Leaves, own: "Own | None"
+    gradient: GradientFunction, parts: Sequence[Argument], leaves: Leaves, own: Own | None
 ) -> Plan:
     """A plan for calls with arguments and leaves like these."""
-    inputs, originals = leaves.inputs, leaves.originals
-    indices = (OWN,) if own is not None else gradient.arg_indices(len(parts))
-    moving = () if own is not None else tuple([i for i in indices if parts[i].axes])
+    inputs, originals, module = leaves.inputs, leaves.originals, None
+    indices: tuple[int, ...] = (OWN,)
+    moving: tuple[int, ...] = ()
+    if own is None:
+        indices = gradient.arg_indices(len(parts))
+        moving = tuple([index for index in indices if parts[index].axes])
+    else:
+        module = own.module
     hooked = any(map(_private.hooks_of, originals))
     may_weigh = not (hooked or gradient.scaled or moving)
     return Plan(
@@ -245,12 +247,12 @@ def plan_of(
         whole=tuple([index for index in indices if index not in moving]),
         moving=moving,
         hooked=hooked,
-        watches=ON and any(isinstance(o, torch.Tensor) and o.requires_grad for o in originals),
+        watches=ON and own is None and any_requires_grad(originals),
         autocast=autocasting({leaf.device.type for leaf in inputs}),
         takes_weights=may_weigh and not any(map(is_narrow, inputs)),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
-        seen=recompute.none_seen((gradient, None if own is None else own.module)),
+        seen=recompute.none_seen((gradient, module)),
     )
 
 

@@ -8,12 +8,13 @@ Where a gradient cannot be added so (folds that are no sums, hooks of the user's
 weights, sums wider than a module's own parameters) each gradient is taken from `.grad` after its
 pass, and folded in.
 
-What only the first call of a structure does stands in other files: opened, bound, plan, guards.
+What only the first call of a structure does stands in other files: bound, plan, and most of opened.
 """
 
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ from torch_backend.engine.guards.watched import grads_watched
 from torch_backend.engine.leaves import (
     OWN,
     Leaves,
+    Own,
     aliases_or_copies,
     detached,
     with_hooks,
@@ -44,12 +46,11 @@ from torch_backend.engine.opened import (
     Again,
     LossContext,
     Opened,
-    Own,
     contexts_of_passes,
     recording,
     visit_of,
 )
-from torch_backend.engine.plan import Graph, Plan, check_arguments, functions_alive, plan_of
+from torch_backend.engine.plan import Graph, Plan, checked_whole, functions_alive, plan_of
 from torch_backend.engine.sums import Sums
 from torch_backend.gradients import switched_off
 from torch_backend.modules import PureLoss
@@ -68,7 +69,6 @@ class Window(ExitStack):
     `observing`: what measures the gradients on their way, from the first loss on.
     """
 
-    looks_ahead = may_be_short = False
     may_communicate = False  # whether other processes may wait for each backward pass
     # Where Distributed merges the sums over replicas.
     merged: Callable[[Sums], Tree] | None = None
@@ -117,7 +117,7 @@ class Window(ExitStack):
                 stack.enter_context(mode)
                 mode = NOTHING
             with mode:
-                whole = known.whole if known else check_arguments(parts, gradient, own)
+                whole = known.whole if known else checked_whole(parts, gradient, own)
                 if own is not None:
                     params: list[torch.Tensor] = [*own.params.values()]
                     leaves = Leaves({OWN: own.params}, params, [*params])
@@ -162,7 +162,7 @@ class Window(ExitStack):
         elif isinstance(loss, PureLoss) and 0 not in plan.moving:
             lasting = None if is_stream else stack
             visit, visits = visit_of(loss, self.arguments.parts, leaves, lasting)
-        elif plan.watches:
+        if plan.watches:
             stack.enter_context(grads_watched(leaves.originals))
         # A module that has its parameters in the backward pass, too, may run other layers in it
         # than in the first call, and other frozen parameters may be in these.
@@ -200,8 +200,7 @@ class Window(ExitStack):
             parts = without_graphs(arguments, of_leaves, self.plan.moving, True)
         if kwargs:
             kwargs = {name: detached(value, True) for name, value in kwargs.items()}
-        kept = arguments.grad_fn, arguments.backend, arguments.assumed, arguments.state
-        return Arguments(tuple(parts), *kept), kwargs
+        return replace(arguments, parts=tuple(parts)), kwargs
 
     # --- a micro-batch
 
@@ -221,9 +220,9 @@ class Window(ExitStack):
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
             if ON and self._count_writes(moving) != self.writes:
                 raise unchanged.by_the_loss(inputs, self.held)
-            share: Any
-            unit, share, seed = sums.unit, sums.share(weight), 0.0
-            if unit != sums.unit:  # the sums may have been brought to it, which is a write, too
+            unit, seed = sums.unit, 0.0
+            share: Any = sums.share(weight)
+            if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
                 self.writes = self._count_writes()
             # Of weight 0 nothing is added to weighted sums, not even a NaN.
             counts = bool(share or moving) or not folding.are_weighted
@@ -254,7 +253,8 @@ class Window(ExitStack):
         """
         assert self.sums is not None
         folding, inputs = self.sums.folding, self.inputs
-        # The cotangent is the weight, or no gradient has one.
+        # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
+        # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
         is_lent = folding.lends and (seed == share or not folding.weighs)
         is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))

@@ -24,7 +24,7 @@ from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of_module
 from torch_backend.engine.called import calling
-from torch_backend.engine.opened import Own
+from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan
 from torch_backend.modules.checks import (
     check_initialised,

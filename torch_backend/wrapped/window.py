@@ -112,7 +112,6 @@ class OwnGrads(Window):
     sums.
     """
 
-    looks_ahead = may_be_short = True
     is_weighted = False
 
     def __init__(
@@ -220,8 +219,9 @@ class OwnGrads(Window):
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
-        values, folds = self._rest(loss, aux, ()), self.plan.folding.outputs.folds
-        return [values.get(index) for index in range(len(folds))]
+        assert self.sums is not None
+        values, outputs = self._rest(loss, aux, ()), self.sums.folding.outputs
+        return [values.get(index) for index in range(len(outputs.folds))]
 
     def add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
         """Folds in what stands beside the gradients."""

@@ -26,11 +26,10 @@ from funcga.normalizers import identity
 from funcga.reducers import weighted
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine.alone import any_requires_grad, value_of
+from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.leaves import detached
-from torch_backend.engine.opened import Own
+from torch_backend.engine.leaves import Own, any_requires_grad, detached
 from torch_backend.engine.plan import Plans, call_key
 from torch_backend.engine.sums import Sums
 from torch_backend.loop import (

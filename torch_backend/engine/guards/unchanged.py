@@ -1,7 +1,7 @@
 """No parameter is written to in a window, and no sum but by the window's own backward passes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,12 +9,9 @@ from torch import nn
 from funcga.errors import FuncgaError
 from torch_backend import _private
 
-if TYPE_CHECKING:
-    from torch_backend.engine.opened import Opened
 
-
-def check(opened: "Opened") -> None:
-    """Raises FuncgaError if a window has changed a parameter, or the module."""
+def check(opened: Any) -> None:
+    """Raises FuncgaError if a window, which is `opened`, has changed a parameter, or the module."""
     own, visits, inputs = opened.own, opened.visits, opened.leaves.inputs
     pairs = zip(inputs, opened.versions, map(_private.version, inputs), strict=True)
     written_to = {id(leaf) for leaf, first, last in pairs if first != last}
