@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
