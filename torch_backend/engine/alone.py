@@ -107,8 +107,9 @@ def _run(
     torch.func has to take.
     """
     inputs, gradients = window.inputs, evaluations()
+    scale, kwargs = window.gradient.read_scale(kwargs, window.backend)
     with recording_loss(), window.opened.visit as loss_fn:
-        loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs)
+        loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs, scale)
         if any(leaf.grad is not None for leaf in inputs):
             raise unchanged.ran_backward()
         if not window.gradient.reached:

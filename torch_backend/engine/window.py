@@ -25,7 +25,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound, graphs
@@ -209,28 +209,28 @@ class Window(ExitStack):
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
         opened, inputs, moving = self.opened, self.inputs, list[torch.Tensor]()
+        scale = None
+        if kwargs or self.gradient.scaled:
+            scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         with opened.mode, recording_loss(), opened.visit as loss_fn:
             if self.plan.moving:
                 args, moving = self._with_leaves_of(args)
             gradients = 0 if self.gradient.reached else evaluations()
-            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs)
+            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
             if self.sums is None:
                 self.sums = self._bind(loss.detach(), aux, moving)
             sums, folding = self.sums, self.sums.folding
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
             if ON and self._count_writes(moving) != self.writes:
                 raise unchanged.by_the_loss(inputs, self.held)
-            unit, seed = sums.unit, 0.0
+            unit = sums.unit
             share: Any = sums.share(weight)
             if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
                 self.writes = self._count_writes()
-            # Of weight 0 nothing is added to weighted sums, not even a NaN.
-            counts = bool(share or moving) or not folding.are_weighted
-            if counts or self.may_communicate:
-                if not self.gradient.reached:
-                    is_alone = evaluations() == gradients
-                    self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
-                seed = self._add_gradients(objective, numbers, weight, share, counts, moving)
+            if not self.gradient.reached:
+                is_alone = evaluations() == gradients
+                self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
+            seed = self._add_gradients(objective, numbers, weight, share, moving)
             if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
                 sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
                 return
@@ -245,14 +245,17 @@ class Window(ExitStack):
         numbers: tuple[int, int],
         weight: float,
         share: float,
-        counts: bool,
         moving: Sequence[torch.Tensor],
     ) -> float:
         """Folds the gradients of a loss in, whose graph has these numbers, and returns the
-        cotangent that they come from; `counts`: whether anything of them is added.
+        cotangent that they come from.
         """
         assert self.sums is not None
         folding, inputs = self.sums.folding, self.inputs
+        # Of weight 0 nothing is added to weighted sums, not even a NaN.
+        counts = bool(share or moving) or not folding.are_weighted
+        if not (counts or self.may_communicate):
+            return 0.0
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
@@ -272,12 +275,14 @@ class Window(ExitStack):
         return seed
 
     def forward(
-        self, loss_fn: Callable[..., Any], args: tuple[Tree, ...], kwargs: dict[str, Tree]
+        self,
+        loss_fn: Callable[..., Any],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        scale: Scalar | None,
     ) -> tuple[torch.Tensor, Tree, torch.Tensor, tuple[int, int]]:
         """(the loss, its aux, the loss times its scale, the numbers of its graph)."""
-        gradient, scale = self.gradient, None
-        if kwargs or gradient.scaled:
-            scale, kwargs = gradient.read_scale(kwargs, self.backend)
+        gradient = self.gradient
         nodes = graphs.nodes_made()
         with self.opened.noted:
             loss, aux = loss_fn(*args[self.opened.first :], **kwargs), None

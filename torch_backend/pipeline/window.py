@@ -298,7 +298,7 @@ class LastStage:
         args = visible, microbatch.target
         with recording_loss():
             loss_fn = window.gradient.loss_fn
-            loss, aux, *_ = window.forward(loss_fn, args, microbatch.kwargs)
+            loss, aux, *_ = window.forward(loss_fn, args, microbatch.kwargs, None)
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
         self.values[number] = loss.detach(), detached(aux, recorded=True)

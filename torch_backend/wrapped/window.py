@@ -323,10 +323,11 @@ class ModuleWindow(OwnGrads):
     ) -> None:
         """Runs one micro-batch forward and backward, and folds it in, unless its weight is None."""
         self._begin_pass(last)
+        scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
         with masks, recording_loss(), self.opened.visit as loss_fn:
-            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs)
+            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
             seed = self._seed(objective, weight)
