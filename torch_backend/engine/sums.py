@@ -87,6 +87,11 @@ class Folding:
         return "weighted" in self._kinds_of_grads
 
     @cached_property
+    def are_alike(self) -> bool:
+        """Whether all of them are, or none."""
+        return self.are_weighted or not self.weighs
+
+    @cached_property
     def are_weighted(self) -> bool:
         """Whether all of them are."""
         return self._kinds_of_grads <= {"weighted"}

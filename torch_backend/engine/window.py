@@ -259,14 +259,13 @@ class Window(ExitStack):
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
-        is_lent = folding.lends and (seed == share or not folding.weighs)
+        is_lent = folding.lends and (folding.are_alike or share == 1)
         is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
             for leaf in inputs:
                 leaf.grad = None
-        if loss.requires_grad and (inputs or moving):
-            self.backward(loss, seed, numbers, moving)
+        self.backward(loss, seed, numbers, moving)
         if not is_lent:
             self._take(weight)
         elif not self.begun:
@@ -302,6 +301,8 @@ class Window(ExitStack):
     ) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         plan, opened, leaves = self.plan, self.opened, (*self.inputs, *moving)
+        if not (loss.requires_grad and leaves):
+            return
         graph: Graph | None = plan.graphs.get(numbers)
         if graph is None or EVERY:
             graph = self.graph_of(loss, numbers, leaves)
@@ -325,8 +326,7 @@ class Window(ExitStack):
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, leaves, **how)
         except RuntimeError as error:
-            if not all(map(_REQUIRES_GRAD, leaves)):
-                raise switched_off() from error
+            unchanged.explain(error, leaves)
             raise
         finally:
             for handle in watching:

@@ -8,6 +8,7 @@ from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import _private
+from torch_backend.gradients import switched_off
 
 
 def check(opened: Any) -> None:
@@ -61,6 +62,12 @@ def other_hooks() -> FuncgaError:
         "a parameter got a hook of register_hook during the window, or lost one, which saw only a "
         "part of its micro-batches. Put hooks on parameters between two calls of the step."
     )
+
+
+def explain(error: RuntimeError, leaves: Sequence[torch.Tensor]) -> None:
+    """Raises FuncgaError for an error of a backward pass to leaves that a loss has switched off."""
+    if not all(leaf.requires_grad for leaf in leaves):
+        raise switched_off() from error
 
 
 def by_the_loss(leaves: Sequence[torch.Tensor], held: Sequence[Any]) -> FuncgaError:
