@@ -2,11 +2,11 @@
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def run_window(
     kwargs: dict[str, Tree],
     cuts: Sequence[tuple[int, int]],
     devices: int,
-    weights: Sequence[Scalar],
+    weights: list[Any],
 ) -> Tree:
     """The result of a window of the micro-batches that are cut from prepared arguments."""
     program, state = window.program, list[Any]()
@@ -232,6 +232,7 @@ def _with_weights(
         yield holder.pop()
 
 
+_HAS_PROCESSES = dist.is_available()
 _LAYOUT, _IS_NESTED = operator.attrgetter("layout"), operator.attrgetter("is_nested")
 
 
@@ -257,7 +258,7 @@ class Source:
             self.compiled = _compiled()
             program = program if self.compiled is None else self.compiled.program_of(program)
         grad_fn, self.program, self.backend = program.grad_fn, program, backend
-        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.is_distributed = _HAS_PROCESSES and dist.is_initialized()
         if self.is_distributed:
             check_unwrapped(grad_fn, program.memory)
         self.may_be_short = program.across is not None
@@ -360,17 +361,19 @@ def views_of(
         return [arguments.cut(start, size, state, take) for start, size in cuts]
     # The usual case: one call cuts a tensor into all of its views.
     sizes = [size for _, size in cuts]
-    pieces = zip(
-        *[leaf.split(sizes, axis) for leaf, axis in zip(leaves, axes, strict=True)], strict=True
-    )
-    views = []
-    for each in map(iter, pieces):
-        view = []
-        for part in arguments.parts:
-            rows = islice(each, len(part.leaves))
-            view.append(trees.unflatten(part.structure, [*rows]) if part.axes else part.value)
-        views.append(tuple(view))
-    return views
+    of_parts: list[Iterable[Tree]] = []
+    for part in arguments.parts:
+        pairs = zip(part.leaves, part.axes, strict=True)
+        pieces = [torch.split_with_sizes(leaf, sizes, axis) for leaf, axis in pairs]  # type: ignore[arg-type]
+        if not pieces:
+            of_parts.append(repeat(part.value, len(sizes)))
+        elif part.value is part.leaves[0]:  # a tensor, and no tree
+            of_parts.append(pieces[0])
+        else:
+            of_parts.append(
+                map(partial(trees.unflatten, part.structure), zip(*pieces, strict=True))
+            )
+    return [*zip(*of_parts, strict=True)]
 
 
 def weights_of(

@@ -4,6 +4,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -138,7 +139,9 @@ class ModuleGradient(OwningGradient):
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
-        if torch.compiler.is_compiling() or arrays.in_transform() or callable(_private.compiling()):
+        # Without torch._dynamo nothing is compiled.
+        compiles = "torch._dynamo" in sys.modules and callable(_private.compiling())
+        if compiles or torch.compiler.is_compiling() or arrays.in_transform():
             raise FuncgaError(
                 "module_value_and_grad runs .backward() on the module's own parameters, which can "
                 "be neither compiled nor transformed by torch.func. Compile the module, or "
