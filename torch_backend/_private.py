@@ -97,12 +97,6 @@ graph_task: Callable[[], int] = _attribute(torch._C, "_current_graph_task_id", l
 # functions written in Python that run a module are not recognised.
 current_node: Callable[[], object] = _attribute(torch._C, "_current_autograd_node", lambda: None)
 
-# How many nodes of graphs this thread has made. Without it each graph is walked: no two of these
-# differ by the same number.
-nodes_made: Callable[[], int] = _attribute(
-    torch.autograd, "_get_sequence_nr", itertools.accumulate(itertools.count()).__next__
-)
-
 
 class _Ever:
     def __init__(self) -> None:

@@ -56,11 +56,12 @@ class DroppingSums(Sums):
             super().add(values, weight)
             return
         for index in values.keys() & self.folding.folds.keys():
+            value = arrays.strided(values[index])
             # It may be the first, and every other may be dropped, too.
             if self.of[index] is None:
-                self.of[index] = self.folding.folds[index].identity(values[index])
+                self.of[index] = self.folding.folds[index].identity(value)
             if keep is not False:
-                self._add_where(keep, index, values[index], weight)
+                self._add_where(keep, index, value, weight)
         for index in outputs.collected:
             # Only observers collect anything here: of what is dropped, NaN.
             self.collected[index].append(selected(keep, values[index], values[index] * NAN))

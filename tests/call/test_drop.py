@@ -320,3 +320,23 @@ def test_a_compiled_loss():
     loss, grads = funcga.accumulate(funcga.value_and_grad(loss_fn), 4, drop="microbatch")(params, x, flags)
     wanted = expected(params, x, [0, 1, 2, 6, 7, 8, 9])
     assert difference(TORCH, {"loss": loss, "grads": grads}, TORCH.arrays(wanted)) <= 1e-12
+
+
+@pytest.mark.parametrize("dropped", [[0], [2], [0, 1], [0, 1, 2]])
+@pytest.mark.parametrize("scope", ["microbatch", "window"])
+def test_sparse_gradients(dropped, scope):
+    """The gradients of an embedding are sparse, and their sum is dense, whichever micro-batch is the first."""
+    table, indices = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 7, (9,))
+    targets = torch.randn(9, 4, dtype=torch.float64)
+    kept = torch.ones(3, 3, dtype=torch.bool)
+    kept[dropped] = False
+    targets[(~kept).reshape(-1)] = float("nan")
+    loss = lambda params, i, t: (torch.nn.functional.embedding(i, params["e"], sparse=True) - t).square().mean()
+    _, grads = funcga.accumulate(funcga.value_and_grad(loss), 3, drop=scope)({"e": table}, indices, targets)
+    expected = torch.zeros_like(table)
+    if scope == "microbatch" and kept.any():
+        leaf, rows = table.clone().requires_grad_(), kept.reshape(-1)
+        (leaf[indices[rows]] - targets[rows]).square().mean().backward()
+        expected = leaf.grad
+    assert grads["e"].layout is torch.strided
+    torch.testing.assert_close(grads["e"], expected)

@@ -109,7 +109,7 @@ def _run(
     inputs, gradients = window.inputs, evaluations()
     scale, kwargs = window.gradient.read_scale(kwargs, window.backend)
     with recording_loss(), window.opened.visit as loss_fn:
-        loss, aux, objective, numbers = window.forward(loss_fn, args, kwargs, scale)
+        loss, aux, objective = window.forward(loss_fn, args, kwargs, scale)
         if any(leaf.grad is not None for leaf in inputs):
             raise unchanged.ran_backward()
         if not window.gradient.reached:
@@ -117,15 +117,16 @@ def _run(
             window.unreached = bound.is_unreached(window, objective, (), 1.0, is_alone)
         if not (objective.requires_grad and inputs):
             return loss, aux, _own_grads(inputs), False
-        graph = None if keeps_graphs else window.plan.graphs.get(numbers)
-        graph = graph or window.graph_of(objective, numbers, inputs)
-        leads = keeps_graphs and graph.leads_elsewhere
-        if leads and graph.custom:  # it may run a pass of its own, of which nothing is recorded
-            return loss, aux, None, False
+        leads = False
+        if keeps_graphs:
+            found = graphs.reach(objective, {*map(id, inputs)})
+            leads = graphs.leads_elsewhere(found.foreign)
+            if leads and found.custom:  # it may run a pass of its own, of which nothing is recorded
+                return loss, aux, None, False
         if leads:
             with _refused_recomputing():
                 return loss, aux, recorded_gradients(objective, inputs), True
-        window.backward(objective, 1.0, numbers, ())
+        window.backward(objective, 1.0, ())
         return loss, aux, _own_grads(inputs), False
 
 

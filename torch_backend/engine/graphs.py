@@ -1,14 +1,15 @@
 """The graph of a loss: which leaves it leads to, and how its backward pass is run.
 
-The graph of a loss is no part of the structure of a call: a loss may build another one each time.
-`torch.autograd` counts the nodes that a thread makes, and each node of a function that is written
-in Python holds a reference to its class. A graph of numbers that were not seen before is walked
-once. They only save walks, they are no identity: modules that run in a backward pass are watched in
-each (guards.recompute).
+The graph of a loss is no structure of a call: a loss may build another one each time. To walk each
+would take a few percent of the time of a loop over small layers. What a walk is for are functions
+that are written in Python, and each node of one holds a reference to its class. So where no such
+node is alive, none is in the graph, and it is not walked.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -16,11 +17,34 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from torch_backend import _private
 
-# How many nodes of graphs this thread has made.
-nodes_made: Callable[[], int] = _private.nodes_made
-
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
 AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+
+
+class _Unused(torch.autograd.Function):
+    """A function that is never applied."""
+
+
+def references_to(kinds: Sequence[Any]) -> list[int]:
+    """How many there are to each of these classes, which are given as weak references."""
+    return [sys.getrefcount(kind()) for kind in kinds]
+
+
+# How many there are to the class of a function of which no node is alive.
+(NO_NODES,) = references_to([ref(_Unused._backward_cls)])
+
+
+def kinds_of_functions() -> list[Any]:
+    """The classes of the nodes of functions written in Python that may run a backward pass of their
+    own, as weak references.
+    """
+    return [ref(kind) for kind in BackwardCFunction.__subclasses__() if _is_foreign(kind)]
+
+
+def _is_foreign(kind: Any) -> bool:
+    """Whether it is not torch's own, which run no pass of their own but for checkpoints."""
+    module: str = kind._forward_cls.__module__
+    return not module.startswith("torch.") or module == "torch.utils.checkpoint"
 
 
 class Reached(NamedTuple):

@@ -1,21 +1,18 @@
 """What is known of a step's calls of one structure: worked out at the first of them, once.
 
-The fields of a plan are set once; two tables in it go on growing, of what graphs and modules were
-seen to have. It keeps no tensor and no module alive.
+The fields of a plan are set once; a table in it goes on growing, of what modules were seen to have.
+It keeps no tensor and no module alive.
 """
 
 import operator
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
 from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
@@ -27,17 +24,6 @@ from torch_backend.engine.sums import Folding
 from torch_backend.modules.checks import check_initialised, check_unfrozen
 
 _MOST = 64  # plans of a step, and graphs of a plan
-
-
-class Graph(NamedTuple):
-    """What graphs of the same numbers were seen to need.
-
-    `custom`: whether functions written in Python are in them, so that the pass is unrestricted.
-    `leads_elsewhere`: whether they lead to leaves of somebody else.
-    """
-
-    custom: bool
-    leads_elsewhere: bool
 
 
 class Table(dict[Any, Any]):
@@ -84,7 +70,6 @@ class Plan:
     is_bare: bool = False
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
-    graphs: Table = field(default_factory=Table)
     seen: recompute.Seen | None = None
 
     def with_cuts(
@@ -112,32 +97,6 @@ class Plans(Table):
 
     def __reduce__(self) -> tuple[type["Plans"], tuple[()]]:
         return Plans, ()  # a copy of the step makes its own
-
-
-# --- the numbers of a graph
-
-# What tells whether there are more kinds of functions written in Python, and those that may run a
-# backward pass of their own.
-_kinds: tuple[object, list[Any]] = (None, [])
-
-
-def functions_alive() -> int:
-    """A number that changes with each node of such a function that is made, or freed."""
-    global _kinds
-    made, kinds = repr(_private.KINDS_MADE), _kinds
-    if made != kinds[0]:
-        kinds = _kinds = (
-            made,
-            [ref(kind) for kind in BackwardCFunction.__subclasses__() if _is_foreign(kind)],
-        )
-    found = [kind() for kind in kinds[1]]
-    return sum([sys.getrefcount(kind) for kind in found])
-
-
-def _is_foreign(kind: type) -> bool:
-    """Whether it is not torch's own, which run no pass of their own but for checkpoints."""
-    module: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
-    return not module.startswith("torch.") or module == "torch.utils.checkpoint"
 
 
 # --- the structure of a call

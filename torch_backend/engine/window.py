@@ -12,6 +12,7 @@ What only the first call of a structure does stands in other files: bound, plan,
 """
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -50,7 +51,7 @@ from torch_backend.engine.opened import (
     recording,
     visit_of,
 )
-from torch_backend.engine.plan import Graph, Plan, checked_whole, functions_alive, plan_of
+from torch_backend.engine.plan import Plan, checked_whole, plan_of
 from torch_backend.engine.sums import Sums
 from torch_backend.gradients import switched_off
 from torch_backend.modules import PureLoss
@@ -216,7 +217,7 @@ class Window(ExitStack):
             if self.plan.moving:
                 args, moving = self._with_leaves_of(args)
             gradients = 0 if self.gradient.reached else evaluations()
-            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
+            loss, aux, objective = self.forward(loss_fn, args, kwargs, scale)
             if self.sums is None:
                 self.sums = self._bind(loss.detach(), aux, moving)
             sums, folding = self.sums, self.sums.folding
@@ -230,7 +231,7 @@ class Window(ExitStack):
             if not self.gradient.reached:
                 is_alone = evaluations() == gradients
                 self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
-            seed = self._add_gradients(objective, numbers, weight, share, moving)
+            seed = self._add_gradients(objective, weight, share, moving)
             if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
                 sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
                 return
@@ -242,14 +243,11 @@ class Window(ExitStack):
     def _add_gradients(
         self,
         loss: torch.Tensor,
-        numbers: tuple[int, int],
         weight: float,
         share: float,
         moving: Sequence[torch.Tensor],
     ) -> float:
-        """Folds the gradients of a loss in, whose graph has these numbers, and returns the
-        cotangent that they come from.
-        """
+        """Folds the gradients of a loss in, and returns the cotangent that they come from."""
         assert self.sums is not None
         folding, inputs = self.sums.folding, self.inputs
         # Of weight 0 nothing is added to weighted sums, not even a NaN.
@@ -265,7 +263,7 @@ class Window(ExitStack):
             seed, self.begun = float(counts), False
             for leaf in inputs:
                 leaf.grad = None
-        self.backward(loss, seed, numbers, moving)
+        self.backward(loss, seed, moving)
         if not is_lent:
             self._take(weight)
         elif not self.begun:
@@ -279,44 +277,37 @@ class Window(ExitStack):
         args: tuple[Tree, ...],
         kwargs: dict[str, Tree],
         scale: Scalar | None,
-    ) -> tuple[torch.Tensor, Tree, torch.Tensor, tuple[int, int]]:
-        """(the loss, its aux, the loss times its scale, the numbers of its graph)."""
+    ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
+        """(the loss, its aux, the loss times its scale)."""
         gradient = self.gradient
-        nodes = graphs.nodes_made()
         with self.opened.noted:
             loss, aux = loss_fn(*args[self.opened.first :], **kwargs), None
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
             loss, aux = gradient.split(loss, self.backend)
-        numbers = graphs.nodes_made() - nodes, functions_alive()
-        return loss, aux, loss if scale is None else scaled_loss(loss, scale, arrays), numbers
+        return loss, aux, loss if scale is None else scaled_loss(loss, scale, arrays)
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        seed: float,
-        numbers: tuple[int, int],
-        moving: Sequence[torch.Tensor],
-    ) -> None:
+    def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         plan, opened, leaves = self.plan, self.opened, (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
             return
-        graph: Graph | None = plan.graphs.get(numbers)
-        if graph is None or EVERY:
-            graph = self.graph_of(loss, numbers, leaves)
+        # A graph is walked where it may have functions written in Python, which may run backward
+        # passes of their own.
+        is_walked = EVERY or functions_alive()
+        is_custom = is_walked and graphs.reach(loss, {*map(id, leaves)}).custom
         on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         watch, watching = opened.watch, list[Any]()
         try:
             if ON:  # a module that runs in the backward pass has the right parameters
-                watch.custom = graph.custom
+                watch.custom = is_custom
                 watching.append(register_module_forward_pre_hook(watch.check))
                 if not watch.on_host:
                     watching.append(watch.task_of(loss))
             with opened.outside:
-                if graph.custom:
+                if is_custom:
                     around = leaves, opened.leaves.originals, self.gradient
                     functions.run_unrestricted(loss, cotangent, on_host, *around)
                 elif plan.run is not None or type(loss) is not torch.Tensor:
@@ -331,15 +322,6 @@ class Window(ExitStack):
         finally:
             for handle in watching:
                 handle.remove()
-
-    def graph_of(
-        self, loss: torch.Tensor, numbers: tuple[int, int], leaves: Sequence[torch.Tensor]
-    ) -> Graph:
-        """What a graph of these numbers needs, which is walked."""
-        found = graphs.reach(loss, {*map(id, leaves)})
-        graph = Graph(found.custom, graphs.leads_elsewhere(found.foreign))
-        self.plan.graphs.put(numbers, graph)
-        return graph
 
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
         """A number that grows with everything that is added to the `.grad`s of the leaves."""
@@ -475,3 +457,19 @@ class Window(ExitStack):
                     # No loss of the window depended on it, or none had a weight.
                     sums.of[index] = sums.folding.folds[index].identity(leaf.detach())
             return sums.result() if self.merged is None else self.merged(sums)
+
+
+# The kinds of functions written in Python that may run a backward pass of their own; and what tells
+# whether there are more.
+_kinds: tuple[str, list[Any]] = ("", [])
+
+
+def functions_alive() -> bool:
+    """Whether a node of such a function is alive, in the graph of a loss or in any other."""
+    global _kinds
+    made, kinds = repr(_private.KINDS_MADE), _kinds
+    if made != kinds[0]:
+        kinds = _kinds = made, graphs.kinds_of_functions()
+    # A class that has died has no nodes.
+    found = [sys.getrefcount(kind()) for kind in kinds[1] if kind() is not None]
+    return max(found, default=0) > graphs.NO_NODES

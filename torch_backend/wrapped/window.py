@@ -34,7 +34,7 @@ from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.opened import opened_in_place, recording
-from torch_backend.engine.plan import Graph, Plan, Plans, call_key, run_of
+from torch_backend.engine.plan import Plan, Plans, call_key, run_of
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.modules import trainable
@@ -327,7 +327,7 @@ class ModuleWindow(OwnGrads):
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
         with masks, recording_loss(), self.opened.visit as loss_fn:
-            loss, aux, objective, numbers = self.forward(loss_fn, args, kwargs, scale)
+            loss, aux, objective = self.forward(loss_fn, args, kwargs, scale)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
             seed = self._seed(objective, weight)
@@ -335,7 +335,7 @@ class ModuleWindow(OwnGrads):
             # other what they have folded.
             if weight is not None and not self.adds_late:
                 self.add(loss.detach(), aux, weight)
-            self._backward(objective, seed, numbers)
+            self._backward(objective, seed)
         if weight is not None and self.adds_late:
             self.add(loss.detach(), aux, weight)
 
@@ -383,7 +383,7 @@ class ModuleWindow(OwnGrads):
             )
         return float(weight)
 
-    def _backward(self, loss: torch.Tensor, seed: float, numbers: tuple[int, int]) -> None:
+    def _backward(self, loss: torch.Tensor, seed: float) -> None:
         """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
         if not loss.requires_grad:
             raise FuncgaError(
@@ -391,7 +391,7 @@ class ModuleWindow(OwnGrads):
                 f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
-        inputs, others = self._inputs_and_others(loss, numbers)
+        inputs, others = self._inputs_and_others(loss)
         run: Any = graphs.run  # what is reduced in this pass is to see each gradient
         with ExitStack() as stack:
             if others:
@@ -411,7 +411,7 @@ class ModuleWindow(OwnGrads):
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
 
     def _inputs_and_others(
-        self, loss: torch.Tensor, numbers: tuple[int, int]
+        self, loss: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
         others that it reaches).
@@ -420,14 +420,13 @@ class ModuleWindow(OwnGrads):
         their own; or if it does not end in the parameters, because FSDP has put other tensors in
         their place.
         """
-        leaves = [*self.inputs, *(replaced := self.wrapper.leaves())]
-        graph: Graph = self.plan.graphs.get(numbers) or self.graph_of(loss, numbers, leaves)
-        if not (graph.custom or replaced):
+        replaced = self.wrapper.leaves()
+        ids = {*map(id, (*self.inputs, *replaced))}
+        found = graphs.reach(loss, ids)
+        if not (found.custom or replaced):
             return (*self.inputs,), []
-        ids = {*map(id, leaves)}
-        foreign = graphs.reach(loss, ids).foreign if graph.leads_elsewhere else []
         closed_over = [p for module in self.other_modules for p in module.parameters()]
-        return (), foreign + [p for p in closed_over if id(p) not in ids]
+        return (), found.foreign + [p for p in closed_over if id(p) not in ids]
 
     # --- replicas with fewer micro-batches than others
 

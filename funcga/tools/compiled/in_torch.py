@@ -253,6 +253,10 @@ class CompiledWindow(Window):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in, by the compiled step or by autograd."""
+        with self.opened.mode:
+            self._fold(args, kwargs, weight)
+
+    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         if self.sums is None and self.totals is None:
             self._begin()
         if self.totals is None:

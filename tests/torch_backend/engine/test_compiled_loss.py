@@ -323,3 +323,18 @@ def test_processes_that_may_communicate_are_left_to_autograd(across):
     for difference, additions in processes().run(of_replicas, across, size=2):
         assert difference <= 1e-12
         assert additions == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_compiled_loss_under_inference_mode(streams):
+    params, x = {"w": torch.randn(3)}, torch.randn(9, 3)
+    loss = lambda params, x: (x @ params["w"]).square().mean()
+    gradient = funcga.value_and_grad(torch.compile(loss, backend="eager"))
+    step = funcga.accumulate(gradient, 3)
+    if streams:
+        step = lambda params, x: funcga.stream(gradient)(params, x.chunk(3))
+    expected = funcga.value_and_grad(loss)(params, x)
+    with torch.inference_mode():
+        found = [step(params, x), step(params, x)]
+    for value, grads in found:
+        torch.testing.assert_close((value, grads["w"]), (expected[0], expected[1]["w"]))

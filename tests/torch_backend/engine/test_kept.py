@@ -228,3 +228,22 @@ def test_threads_share_a_step_of_two_structures(jobs, cut, switching_often):
         rounds += 1
     assert wrong == []
     assert rounds > 10
+
+
+def test_a_grad_that_does_not_fit_takes_no_other_with_it():
+    """A parameter was given other data of another shape. The other `.grad`s come back, and other threads may go on."""
+    module = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1)).double()
+    step, x = step_of("a module", module, n=2), torch.randn(4, 5, dtype=torch.float64)
+    module(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
+    module[0].weight.data = torch.randn(2, 5, dtype=torch.float64)
+    kept, met = module[1].weight.grad, []
+    with pytest.raises(
+        funcga.FuncgaError, match=r"has a .grad that does not fit it, float64\[2, 3\], as it was changed"
+    ):
+        step(x)
+    assert module[1].weight.grad is kept
+    module.zero_grad()
+    thread = threading.Thread(target=lambda: met.append(step(x)))
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(met[0][0], module(x).square().mean().detach())

@@ -280,3 +280,36 @@ def test_a_batch_that_comes_out_of_a_graph():
     for _ in range(3):
         step(w, x)
     assert (seen, source.grad) == ([], None)
+
+
+@pytest.mark.parametrize("alive", ["in aux", "kept by somebody"])
+def test_a_function_that_is_alive_beside_the_loss(alive):
+    """Of two branches one is checkpointed: now that of the loss, now that of a metric, by graphs of as many nodes."""
+    params, x, kept = (
+        {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)},
+        torch.ones(4, 3, dtype=torch.float64),
+        [],
+    )
+
+    def loss(params, x, swapped):
+        h = x.clone().requires_grad_()
+        plain, checkpointed = (
+            (h * params["w"]).sum(),
+            checkpoint(lambda h: h * params["w"], h, use_reentrant=True).sum(),
+        )
+        value, metric = (checkpointed, plain) if swapped else (plain, checkpointed)
+        kept[:] = [metric] if alive == "kept by somebody" else []
+        return value, {"metric": metric}
+
+    calls = []
+
+    def swapped_in_between(params, x):
+        calls.append(len(calls) % 4 > 1)
+        return loss(params, x, calls[-1])
+
+    step = funcga.accumulate(funcga.grad(loss, has_aux=True), 2, in_axes=(None, 0, None))
+    for swapped in (False, True, False, True):
+        torch.testing.assert_close(step(params, x, swapped)[0]["w"], torch.full((3,), 2.0, dtype=torch.float64))
+    in_a_window = funcga.accumulate(funcga.grad(swapped_in_between, has_aux=True), 4)
+    for _ in range(3):
+        torch.testing.assert_close(in_a_window(params, x)[0]["w"], torch.ones(3, dtype=torch.float64))

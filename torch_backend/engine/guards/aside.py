@@ -3,9 +3,13 @@
 import operator
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
+from itertools import filterfalse
+from typing import Any
 
 import torch
 
+from funcga.errors import FuncgaError
+from torch_backend import arrays
 from torch_backend.modules.visits import IN_USE
 
 _GRAD = operator.attrgetter("grad")
@@ -29,6 +33,24 @@ class gradients_aside(AbstractContextManager[None]):  # noqa: N801 - a context, 
                 leaf.grad = None
 
     def __exit__(self, *error: object) -> None:
-        for leaf, gradient in zip(self.leaves, self.grads, strict=True):
-            leaf.grad = gradient
-        IN_USE.end(self.in_use)
+        try:
+            unfit = [*filterfalse(_put_back, zip(self.leaves, self.grads, strict=True))]
+        finally:
+            IN_USE.end(self.in_use)
+        if unfit and error[0] is None:
+            leaf, gradient = unfit[0]
+            raise FuncgaError(
+                f"a parameter, {arrays.describe(leaf.detach())}, has a .grad that does not fit it, "
+                f"{arrays.describe(gradient)}, as it was changed by `.data = `, and that cannot be "
+                "put back. Clear it after such a change: module.zero_grad()."
+            )
+
+
+def _put_back(pair: tuple[torch.Tensor, Any]) -> bool:
+    """Gives a leaf its gradient; False if that does not fit it."""
+    leaf, gradient = pair
+    try:
+        leaf.grad = gradient
+    except RuntimeError:
+        return False
+    return True
