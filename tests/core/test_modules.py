@@ -322,6 +322,27 @@ def test_a_backward_pass_into_the_parameters_themselves_is_refused_and_undone(ca
 
 @GUARDED
 @pytest.mark.parametrize("call", [1, 3])
+def test_a_pure_loss_that_runs_backward_on_parameters_that_were_given_is_refused(call):
+    module, (x, y), runs = net(), batch(), []
+    params = torch_backend.trainable(module)
+    bias = params["last.bias"]
+
+    def loss(module, x, y):
+        runs.append(1)
+        if len(runs) > N * (call - 1):
+            bias.sum().backward()
+        return mse(module, x, y)
+
+    step = funcga.accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss)), N)
+    for _ in range(call - 1):
+        step(params, x, y)
+    untouched = Untouched(module)
+    with pytest.raises(funcga.FuncgaError, match=r"a parameter's .grad changed during the call"):
+        step(params, x, y)
+    untouched.check()
+
+
+@pytest.mark.parametrize("call", [1, 3])
 def test_a_backward_pass_that_adds_to_earlier_gradients_is_refused(call):
     w, runs = nn.Parameter(torch.ones(3)), []
     w.grad = torch.ones(3)

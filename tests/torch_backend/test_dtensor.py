@@ -82,6 +82,17 @@ def ragged(group, places, **options):
     return difference(found, funcga.value_and_grad(loss)(params, *batch))
 
 
+def exact(group, n):
+    """Sums of bits, which take no DTensor: the loss makes plain tensors of its rows."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    params, *batch = problem()
+    rows = [distribute_tensor(x, mesh, [Shard(0)]) for x in batch]
+    gathered = lambda params, *rows: loss(params, *(x.full_tensor() for x in rows))
+    fold = funcga.reproducible(funcga.mean())
+    found = funcga.accumulate(funcga.value_and_grad(gathered), n, fold=fold)(params, *rows)
+    return difference(found, funcga.value_and_grad(loss)(params, *batch))
+
+
 def folded(group):
     """Rows that are collected keep their order; moments and sums of exponentials are those of one device."""
     x = torch.arange(8.0, dtype=torch.float64)
@@ -159,7 +170,7 @@ SCENARIOS = {
         (placed, "data", 4), (placed, "tensor", 2), (placed, "tensor", 1, "func"),
         (placed, "sharded", 8), (ragged, (CUT, WHOLE), {"n": 3}), (ragged, (CUT, CUT), {"microbatch_size": 6}),
         (ragged, (CUT, CUT), {"n": 9}),  # a micro-batch has a row of every device
-        (folded,),
+        (exact, 2), (folded,),
     ],
     4: [(two_dimensions, torch.float32, 1), (two_dimensions, torch.float64, 3), (idle_module,)],
 }  # fmt: skip

@@ -7,7 +7,7 @@ from torch.func import functional_call
 
 import funcga
 from tests.core.test_modules import by_hand
-from torch_backend import pure_loss
+from torch_backend import module_value_and_grad, pure_loss
 
 MASK = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
 
@@ -90,6 +90,33 @@ def test_hooks_that_act_on_grad_are_refused():
     handle.remove()
     for step in ways.values():
         step(x)
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "goes"])
+@pytest.mark.parametrize("way", ["own", "given"])
+def test_hooks_that_come_or_go_in_the_middle_of_a_window_are_refused(way, comes):
+    """They would see a part of it."""
+    module, x = net()
+    weight, runs, handles = module[0].weight, [], []
+
+    def loss(module, x):
+        runs.append(1)
+        if len(runs) == 2:
+            if comes:
+                handles.append(weight.register_hook(lambda g: g))
+            else:
+                handles.pop().remove()
+        return mse(module, x)
+
+    if not comes:
+        handles.append(weight.register_hook(lambda g: g))
+    gradient = module_value_and_grad(module, loss) if way == "own" else funcga.grad(pure_loss(module, loss))
+    step = funcga.accumulate(gradient, 3)
+    args = (x,) if way == "own" else (params_of(module), x)
+    with pytest.raises(funcga.FuncgaError, match="a parameter got a hook of register_hook during the window, or lost"):
+        step(*args)
+    assert all(p.grad is None for p in module.parameters())
+    step(*args)
 
 
 def test_tensors_that_are_no_parameters_and_trees():
