@@ -41,6 +41,7 @@ class DroppingSums(Sums):
         self.dropping, self.tested = dropping, dropping.tested(folding.outputs)
         self.kept: bool | torch.Tensor = True  # whether the last micro-batch was
         self.tried = 0  # micro-batches
+        self.zeros: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self.state_before: list[Any] = []  # what is threaded, before the first one
 
     @property
@@ -101,9 +102,12 @@ class DroppingSums(Sums):
             return
         share = self.share(weight) if kind == "weighted" else 1.0
         if share:  # a weight of 0 adds nothing, not even a NaN
-            more = local(value).to(fold.accumulator_dtype) * share
-            after = torch.where(keep.to(more.device), local(before) + more, local(before))
-            self.of[index] = as_dtensor(after, before)
+            more = local(value).to(fold.accumulator_dtype)
+            place = more.device, more.dtype
+            if place not in self.zeros:  # a number would become one for each leaf
+                self.zeros[place] = more.new_zeros(())
+            kept = torch.where(keep.to(more.device), more, self.zeros[place])
+            self.of[index] = as_dtensor(local(before).add_(kept, alpha=share), before)
 
     def result(self) -> Tree:
         """The normalised result; zeros, and the state that came in, if the window is dropped."""

@@ -51,7 +51,9 @@ def update(problem):
 
 
 # The host reads the weights of a window when it begins.
-WEIGHED_ON_DEVICE = ("`weight=` on the device, `mean()`", "`weight=` on the device, `per_weight()`")
+WEIGHED_ON_DEVICE = (
+    "`weight=` on the device, `mean()`", "`weight=` on the device, `per_weight()`", "`drop=`, `weight=` on the device"
+)  # fmt: skip
 CAN = {name: feature.step for name, feature in FEATURES.items() if name not in WEIGHED_ON_DEVICE} | {
     "an update": update
 }

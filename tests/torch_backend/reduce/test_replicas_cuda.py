@@ -38,11 +38,11 @@ def test_the_same_global_batch(device_weights):
 
 
 def without_waiting(group):
-    """The second window, in which whatever makes the host wait for the device is an error."""
+    """The second window, in which whatever makes the host wait for the device is an error: weights that the host knows."""
     params = [{k: v.cuda() for k, v in layer.items()} for layer in layers(12)]
     x = torch.ones(8, 64, device="cuda")
     step = funcga.accumulate(
-        funcga.value_and_grad(deep), 4, weight=lambda x: (x > 0).sum(), across=Replicas(group, bucket_bytes=2**16)
+        funcga.value_and_grad(deep), 4, weight=lambda x: x.numel(), across=Replicas(group, bucket_bytes=2**16)
     )
     step(params, x)
     direct = getattr(group, "collectives", [])  # those of a group that no operator calls
