@@ -89,14 +89,8 @@ def packages_in_both_directions(imports):
     return {(a, b) for a, b in pairs if a < b and (b, a) in pairs and {a, b} <= folders}
 
 
-# The loop of the former engine chooses between windows of all packages, as torch_backend/loop.py does in the root. It goes
-# with its package.
-CHOOSES = "torch_backend.former.loop"
-
-
 def test_packages_of_torch_import_one_way():
-    imports = house.imports()
-    assert packages_in_both_directions({name: used for name, used in imports.items() if name != CHOOSES}) == set()
+    assert packages_in_both_directions(house.imports()) == set()
     graph = {"torch_backend.a.x": {"torch_backend.b.y"}, "torch_backend.b.y": {"torch_backend.c"}}
     assert packages_in_both_directions(graph) == set()
     graph["torch_backend.b.z"] = {"torch_backend.a"}
