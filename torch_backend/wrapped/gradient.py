@@ -139,9 +139,9 @@ class ModuleGradient(OwningGradient):
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
+        is_traced = torch.compiler.is_compiling() or arrays.in_transform()
         # Without torch._dynamo nothing is compiled.
-        compiles = "torch._dynamo" in sys.modules and callable(_private.compiling())
-        if compiles or torch.compiler.is_compiling() or arrays.in_transform():
+        if is_traced or ("torch._dynamo" in sys.modules and callable(_private.compiling())):
             raise FuncgaError(
                 "module_value_and_grad runs .backward() on the module's own parameters, which can "
                 "be neither compiled nor transformed by torch.func. Compile the module, or "
