@@ -279,7 +279,7 @@ class Source:
         """A window for calls with arguments like these."""
         program, backend, gradient, own = self.program, self.backend, self.gradient, self.own
         if self.wrapped is not None:
-            return self.wrapped.window(program, backend, arguments, plan)
+            return self.wrapped.window(program, backend, arguments)
         if self.compiled is not None and gradient is not None and own is None:
             make = self.compiled.window_of(program, gradient)
             if make is not None:

@@ -154,9 +154,7 @@ def _without_graphs(aux: Tree, window: Window, keeps_graphs: bool) -> Tree:
     ids = {*map(id, window.inputs)}
 
     def without(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if not leaf.requires_grad:
+        if not any_requires_grad([leaf]):
             return leaf
         leads = keeps_graphs and graphs.leads_elsewhere(graphs.reach(leaf, ids).foreign)
         return leaf if leads else leaf.detach()

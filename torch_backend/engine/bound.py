@@ -28,6 +28,13 @@ def trees_of(window: Any) -> list[Tree]:
     return [of_leaves[index] for index in window.plan.indices]
 
 
+def known_or_new(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
+    """How each leaf of the output is folded: as the plan knows, if it does."""
+    plan, is_plain = window.plan, type(loss) is torch.Tensor
+    is_known = loss.dtype is plan.loss_dtype and is_plain
+    return plan.folding if is_known else folding_of(window, loss, aux)
+
+
 def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     """How each leaf of the output is folded. The plan is told, if it is the same in each window."""
     program: Any = window.program

@@ -25,13 +25,8 @@ class _Unused(torch.autograd.Function):
     """A function that is never applied."""
 
 
-def references_to(kinds: Sequence[Any]) -> list[int]:
-    """How many there are to each of these classes, which are given as weak references."""
-    return [sys.getrefcount(kind()) for kind in kinds]
-
-
-# How many there are to the class of a function of which no node is alive.
-(NO_NODES,) = references_to([ref(_Unused._backward_cls)])
+# How many references there are to the class of a function of which no node is alive.
+NO_NODES = sys.getrefcount(ref(_Unused._backward_cls)())
 
 
 def kinds_of_functions() -> list[Any]:

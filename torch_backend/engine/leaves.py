@@ -42,11 +42,11 @@ class Leaves(NamedTuple):
     originals: list[Any]
 
 
-def aliases_or_copies(
+def copied_leaves(
     originals: Sequence[Any], tree: Tree, index: int, gradient: GradientFunction, backend: Backend
 ) -> list[torch.Tensor]:
-    """Leaves of what is no tensor of floats, or was made in inference mode: copies of those that
-    can be differentiated. Raises FuncgaError for others.
+    """Copies that can be differentiated, of numbers and of tensors made in inference mode. Raises
+    FuncgaError for anything that has no gradient.
     """
     gradient.check_leaves(tree, index, backend)
     return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]

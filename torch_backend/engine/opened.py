@@ -54,11 +54,7 @@ def opened_in_place(
     stays there, and nothing is watched, as wrappers run parts of modules in backward passes.
     """
     inputs = [*params.values()]
-    autocast = autocasting({leaf.device.type for leaf in inputs})
-    outside: AbstractContextManager[object] = NOTHING
-    if autocast:
-        stack.callback(torch.clear_autocast_cache)
-        outside = Again(partial(_outside_of_autocast, autocast))
+    outside = outside_of_autocast(autocasting({leaf.device.type for leaf in inputs}), stack)
     visit = nullcontext(partial(call_loss, gradient.loss_fn, module))
     return Opened(Leaves({OWN: params}, inputs, inputs), visit, Again(recording), outside=outside)
 
@@ -67,15 +63,19 @@ def contexts_of_passes(
     plan: Plan, inputs: Sequence[torch.Tensor], is_noted: bool, stack: ExitStack
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """(the context of backward passes, that of forward passes)."""
-    outside: AbstractContextManager[object] = NOTHING
-    noted: AbstractContextManager[object] = NOTHING
-    if plan.autocast:
-        torch.clear_autocast_cache()  # parameters may have moved since
-        stack.callback(torch.clear_autocast_cache)
-        outside = Again(partial(_outside_of_autocast, plan.autocast))
+    outside, noted = outside_of_autocast(plan.autocast, stack), NOTHING
     if is_noted and plan.seen is not None:
-        noted = Again(partial(recompute.noted, plan.seen, inputs))
+        return outside, Again(partial(recompute.noted, plan.seen, inputs))
     return outside, noted
+
+
+def outside_of_autocast(devices: Sequence[str], stack: ExitStack) -> AbstractContextManager[object]:
+    """The context of backward passes: outside of autocast, where that is on for these devices."""
+    if not devices:
+        return NOTHING
+    torch.clear_autocast_cache()  # parameters may have moved since
+    stack.callback(torch.clear_autocast_cache)
+    return Again(partial(_outside_of_autocast, devices))
 
 
 def visit_of(

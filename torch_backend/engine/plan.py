@@ -23,18 +23,7 @@ from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.engine.sums import Folding
 from torch_backend.modules.checks import check_initialised, check_unfrozen
 
-_MOST = 64  # plans of a step, and graphs of a plan
-
-
-class Table(dict[Any, Any]):
-    """A table of at most 64 entries, of which the oldest goes out. Threads may share it."""
-
-    def put(self, key: Any, value: Any) -> None:
-        """Notes a value."""
-        self[key] = value
-        if len(self) > _MOST:
-            for oldest in [*self][: len(self) - _MOST]:
-                self.pop(oldest, None)
+_MOST = 64  # plans of a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +34,11 @@ class Plan:
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
     whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
-    a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None
-    where that is not noted.
-    `parts` and `cuts` say how the arguments are split, without the arguments, over rows of so
-    many `devices` at once.
-    `is_bare`: whether the other arguments have no graphs. `folding`: what becomes of the
-    output, decided with the first loss, for losses of the `loss_dtype`; this is None where other
-    losses may be folded otherwise.
+    a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None where
+    that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
+    over rows of so many `devices` at once. `is_bare`: whether the other arguments have no graphs.
+    `folding`: what becomes of the output, decided with the first loss, for losses of the
+    `loss_dtype`; this is None where other losses may be folded otherwise.
     """
 
     indices: tuple[int, ...] = ()
@@ -92,8 +79,17 @@ class Plan:
         )
 
 
-class Plans(Table):
-    """The plans of a step, by the structure of the call. It is kept by the step."""
+class Plans(dict[Any, Plan]):
+    """The plans of a step, by the structure of the call: at most 64, of which the oldest goes out.
+    It is kept by the step, and threads may share it.
+    """
+
+    def put(self, key: Any, plan: Plan) -> None:
+        """Notes a plan."""
+        self[key] = plan
+        if len(self) > _MOST:
+            for oldest in [*self][: len(self) - _MOST]:
+                self.pop(oldest, None)
 
     def __reduce__(self) -> tuple[type["Plans"], tuple[()]]:
         return Plans, ()  # a copy of the step makes its own

@@ -37,7 +37,7 @@ from torch_backend.engine.leaves import (
     OWN,
     Leaves,
     Own,
-    aliases_or_copies,
+    copied_leaves,
     detached,
     with_hooks,
     without_graphs,
@@ -144,7 +144,7 @@ class Window(ExitStack):
                 leaves = [original.detach().requires_grad_() for original in present]
             except (RuntimeError, AttributeError, ValueError):
                 # Numbers, integers, or tensors that were made in inference mode.
-                leaves = aliases_or_copies(present, tree, index, self.gradient, self.backend)
+                leaves = copied_leaves(present, tree, index, self.gradient, self.backend)
             each = iter(leaves)
             spread = [None if original is None else next(each) for original in originals]
             found.trees[index] = trees.unflatten(structure, spread)
@@ -374,8 +374,7 @@ class Window(ExitStack):
         """Folds the gradients in that a pass has left in the leaves, and frees them."""
         assert self.sums is not None
         sums, folding = self.sums, self.sums.folding
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.inputs]
-        values = dict(zip(folding.grads, map(torch.Tensor.detach, grads), strict=True))
+        values = dict(zip(folding.grads, gradients_in(self.inputs), strict=True))
         for leaf in self.inputs:
             leaf.grad = None
         sums.fold(values, weight)
@@ -402,8 +401,7 @@ class Window(ExitStack):
         value = gradient.compose(loss, detached(aux, True), [() for _ in self.plan.indices])
         assert folding.rest_outputs is not None
         beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.number}")
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in moving]
-        moved = zip(folding.moved, map(torch.Tensor.detach, grads), strict=True)
+        moved = zip(folding.moved, gradients_in(moving), strict=True)
         passed, self.passed = self.passed, {}
         return {**dict(zip(folding.beside, beside, strict=True)), **dict(moved), **passed}
 
@@ -457,6 +455,11 @@ class Window(ExitStack):
                     # No loss of the window depended on it, or none had a weight.
                     sums.of[index] = sums.folding.folds[index].identity(leaf.detach())
             return sums.result() if self.merged is None else self.merged(sums)
+
+
+def gradients_in(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a pass has left in these leaves; zeros where it did not come."""
+    return [(torch.zeros_like(p) if p.grad is None else p.grad).detach() for p in leaves]
 
 
 # The kinds of functions written in Python that may run a backward pass of their own; and what tells

@@ -31,7 +31,6 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.opened import recording
-from torch_backend.engine.plan import Plan
 from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.pipeline.schedule import Pipeline
 from torch_backend.reduce import Reduction, reductions_of
@@ -426,7 +425,6 @@ class PipelineGradient(ModuleGradient):
         program: Program,
         backend: Backend,
         arguments: Arguments,
-        plan: Plan | None = None,
         alone: bool = False,
     ) -> PipelineWindow:
         """One window of a program with this gradient function; one that is `alone` has a single

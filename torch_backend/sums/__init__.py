@@ -15,7 +15,7 @@ from funcga._fold import LeafFold, Tally
 from funcga._types import Array, Reduced, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
-from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed
+from torch_backend.dtensor import as_dtensor, local, local_tensors
 
 # The values that are added, by the indices of their leaves in the output.
 Values = Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
@@ -23,88 +23,51 @@ Values = Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
 
 @dataclass(eq=False)
 class Sums:
-    """The accumulator of each leaf of an output: of a window, or of a state between calls.
+    """The accumulator of each leaf in a state between calls.
 
-    `folds` are those of the leaves that are reduced, by leaf index. `accumulators` has None for a
-    leaf that nothing was added to yet, and for one that is not reduced. `in_place`: whether the
-    accumulators may be written to; otherwise new ones take their place.
+    `folds` are those of the leaves that are reduced, by leaf index. `accumulators` has None for one
+    that is not reduced. `in_place`: whether the accumulators may be written to; otherwise new ones
+    take their place.
     """
 
     folds: Mapping[int, LeafFold]
     accumulators: list[Reduced]
     in_place: bool = True
-    # A weight that only a device knows, and for each device and dtype that hooks of its micro-batch
-    # have asked for: the weight in the unit, whether it is not 0, and a 0.
+    # A weight that only a device knows, and for each device and dtype that it was asked for: the
+    # weight, whether it is not 0, and a 0.
     factors_of: torch.Tensor | None = field(default=None, init=False)
     factors: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, init=False
     )
 
     def add(self, leaf_indices: Sequence[int], values: Values, factor: float) -> None:
-        """Adds factor * value to each of these sums. A factor of 0 adds nothing, not even a NaN."""
+        """Adds factor * value to each of these sums, which are dense. A factor of 0 adds nothing,
+        not even a NaN.
+        """
+        if not factor:
+            return
         accumulators = [self.accumulators[leaf_index] for leaf_index in leaf_indices]
-        kinds = {*map(type, accumulators)}
-        if kinds == {type(None)}:  # they begin together
-            self._begin(leaf_indices, values, factor)
-            return
-        if not (accumulators and factor):
-            return
         addends = [values[leaf_index] for leaf_index in leaf_indices]
-        if kinds != {torch.Tensor}:
-            addends = [*map(redistributed, addends, accumulators)]
         if self.in_place:
-            # Each in its shard: also Partial sums are added without a collective.
-            if kinds != {torch.Tensor}:
-                accumulators, addends = local_tensors(accumulators), local_tensors(addends)
             torch._foreach_add_(accumulators, addends, alpha=factor)
             return
         totals = torch._foreach_add(accumulators, addends, alpha=factor)
         for leaf_index, total in zip(leaf_indices, totals, strict=True):
             self.accumulators[leaf_index] = total
 
-    def _begin(self, leaf_indices: Sequence[int], values: Values, factor: float) -> None:
-        """Makes accumulators of factor * value, in memory of their own."""
-        dtypes = [self.folds[leaf_index].accumulator_dtype for leaf_index in leaf_indices]
-        local_values = local_tensors([values[leaf_index] for leaf_index in leaf_indices])
-        if factor and len(leaf_indices) > 1 and dtypes == [value.dtype for value in local_values]:
-            # Copied and scaled in one kernel, where there would be two.
-            accumulators = [*torch._foreach_mul(local_values, factor)]
-        else:
-            accumulators = [
-                value.to(dtype, copy=True)
-                for value, dtype in zip(local_values, dtypes, strict=True)
-            ]
-            if not factor:
-                torch._foreach_zero_(accumulators)
-            elif factor != 1:
-                torch._foreach_mul_(accumulators, factor)
-        for leaf_index, accumulator in zip(leaf_indices, accumulators, strict=True):
-            self.accumulators[leaf_index] = as_dtensor(accumulator, values[leaf_index])
-
-    def add_masked(
-        self, leaf_indices: Sequence[int], values: Values, weight: torch.Tensor, unit: float = 1.0
-    ) -> None:
-        """Adds weight / unit * value to each sum, for a weight on a device. One leaf at a time, so
-        that one mask is alive.
-        """
-        for leaf_index in leaf_indices:
-            value, dtype = values[leaf_index], self.folds[leaf_index].accumulator_dtype
-            factor, counts, zero = self._factor(weight, unit, value.device, dtype)
-            accumulator = self.accumulators[leaf_index]
-            # `where` selects: of a weight of 0 not even a NaN is added.
-            if accumulator is None:
-                product = torch.where(counts, local(value).to(dtype), zero).mul_(factor)
-                self.accumulators[leaf_index] = as_dtensor(product, value)
-            elif not self.in_place:
-                # The sum may be the caller's.
-                product = torch.where(counts, local(value).to(dtype), zero) * factor
-                self.add([leaf_index], {leaf_index: as_dtensor(product, value)}, 1)
-            else:
-                total, more = local_tensors([accumulator, redistributed(value, accumulator)])
-                total.addcmul_(torch.where(counts, more.to(dtype), zero), factor)
+    def add_masked(self, leaf_index: int, value: torch.Tensor, weight: torch.Tensor) -> None:
+        """Adds weight * value to a dense sum, for a weight on a device."""
+        accumulator, dtype = self.accumulators[leaf_index], self.folds[leaf_index].accumulator_dtype
+        factor, counts, zero = self._factor(weight, value.device, dtype)
+        # `where` selects: of a weight of 0 not even a NaN is added.
+        more = torch.where(counts, value.to(dtype), zero)
+        if self.in_place:
+            accumulator.addcmul_(more, factor)
+        else:  # the sum may be the caller's
+            self.add([leaf_index], {leaf_index: more * factor}, 1)
 
     def _factor(
-        self, weight: torch.Tensor, unit: float, *kind: Any
+        self, weight: torch.Tensor, *kind: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weight on a device and in a dtype, whether it is not 0, and a 0 to select."""
         if weight is not self.factors_of:
@@ -112,14 +75,12 @@ class Sums:
         if kind not in self.factors:
             here = weight.to(kind[0])
             factor = here.to(kind[1])
-            factor = factor if unit == 1 else factor / unit
             self.factors[kind] = factor, here != 0, torch.zeros_like(factor)
         return self.factors[kind]
 
     def combine(self, leaf_index: int, value: torch.Tensor, weight: Scalar) -> None:
         """Folds a value into a leaf whose fold is no sum, or which cannot be added by torch."""
         fold, before = self.folds[leaf_index], self.accumulators[leaf_index]
-        before = fold.identity(value) if before is None else before
         combined = fold.combine(before, fold.lift(value, weight))
         # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
         self.accumulators[leaf_index] = combined.clone() if combined is value else combined
@@ -165,7 +126,7 @@ def add(
                 is_combined = True
                 sums.combine(leaf_index, value if pure else value.detach(), weight)
             elif isinstance(factor, torch.Tensor):
-                sums.add_masked([leaf_index], leaves, factor)
+                sums.add_masked(leaf_index, value, factor)
             else:
                 groups.setdefault(factor, []).append(leaf_index)
         for factor, group in groups.items():

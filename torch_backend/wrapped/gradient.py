@@ -26,7 +26,6 @@ from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of_module
 from torch_backend.engine.called import calling
 from torch_backend.engine.leaves import Own
-from torch_backend.engine.plan import Plan
 from torch_backend.modules.checks import (
     check_initialised,
     check_no_params,
@@ -129,7 +128,6 @@ class ModuleGradient(OwningGradient):
         program: Program,
         backend: Backend,
         arguments: Arguments,
-        plan: Plan | None = None,
         alone: bool = False,
     ) -> Any:
         """One window of a program with this gradient function, where the module is wrapped; one

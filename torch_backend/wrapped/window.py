@@ -75,7 +75,6 @@ class WrappedGradient(ModuleGradient):
         program: Program,
         backend: Backend,
         arguments: Arguments,
-        plan: Plan | None = None,
         alone: bool = False,
     ) -> "ModuleWindow":
         """One window of a program with this gradient function; one that is `alone` has a single
@@ -173,8 +172,7 @@ class OwnGrads(Window):
         """
         if self.sums is not None:
             return
-        is_known, dropping = loss.dtype is self.plan.loss_dtype, self.program.dropping
-        folding = self.plan.folding if is_known else bound.folding_of(self, loss, aux)
+        folding, dropping = bound.known_or_new(self, loss, aux), self.program.dropping
         self._check(folding)
         self.sums = Sums(folding) if dropping is None else DroppingSums(dropping, folding)
         # All of the gradients are weighed, or none.

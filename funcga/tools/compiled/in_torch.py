@@ -348,9 +348,8 @@ class CompiledWindow(Window):
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         if self.totals is None:
             return super()._bind(loss, aux, moving)
-        is_known, folding = loss.dtype is self.plan.loss_dtype, self.plan.folding
-        sums = Sums(folding if is_known else bound.folding_of(self, loss, aux))
-        folding = sums.folding
+        folding = bound.known_or_new(self, loss, aux)
+        sums = Sums(folding)
         for index, total in zip(folding.grads, self.totals, strict=True):
             sums.of[index] = total
         self._hold(self.totals)
