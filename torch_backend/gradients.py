@@ -106,10 +106,9 @@ def needs_autograd() -> FuncgaError:
     """The error for a loss that autograd takes and torch.func does not."""
     return FuncgaError(
         "loss_fn does what torch.func does not take, which a gradient function runs on where an "
-        "argument, or a tensor that loss_fn closes over, requires grad, so that what it returns "
-        "has a graph. Without one it runs on autograd, which takes checkpoints, saved-tensor hooks "
-        "and the like: call it under torch.no_grad(), or give it {name: p.detach() for name, p in "
-        "params.items()}."
+        "argument requires grad, so that what it returns has a graph. Without one it runs on "
+        "autograd, which takes checkpoints, saved-tensor hooks and the like: call it under "
+        "torch.no_grad(), or give it {name: p.detach() for name, p in params.items()}."
     )
 
 

@@ -295,7 +295,7 @@ class Source:
             # Autograd cannot take back what it has added: a gradient that may be dropped is
             # computed alone, and looked at first.
             gradient = function
-            of_gradient = partial(value_of, gradient, backend, None, keeps_graphs=False)
+            of_gradient = partial(value_of, gradient, backend, None)
             alone = lambda *args, **kwargs: of_gradient(args, kwargs)
             function = alone if records else gradient.bound(backend)
         called = program, function, arguments, gradient, merges, records

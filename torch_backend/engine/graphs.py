@@ -7,7 +7,7 @@ node is alive, none is in the graph, and it is not walked.
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -79,13 +79,6 @@ def _may_run_a_pass(kind: type) -> bool:
     """False for a graph that torch.compile has compiled."""
     module: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
     return not module.startswith("torch._functorch._aot_autograd.")
-
-
-def leads_elsewhere(foreign: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these leaves is somebody else's: not one that a pure_loss has put into its
-    module, for a parameter that is left out.
-    """
-    return not all(hasattr(leaf, "_stands_in") for leaf in foreign)
 
 
 # One backward pass: `run(loss, cotangent, leaves, on_host)` is restricted to these leaves, or

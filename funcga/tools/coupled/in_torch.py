@@ -136,7 +136,7 @@ class _Parameters:
         if self.own is None:
             return gradient(*args, **kwargs)
         of_module = replace(gradient.parts, memory=self.job.memory)
-        return value_of(of_module, self.backend, own, args, kwargs, keeps_graphs=False)
+        return value_of(of_module, self.backend, own, args, kwargs)
 
     def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The loss of all micro-batches."""
