@@ -28,7 +28,6 @@ LARGE = 2**19
 # The same on a device. Reckoned from bytes, and not measured.
 LARGE_ON_DEVICE = 2**23
 
-_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 # The last one has no numbers: `funcga.plan` runs a step on it, to count bytes.
 _DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
 
@@ -82,15 +81,15 @@ def run(
 ) -> None:
     """One backward pass that adds the gradients of large weights among the leaves by itself."""
     weights = [leaf for leaf in leaves if _is_weight(leaf)] if _SETTING.enabled else []
-    uses = uses_of(loss, weights) if weights and loss.grad_fn is not None else {}
+    uses = uses_of(loss, weights)
     if not uses:
         graphs.run(loss, cotangent, leaves, on_host)
         return
     # A node of our own: from hooks of the loss other passes may run through the graph.
     with torch.enable_grad():
-        root = loss.view_as(loss)
+        root: Any = loss.view_as(loss)
     tasks = set[int]()
-    handles = [root.grad_fn.register_prehook(lambda _: tasks.add(_private.graph_task()))]  # type: ignore[union-attr]
+    handles = [root.grad_fn.register_prehook(lambda _: tasks.add(_private.graph_task()))]
     inputs: list[Any] = [leaf for leaf in leaves if id(leaf) not in uses]
     try:
         for weight in weights:
@@ -109,41 +108,33 @@ def _is_weight(leaf: torch.Tensor) -> bool:
     return (
         leaf.numel() >= (LARGE if leaf.is_cpu else LARGE_ON_DEVICE)
         and type(leaf) in _DENSE
-        and (leaf.is_cpu or leaf.is_cuda)
         and leaf.ndim == 2
-        and leaf.dtype in _DTYPES
+        and leaf.is_floating_point()
         and leaf.is_contiguous()
         and leaf.grad_dtype in (leaf.dtype, None)
-        and (leaf.grad is None or leaf.grad.layout is torch.strided)
         and not (_private.has_hooks(leaf) or _private.has_hooks_on_grad(leaf))
     )
 
 
 def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, list[Use]]:
     """What uses each weight, by its id; without those that something else uses, or nothing."""
-    wanted, ends = {id(weight) for weight in weights}, list[Any]()
+    if not weights or loss.grad_fn is None:
+        return {}
     # Breadth first: the list grows while it is walked through.
     nodes: list[Any] = [loss.grad_fn]
-    seen = {None, loss.grad_fn}
-    users: dict[Any, list[tuple[Any, int]]] = {}  # of weights, and of casts, which may be theirs
+    users: dict[Any, list[tuple[Any, int]]] = {}
     for node in nodes:
-        is_end: bool = type(node) is graphs.AccumulateGrad
-        if is_end and id(node.variable) in wanted:
-            ends.append(node)
         for position, (after, _) in enumerate(node.next_functions):
-            if after is not None and (
-                type(after) is graphs.AccumulateGrad or after.name() in _CASTS
-            ):
-                users.setdefault(after, []).append((node, position))
-            if after not in seen:
-                seen.add(after)
+            if after is not None and after not in users:
                 nodes.append(after)
-    found = {id(end.variable): _uses(end, users) for end in ends}
+            users.setdefault(after, []).append((node, position))
+    ends = {id(node.variable): node for node in nodes if type(node) is graphs.AccumulateGrad}
+    found = {id(weight): _uses(ends.get(id(weight)), users) for weight in weights}
     return {key: uses for key, uses in found.items() if uses}
 
 
 # What may stand between a weight and its use: a transposed view, and the cast of autocast.
-_CASTS = ("TBackward0", "ToCopyBackward0")
+_TRANSPOSED, _CAST = "TBackward0", "ToCopyBackward0"
 # Where the weight stands among the factors of a product.
 _PRODUCTS = {("AddmmBackward0", 2), ("MmBackward0", 1)}
 
@@ -154,44 +145,38 @@ def _uses(end: Any, users: dict[Any, list[tuple[Any, int]]]) -> list[Use]:
     for node, is_transposed in waiting:
         for user, position in users.get(node, ()):
             name = user.name()
-            if name in _CASTS:
-                if len(users.get(user, ())) > 1 and name != "TBackward0":
-                    return []  # autograd adds their gradients in the dtype of the cast
-                waiting.append((user, is_transposed ^ (name == "TBackward0")))
-            elif (name, position) in _PRODUCTS and _is_readable(user):
+            # Of several uses of one cast autograd adds the gradients in the dtype of the cast.
+            if name == _TRANSPOSED or (name == _CAST and len(users[user]) == 1):
+                waiting.append((user, is_transposed ^ (name == _TRANSPOSED)))
+            elif (name, position) in _PRODUCTS and _is_plain_product(user):
                 uses.append(Use(user, True, is_transposed))
-            elif name == "EmbeddingBackward0" and not is_transposed and _is_plain(user):
+            elif name == "EmbeddingBackward0" and not is_transposed and _is_plain_table(user):
                 uses.append(Use(user, False, False))
             else:
                 return []
     return uses
 
 
-def _is_readable(node: Any) -> bool:
-    """False where a hook packs the rows, as a checkpoint does: the node itself unpacks them; and
-    for a product that is multiplied by a number.
-    """
-    is_addmm = hasattr(node, "_raw_saved_mat1")
-    if is_addmm and node._saved_alpha != 1:
-        return False
-    raw = node._raw_saved_mat1 if is_addmm else node._raw_saved_self
-    if raw.unpack_hook is not None:
-        return False
-    rows = node._saved_mat1 if is_addmm else node._saved_self
+# A hook packs what a node has saved within a checkpoint, and only the node itself may unpack it.
+def _is_plain_product(node: Any) -> bool:
+    if node.name() == "MmBackward0":
+        return node._raw_saved_self.unpack_hook is None and _is_dense(node._saved_self)
+    is_packed = node._raw_saved_mat1.unpack_hook is not None
+    return not is_packed and node._saved_alpha == 1 and _is_dense(node._saved_mat1)
+
+
+def _is_dense(rows: torch.Tensor | None) -> bool:
     return rows is not None and rows.layout is torch.strided
 
 
-def _is_plain(node: Any) -> bool:
+def _is_plain_table(node: Any) -> bool:
     is_packed = node._raw_saved_indices.unpack_hook is not None
     return not (is_packed or node._saved_sparse or node._saved_scale_grad_by_freq)
 
 
 @torch.no_grad()
 def _add(
-    tasks: set[int],
-    weight: torch.Tensor,
-    use: Use,
-    gradients: tuple[torch.Tensor | None, ...],
+    tasks: set[int], weight: torch.Tensor, use: Use, gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
     """Adds what this use contributes to the gradient of a weight, in passes of these tasks."""
     gradient, node, total = gradients[0], use.node, weight.grad
@@ -200,7 +185,7 @@ def _add(
     if not use.is_product:
         _add_rows(weight, node, gradient)
         return
-    rows = node._saved_mat1 if hasattr(node, "_saved_mat1") else node._saved_self
+    rows = node._saved_self if node.name() == "MmBackward0" else node._saved_mat1
     left, right = (gradient.t(), rows) if use.is_transposed else (rows.t(), gradient)
     if total is None:
         weight.grad = (left @ right).to(weight.dtype)
