@@ -29,7 +29,6 @@ from funcga.reducers import Reducer
 if TYPE_CHECKING:
     from funcga import checks, observers, statistics, transforms, trees
     from funcga._compare import compare
-    from funcga._coupled import coupled
     from funcga._doctor import watch
     from funcga._fold.accumulator import Accumulator
     from funcga._pack import pack
@@ -39,11 +38,12 @@ if TYPE_CHECKING:
     from funcga._trees import to_jax, to_numpy, to_torch
     from funcga._verify import verify
     from funcga.observers import dropped, gradient_noise, gradient_norms
+    from funcga.tools.coupled import coupled
 else:
     _LATER = {
         "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
         "funcga._compare": ("compare",),
-        "funcga._coupled": ("coupled",),
+        "funcga.tools.coupled": ("coupled",),
         "funcga._doctor": ("watch",),
         "funcga._fold.accumulator": ("Accumulator",),
         "funcga._pack": ("pack",),

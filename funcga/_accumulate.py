@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from funcga._backend import Backend
 from funcga._call import Memory, OwningGradient, Program, owner_of, read_program, read_sizes
-from funcga._call.dropping import DropScope, DropTest
-from funcga._call.totals import check_no_totals
 from funcga._grad import GradientFunction
-from funcga._observe import ObserverTree
-from funcga._types import Across, P, R, TotalsFn, Tree, WeightFn
+from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, explains_arguments
 from funcga.folds import FoldTree, mean
+
+if TYPE_CHECKING:
+    from funcga.tools.observe import ObserverTree
 
 
 @overload
@@ -46,7 +46,7 @@ def accumulate(
     in_axes: Tree = None,
     across: Across = None,
     totals: TotalsFn | None = None,
-    observe: ObserverTree,
+    observe: "ObserverTree",
     drop: DropScope | None = None,
     drop_if: DropTest | None = None,
 ) -> Callable[P, tuple[R, Any]]: ...
@@ -61,7 +61,7 @@ def accumulate(
     in_axes: Tree = None,
     across: Across = None,
     totals: TotalsFn | None = None,
-    observe: ObserverTree | None = None,
+    observe: "ObserverTree | None" = None,
     drop: DropScope | None = None,
     drop_if: DropTest | None = None,
 ) -> Callable[P, Any]:
@@ -169,8 +169,8 @@ def accumulate(
         with program.telling() if program.is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = program.backend(args, kwargs)
-            if totals is not None:
-                check_no_totals(kwargs)
+            if program.totals is not None:
+                program.totals.check_call(kwargs)
             try:
                 if search:
                     this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]

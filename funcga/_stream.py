@@ -5,18 +5,18 @@ micro-batches, n at a time.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice, repeat
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from funcga._call import owner_of, read_program, weight_of
-from funcga._call.dropping import DropScope, DropTest
 from funcga._call.supported import MODULE
-from funcga._call.totals import check_no_totals
 from funcga._fold import weight_on_host
-from funcga._observe import ObserverTree
 from funcga._transform.window_size import TargetWeight, WindowSize, in_full, scheduled_size
-from funcga._types import Across, R, TotalsFn, Tree, WeightFn
+from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count, explains_arguments
 from funcga.folds import FoldTree, mean
+
+if TYPE_CHECKING:
+    from funcga.tools.observe import ObserverTree
 
 Item = TypeVar("Item")
 
@@ -44,7 +44,7 @@ def stream(
     in_axes: Tree = None,
     across: Across = None,
     totals: TotalsFn | None = None,
-    observe: ObserverTree,
+    observe: "ObserverTree",
     drop: DropScope | None = None,
     drop_if: DropTest | None = None,
     device: object = None,
@@ -58,7 +58,7 @@ def stream(
     in_axes: Tree = None,
     across: Across = None,
     totals: TotalsFn | None = None,
-    observe: ObserverTree | None = None,
+    observe: "ObserverTree | None" = None,
     drop: DropScope | None = None,
     drop_if: DropTest | None = None,
     device: object = None,
@@ -127,9 +127,9 @@ def stream(
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         with program.telling():
             # The first micro-batch determines the framework.
-            spread, is_counted = _Spread(), totals is not None
+            spread, is_counted = _Spread(), program.totals is not None
             if is_counted:
-                check_no_totals(kwargs)
+                program.totals.check_call(kwargs)
             leading, items = _iterate(args, spread, twice=is_counted)
             first = next(items, None)
             own: Sequence[Any] = ()
@@ -147,7 +147,7 @@ def stream(
             del first
             try:
                 if is_counted:
-                    count = backend.loop.stream(program.counting(backend), backend)
+                    count = backend.loop.stream(program.totals.counting(program, backend), backend)
                     kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
                     items = _again(args, spread)
                 return backend.loop.stream(program, backend)(

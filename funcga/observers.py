@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from funcga import monoids, normalizers
 from funcga._backend.dispatch import backend_of
 from funcga._fold import is_quantity
-from funcga._observe import Observed, Observer
 from funcga._types import Array, Namespace, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, concat
 from funcga.reducers import Reducer
+from funcga.tools.observe import Observed, Observer
 
 __all__ = [
     "GradientNoise",

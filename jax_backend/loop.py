@@ -23,12 +23,11 @@ from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
 from funcga._call.arguments import Arguments, argument_names, groups
-from funcga._call.dropping import DroppingStep
-from funcga._call.totals import OVERFLOWN
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
+from funcga._tools import load
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, sharding, trees
@@ -223,7 +222,9 @@ class _Microbatch:
                 as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
         if self.program.observers is None:
             return value
-        return self.program.readings(value, self.arguments).placeholders(jnp.zeros(())), value
+        return self.program.observers.readings(self.program, value, self.arguments).placeholders(
+            jnp.zeros(())
+        ), value
 
     def weigh(self, start: Scalar, state: list[jax.Array]) -> "Weighed":
         """Its tally, and the weight that `evaluate` takes."""
@@ -327,7 +328,7 @@ class _Step(NamedTuple):
     gradient: Gradient
     weigh: Callable[..., Weighed]
     weights: list[Scalar] | None = None
-    dropping: DroppingStep | None = None
+    dropping: Any = None
 
 
 def _step(
@@ -347,7 +348,9 @@ def _step(
     if program.weight is not None and names_leaves(program.across):
         check_unmixed(outputs, traced, read_across(program.across))
     readings = (
-        None if program.observers is None else program.readings(value[1], microbatch.arguments)
+        None
+        if program.observers is None
+        else program.observers.readings(program, value[1], microbatch.arguments)
     )
     if dropping is not None:
         evaluate = _differentiable_if_kept(evaluate, partial(_is_kept, outputs, dropping))
@@ -359,7 +362,7 @@ def _step(
     return _Step(outputs, gradient, weigh, weights, dropping)
 
 
-def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
+def _is_kept(outputs: Outputs, dropping: Any, value: Tree) -> jax.Array:
     """Whether a micro-batch with this value, of weight above 0, is folded."""
     leaves = outputs.leaves(value, "a later micro-batch")
     return jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, 1.0))
@@ -440,7 +443,7 @@ def _begin(
     spread: Spread,
     types: "Sequence[ShapedArray]",
     state: list[jax.Array],
-    dropping: DroppingStep | None,
+    dropping: Any,
 ) -> Carry:
     """The carry before the first micro-batch, if grad_fn returns leaves of these types."""
     pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
@@ -489,8 +492,11 @@ def _result(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) 
         collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
     result = outputs.join(normalised, collected, state)
     if program.observers is not None:
-        result = program.observed(result, kwargs)
-    return result if program.totals is None else nan_if_overflown(result, kwargs["totals"])
+        result = program.observers.observed(program, result, kwargs)
+    if program.totals is None:
+        return result
+    marked: Tree = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
+    return marked
 
 
 def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
@@ -505,17 +511,6 @@ def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> Non
         unseen += fold.check_known(reduced, folded.total, path)
     if unseen:
         lost.append(jnp.any(jnp.stack(unseen)))
-
-
-def nan_if_overflown(result: Tree, totals: Tree) -> Tree:
-    """The result, with NaN for every float if a total does not fit in its integers."""
-    counts = [total for total in jax.tree.leaves(totals) if total.dtype == np.int32]
-    if not counts:
-        return result
-    fits = jnp.all(jnp.stack(counts) != OVERFLOWN)
-    return jax.tree.map(
-        lambda leaf: jnp.where(fits, leaf, jnp.nan) if is_float(leaf) else leaf, result
-    )
 
 
 # -- accumulate
@@ -611,7 +606,7 @@ def with_totals(
     """The keyword arguments of grad_fn, with the totals of the window if there are any."""
     if program.totals is None:
         return kwargs
-    counting = Accumulate(program.counting(backend), backend)
+    counting = Accumulate(program.totals.counting(program, backend), backend)
     return {**kwargs, "totals": counting.traced(spread, args, {})}
 
 

@@ -24,10 +24,12 @@ from jax.sharding import NamedSharding
 
 from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
-from funcga._observe.readings import Readings
 from funcga._types import Dtype, Reduced, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import as_varying, varying_axes
+
+if TYPE_CHECKING:
+    from funcga.tools.observe.readings import Readings
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -62,7 +64,7 @@ def gradient_of(
     evaluate: Callable[..., Tree],
     program: "ClosedJaxpr",
     value: Tree,
-    readings: Readings | None = None,
+    readings: "Readings | None" = None,
     may_fold: bool = True,
 ) -> Gradient:
     """The Gradient for `evaluate`, which folds stacks of scans over layers layer by layer.
@@ -270,7 +272,7 @@ class _Part(NamedTuple):
 
     into: Into
     path: str
-    readings: Readings | None = None
+    readings: "Readings | None" = None
     casts: tuple[Dtype, ...] = ()
 
     def cast(self, value: jax.Array) -> jax.Array:

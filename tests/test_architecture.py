@@ -12,31 +12,36 @@ import pytest
 import jax_backend
 import torch_backend
 from funcga._backend import Arrays, Gradients, Loop, Replicas, Sums, Transforms, Trees
-from funcga._coupled import Passes
 from funcga._plan import Planner
 from funcga._trees import DLPack
+from funcga.tools.coupled import Passes
 from tests import house
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "_pack", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_observe", "observers", "_call", "_grad", "_plan", "_accumulate", "_coupled",
-          "_transform", "transforms", "_stream", "statistics", "tools", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
+LAYERS = ["errors", "_tools", "_pack", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_call", "_grad", "_plan", "_accumulate",
+          "_transform", "transforms", "_stream", "statistics", "tools", "observers", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
 # alone: tests/test_removable.py takes them away.
 TYPES = {
-    "", "errors", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_observe",
-    "observers", "_call", "_grad", "_transform", "statistics", "tools",
+    "", "errors", "_tools", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold",
+    "_call", "_grad", "_transform", "statistics", "tools",
 }  # fmt: skip
 
 # Inside of these, numbers are looked at, so that they import NumPy; and each has one file for each framework.
 PACKAGES = {"_parity", "_compare", "_verify", "_cli"}
 
 
-def imported(source):
+def imported(source, for_types=True):
     """Every module that a source imports anywhere, also inside functions, with `from a import b` as a and a.b."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    tree, found, left_out = ast.parse(source), set(), set()
+    for node in () if for_types else ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            left_out |= {id(inner) for part in node.body for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -60,7 +65,8 @@ def room(module):
 
 
 def upward_imports(own, source):
-    used = {room(module) for module in imported(source) if module.split(".")[0] == "funcga"}
+    modules = imported(source, for_types=False)
+    used = {room(module) for module in modules if module.split(".")[0] == "funcga"}
     return {other for other in used if other in LAYERS and LAYERS.index(other) > LAYERS.index(own)}
 
 

@@ -11,7 +11,6 @@ from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
-from funcga.observers import GradientNoise
 from torch_backend import arrays, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss, trainable
@@ -76,7 +75,6 @@ torch.serialization.add_safe_globals(
     [
         AccumulatorState,
         Dropped,
-        GradientNoise,
         LossScaledState,
         MultiStepsState,
         Parts,
@@ -84,6 +82,8 @@ torch.serialization.add_safe_globals(
         Window,
     ]
 )
+if find_spec("funcga.observers"):
+    torch.serialization.add_safe_globals([import_module("funcga.observers").GradientNoise])
 # Those of optimizers too, before the first of them is made: that package adds them itself.
 if find_spec("torch_backend.optim"):
     import_module("torch_backend.optim")

@@ -20,11 +20,11 @@ from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
 from funcga._grad import GradientFunction
+from funcga._tools import load
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
-from torch_backend.dropping import DroppingCalls, fold_or_drop
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.alone import value_alone, value_of
 from torch_backend.engine.called import Called
@@ -57,7 +57,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             key = call_key(source.params, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
         if job.totals is not None:
-            kwargs = with_totals(job, backend, args, kwargs)
+            kwargs = job.totals.counted(job, backend, args, kwargs)
         if source.module is not None:
             check_no_params(args, source.module)
         if plan is not None and plan.parts is not None:
@@ -87,19 +87,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             program.memory.keep(Plans).put(key, new)
         if job.observers is None:
             return result
-        return job.observed(result, kwargs, None if cuts else arguments)
+        return job.observers.observed(job, result, kwargs, None if cuts else arguments)
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
-
-
-def with_totals(
-    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-) -> dict[str, Tree]:
-    """The keyword arguments of grad_fn, with the totals of the window."""
-    # What is passed whole, such as the parameters, is not counted.
-    parts = program.read(args, backend).parts
-    split = tuple([part.value if part.axes else None for part in parts])
-    return {**kwargs, "totals": accumulate(program.counting(backend), backend)(split, {})}
 
 
 def run_window(
@@ -120,10 +110,7 @@ def run_window(
         if state or (program.is_exact and devices == 1):
             take = _copied_rows if program.is_exact else None
             view = arguments.cut(*cuts[number - 1], state, take)
-        if program.dropping is None:
-            window.fold(view, kwargs, weight, number == len(cuts))
-        else:
-            fold_or_drop(window, state, view, kwargs, weight, last=number == len(cuts))
+        window.fold(view, kwargs, weight, number == len(cuts))
         if state:
             state = window.state
     if not cuts:
@@ -172,10 +159,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 args, weight = arguments.cut(0, None, state), known
                 if weight is None:
                     (weight,) = on_host([job.weigh(arguments, args, None)])
-                if job.dropping is None:
-                    window.fold(args, kwargs, weight, last)
-                else:
-                    fold_or_drop(window, state, args, kwargs, weight, last=last)
+                window.fold(args, kwargs, weight, last)
                 state, window.arguments = window.state if state else state, None
                 del arguments, args
             if window is not None:
@@ -188,7 +172,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 result = window.result_without_microbatches(nothing, kwargs, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        return result if job.observers is None else job.observed(result, kwargs, nothing)
+        if job.observers is None:
+            return result
+        return job.observers.observed(job, result, kwargs, nothing)
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
@@ -301,7 +287,7 @@ class Source:
         called = program, function, arguments, gradient, merges, records
         if program.dropping is None:
             return Called(*called)
-        return DroppingCalls(self.module, *called)
+        return load("dropping.in_torch", "drop=").DroppingCalls(self.module, *called)
 
 
 def _compiled() -> Any:
@@ -470,7 +456,7 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
         return None
     if program.totals is not None:
-        programs = [program.counting(backend), *programs]
+        programs = [program.totals.counting(program, backend), *programs]
     context: AbstractContextManager[object] = untraced(telling_windows)(
         [(progress_of(each.memory), partial(_given_up, each, backend)) for each in programs]
     )

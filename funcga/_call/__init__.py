@@ -13,22 +13,12 @@ from funcga import normalizers, reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._call.dropping import DroppingStep, DropScope, DropTest
 from funcga._call.supported import ANY, MODULE, check_supported
-from funcga._call.totals import (
-    Count,
-    Totals,
-    check_takes_totals,
-    check_totals,
-    exact_sum,
-    without_carry,
-)
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._observe import Observers
-from funcga._observe.readings import Readings, locate
 from funcga._replicas import Step, check_one_for_all, step_of
 from funcga._reproducible import plain
+from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
 from funcga.folds import Fold, FoldTree
@@ -135,9 +125,9 @@ class Program:
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
     default_in_axes: Tree = None  # if in_axes is None: that of a wrapped function
-    totals: Totals | None = None
-    observers: Observers | None = None
-    dropping: DroppingStep | None = None
+    totals: Any = None  # what the tools of these names have made of the options
+    observers: Any = None
+    dropping: Any = None
     is_told: bool = False  # whether other processes may take part in a call
     is_exact: bool = False  # whether a fold reads bits, as reproducible() does
     on_each: Callable[..., Tree] | None = (
@@ -227,17 +217,14 @@ class Program:
             fold.reducer.linear or fold.reducer.lift is reducers.moments.lift for fold in folds
         )
 
-    def counting(self, backend: Backend) -> "Program":
-        """The program that computes `totals` for grad_fn, cached."""
-        return self.memory.keep(_Counting, self, backend).program
-
     def check_call(
         self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False
     ) -> None:
         """Raises FuncgaError if `error` says that grad_fn does not take these arguments. Errors
         from inside of grad_fn pass unchanged.
         """
-        check_takes_totals(error)
+        if "'totals'" in str(error):
+            load("totals", "totals=").explain(error)
         keywords = {*kwargs} | ({"totals"} if self.totals is not None else set())
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
@@ -272,92 +259,6 @@ class Program:
         if outputs.threads:
             _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
         return outputs, leaves
-
-    def readings(self, value: Tree, arguments: Arguments) -> Readings:
-        """The Readings of outputs like this value; grad_fn was called with these arguments."""
-        assert self.observers is not None
-        return self.memory.keep(_Readings).of(self.observers, self, value, arguments)
-
-    def observed(
-        self, result: Tree, kwargs: dict[str, Tree], arguments: Arguments | None = None
-    ) -> Tree:
-        """(value, observation), from the result of a finished window. `arguments` are those of
-        the call if no micro-batch has been bound.
-        """
-        folded, value = result
-        readings = (
-            self.memory.keep(_Readings).readings
-            if arguments is None
-            else self.readings(value, arguments)
-        )
-        assert readings is not None
-        is_scaled = getattr(readings.observers.grad_fn, "scaled", False)
-        return value, readings.observation(
-            folded, value, kwargs["loss_scale"] if is_scaled else 1.0
-        )
-
-
-class _Readings:
-    """Cached by a step: the last Readings, and the structure and dtypes that they are for."""
-
-    def __init__(self) -> None:
-        self.key: object = None
-        self.readings: Readings | None = None
-
-    def of(
-        self, observers: Observers, program: Program, value: Tree, arguments: Arguments
-    ) -> Readings:
-        """The Readings of outputs like this value."""
-        backend = arguments.backend
-        leaves, structure = backend.trees.flatten(value)
-        key = structure, [getattr(leaf, "dtype", None) for leaf in leaves]
-        if self.readings is None or self.key != key:
-            # A gradient function of funcga says which part the gradient is. In another's output
-            # it is the part that looks like the params.
-            numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
-            grad_fn = observers.grad_fn  # the loop may have made another one of it
-            gradient = (
-                grad_fn.gradient_in(numbered)
-                if isinstance(grad_fn, KnownGradient)
-                else locate(value, arguments.parts[0].value, backend)
-            )
-            self.key = key
-            self.readings = Readings(observers, program.fold, value, gradient, backend)
-        return self.readings
-
-
-class _Counting:
-    """Cached by a step: the program that sums totals over a window, split and merged as the step
-    is.
-    """
-
-    def __init__(self, program: Program, backend: Backend):
-        totals = program.totals
-        assert totals is not None
-        in_axes = without_carry(
-            program.default_in_axes if program.in_axes is None else program.in_axes, backend
-        )
-        owner = owner_of(program.grad_fn)
-        if owner is not None:
-            owner.check_counted(program.grad_fn)
-        self.program = replace(
-            program,
-            grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),
-            fold=exact_sum(backend.arrays),
-            # Sums have no weights, and rows of streamed micro-batches need not be countable.
-            weight=None if program.n or program.microbatch_size else lambda *_: 1,
-            in_axes=in_axes,
-            device=None,
-            across=backend.replicas.of_window(
-                program.across if owner is None else owner.merged_over(program.across)
-            ),
-            memory=Memory(
-                totals.step, {**program.memory.options, "totals=": "given, and counted first"}
-            ),
-            totals=None,
-            observers=None,
-            dropping=None,
-        )
 
 
 def _check_no_model(grad_fn: GradFn) -> None:
@@ -399,8 +300,8 @@ def read_program(
     totals: TotalsFn | None,
     observe: Tree = None,
     *,
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
+    drop: object = None,
+    drop_if: object = None,
     n: int | None = None,
     microbatch_size: int | None = None,
     device: object = None,
@@ -414,8 +315,6 @@ def read_program(
         _check_no_model(grad_fn)
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
-    if totals is not None:
-        check_totals(totals, grad_fn)
     features = {
         "across=": across is not None,
         'n="auto"': searches,
@@ -435,15 +334,19 @@ def read_program(
     dropping = None
     if (drop, drop_if) != (None, None):
         part = getattr(grad_fn, "without_aux", lambda output: output)
-        dropping = DroppingStep(drop, drop_if, part)
+        dropping = load("dropping", "drop=").DroppingStep(drop, drop_if, part)
     # Imported now, as torch.compile may trace the first call.
     load_imported()
     step = None if across is None else step_of(grad_fn)
     default_in_axes = _default_in_axes(grad_fn)
-    observers = None if observe is None else Observers(observe, grad_fn)
-    counted = (
-        None if totals is None else Totals(totals, None if across is None else step_of(totals))
+    observers = (
+        None
+        if observe is None
+        else load("observe.readings", "observe=").Observers(observe, grad_fn)
     )
+    counted = None
+    if totals is not None:
+        counted = load("totals", "totals=").Totals(totals, grad_fn, across is not None)
     return Program(
         grad_fn,
         fold,
@@ -469,7 +372,7 @@ def _is_told(across: Across, owner: OwningGradient | None) -> bool:
 
 
 def options_of(
-    observers: Observers | None,
+    observers: Any,
     drop: object,
     drop_if: object,
     totals: object = None,

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial, reduce
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
@@ -14,8 +14,8 @@ from funcga._call import options_of
 from funcga._fold import LeafFold, check_narrow, check_weight, largest
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs
-from funcga._observe import Observers, ObserverTree
 from funcga._replicas import check_one_for_all, have_leaves, step_of
+from funcga._tools import load
 from funcga._transform import (
     Traits,
     Transform,
@@ -27,7 +27,6 @@ from funcga._transform import (
 from funcga._transform.apply import Step, check_donates
 from funcga._transform.window import (
     Dropped,
-    DroppingUpdates,
     Folding,
     MultiStepsState,
     Parts,
@@ -46,6 +45,9 @@ from funcga._transform.window_size import (
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
+
+if TYPE_CHECKING:
+    from funcga.tools.observe import ObserverTree
 
 
 class MultiSteps(Transform):
@@ -234,7 +236,7 @@ def multi_steps(
     drop: Literal["microbatch", "window"] | None = None,
     drop_if: Callable[[Any], Any] | None = None,
     across: Any = None,
-    observe: ObserverTree | None = None,
+    observe: "ObserverTree | None" = None,
     donate: bool = False,
 ) -> MultiSteps:
     """An optax-style transform that accumulates the gradients of n calls, then makes one update.
@@ -313,9 +315,11 @@ def multi_steps(
             "out: it skips such windows itself."
         )
     step = None if across is None else step_of(read.update)
-    observers = None if observe is None else Observers(observe)
+    observers = None if observe is None else load("observe.readings", "observe=").Observers(observe)
     folding = Folding(fold, step, observers, options_of(observers, drop, drop_if))
-    dropping = DroppingUpdates(drop, drop_if)
+    dropping = None
+    if (drop, drop_if) != (None, None):
+        dropping = load("dropping", "drop=").DroppingUpdates(drop, drop_if)
     update = MultiStepsUpdate(read, check_target(n), folding, dropping, across, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)
@@ -331,7 +335,7 @@ class MultiStepsUpdate(UpdateFunction):
     tx: Transform
     n: WindowSize
     folding: Folding
-    dropping: DroppingUpdates
+    dropping: Any  # the tool's DroppingUpdates
     across: Any
     donate: bool
     inner: Traits  # of the wrapped transform
@@ -482,7 +486,7 @@ class MultiStepsUpdate(UpdateFunction):
         backend.transforms.check_gradients(leaves, of_value.accumulators, paths, replicas)
         weight = _checked_weight(weight, window, replicas)
         keep, dropped = (
-            self.dropping.scope is None or self.dropping.is_kept(grads, leaves, backend),
+            self.dropping is None or self.dropping.is_kept(grads, leaves, backend),
             state.dropped,
         )
         after = window
@@ -529,7 +533,7 @@ class MultiStepsUpdate(UpdateFunction):
             merged = self.folding.merged(window, replicas, state.updates)
             _check_not_empty(merged, arrays)
         keep, dropped = has_any, state.dropped
-        if self.dropping.scope is not None:
+        if self.dropping is not None:
             keep, dropped = self.dropping.at_the_end(
                 dropped, arrays.scalar(merged.tally.steps), merged.rejected, replicas, arrays
             )
@@ -623,7 +627,7 @@ class MultiStepsUpdate(UpdateFunction):
     def _replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`."""
         replicas = backend.replicas.replicas_of(self.across)
-        if self.folding.observers is not None or self.dropping.scope is not None:
+        if self.folding.observers is not None or self.dropping is not None:
             check_one_for_all(
                 replicas,
                 "the transform has observe=, drop= or drop_if=: the gradient of such a leaf has "

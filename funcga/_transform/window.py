@@ -5,19 +5,17 @@ Design note: docs/concepts/inside_multi_steps.md.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
-from funcga._backend import Arrays, Backend
+from funcga._backend import Backend
 from funcga._backend.prefixes import PathError, leaf_paths
 from funcga._call import Memory
-from funcga._call.dropping import Dropping
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._observe import Observers
-from funcga._observe.readings import Readings
 from funcga._replicas import Step
+from funcga._tools import load
 from funcga._transform.loss_scale import LossScaledState
 from funcga._types import Array, Scalar, Structure, Tree
 from funcga.errors import FuncgaError
@@ -104,13 +102,13 @@ class Folding:
     folded value is (what they fold, gradients).
     """
 
-    readings: Readings  # for gradients like the last ones
+    readings: Any  # those of the tool, for gradients like the last ones
 
     def __init__(
         self,
         fold: FoldTree,
         step: Step | None,
-        observers: Observers | None,
+        observers: Any,
         options: Mapping[str, str],
     ):
         if observers is not None and any(
@@ -187,7 +185,9 @@ class Folding:
             return grads
         leaves, structure = backend.trees.flatten(grads)
         numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
-        self.readings = Readings(self.observers, self.fold, grads, numbered, backend)
+        self.readings = load("observe.readings", "observe=").Readings(
+            self.observers, self.fold, grads, numbered, backend
+        )
         like = next(
             (leaf for leaf in leaves if backend.arrays.is_array(leaf)), backend.arrays.as_array(0.0)
         )
@@ -316,32 +316,3 @@ def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> Fu
         f"params where it is {before}: the two cannot be combined. Give what belongs to these "
         "params; or make a state for the new ones: state = tx.init(params)."
     )
-
-
-@dataclass(frozen=True)
-class DroppingUpdates(Dropping):
-    """What `multi_steps` drops, and whether a window ends with an update."""
-
-    of_window: ClassVar[str] = "make no update of"
-    of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
-
-    def at_the_end(
-        self, dropped: Dropped, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
-    ) -> tuple[bool | Array, Dropped]:
-        """(whether a window of `steps` folded micro-batches ends with an update, the counts).
-        Without replicas the `rejected` ones are counted already.
-        """
-        microbatches, windows = dropped
-        if replicas is not None:
-            microbatches = microbatches + rejected
-        keep = steps > 0
-        if self.scope == "window":
-            # Without an update the folded ones are dropped, too. An empty window, flushed inside
-            # of jit, does not count.
-            keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
-            emitted, zero = arrays.as_array(keep), arrays.integer(0)
-            microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))
-            windows = windows + arrays.xp.where(emitted, zero, arrays.integer(is_filled))
-        return arrays.scalar(keep) if arrays.is_array(keep) else keep, Dropped(
-            microbatches, windows
-        )

@@ -35,8 +35,6 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import owner_of, step_program
-from funcga._call.totals import check_no_totals
-from funcga._coupled import Coupled
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga._verify.causes import (
@@ -59,6 +57,7 @@ from funcga._verify.exact import Case, Measured, first_line
 from funcga._verify.probe import Probe
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
+from funcga.tools.coupled import Coupled
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -292,7 +291,7 @@ def verify(
     program = step_program(accumulate(grad_fn, 1, **options)) if job is None else job.program
     assert program is not None
     if program.totals is not None:
-        check_no_totals(kwargs)
+        program.totals.check_call(kwargs)
     probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
     _check_finite(probe, args[probe.brings_parameters :], kwargs)

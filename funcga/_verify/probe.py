@@ -21,7 +21,6 @@ from funcga._accumulate import accumulate
 from funcga._backend.prefixes import check_initialised, leaf_paths
 from funcga._call import Program
 from funcga._call.arguments import argument_names
-from funcga._coupled import Coupled, coupled
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._reproducible import plain
@@ -29,6 +28,7 @@ from funcga._trees import to_numpy
 from funcga._types import Array, Namespace, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, mean, sum
+from funcga.tools.coupled import Coupled, coupled
 
 Rows = tuple[int, ...]
 
@@ -208,7 +208,7 @@ class Probe:
 
     def count(self, rows: Rows) -> Tree:
         """The totals of these rows."""
-        counting = self.program.counting(self.backend)
+        counting = self.program.totals.counting(self.program, self.backend)
         return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
 
     def trace_call(self, args: tuple[Tree, ...]) -> Trace:

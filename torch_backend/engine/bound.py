@@ -3,13 +3,14 @@
 `window` is the engine's Window, of which a plan, the gradient and what observes it are set here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from funcga._tools import load
 from funcga._types import Tree
 from torch_backend import trees
 from torch_backend.dtensor import is_dtensor
@@ -17,7 +18,6 @@ from torch_backend.engine import graphs
 from torch_backend.engine.leaves import check_dense, detached
 from torch_backend.engine.sums import Folding
 from torch_backend.gradients import is_constant
-from torch_backend.observing import ObservedGradient, Observing
 
 
 def trees_of(window: Any) -> list[Tree]:
@@ -41,8 +41,10 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     arguments, gradient = window.arguments, window.gradient
     indices, grads = window.plan.indices, trees_of(window)
     aux = detached(aux, True)
+    observing: Any = None
     if program.observers is not None:
-        gradient = ObservedGradient.of(program, gradient, (loss, aux), grads, arguments)
+        observing = load("observe.in_torch", "observe=")
+        gradient = observing.observed_gradient(program, gradient, (loss, aux), grads, arguments)
         window.gradient = gradient
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     for index, tree in zip(indices, grads, strict=True):
@@ -59,9 +61,9 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         return tuple([leaf for leaf in found if leaves[leaf] is not None])
 
     of_inputs = present(window.plan.whole)
-    if isinstance(gradient, ObservedGradient):
+    if observing is not None:
         arriving = dict(zip(of_inputs, window.arriving, strict=True))
-        window.observing = Observing(gradient, arriving)
+        window.observing = observing.Observing(gradient, arriving)
         window.callback(window.observing.end)
     rest = gradient.compose(loss, aux, [() for _ in indices])
     folding = Folding(
@@ -78,6 +80,15 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     if dtype is not None:
         window.plan = replace(window.plan, folding=folding, loss_dtype=dtype)
     return folding
+
+
+def with_gradients(program: Any, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
+    """The result of a window, (value, gradients), with its gradients changed."""
+    if program.observers is None:
+        value, grads = result
+        return value, change(grads)
+    before, (value, grads) = result
+    return before, (value, change(grads))
 
 
 def is_unreached(

@@ -102,7 +102,7 @@ class Called:
             args, kwargs = self._constant_if_left_out(args, kwargs, weight)
         value = self._called(arguments, args, kwargs)
         if program.observers is not None:
-            value = program.readings(value, arguments).measured(value, weight)
+            value = program.observers.readings(program, value, arguments).measured(value, weight)
         if self.sums is None:
             outputs, leaves = program.bind(value, arguments)
             self.sums = self.empty(Folding(outputs, pure=self.pure))

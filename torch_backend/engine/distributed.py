@@ -25,7 +25,6 @@ from torch_backend.engine.leaves import OWN, Own, detached
 from torch_backend.engine.plan import Plan
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
-from torch_backend.observing import with_gradients
 from torch_backend.replicas import Listener, Replicas
 
 
@@ -148,7 +147,7 @@ class Distributed(Window):
         assert self.own is not None
         params = self.own.params
         on_meshes = lambda grads: {name: as_dtensor(grads[name], p) for name, p in params.items()}
-        return with_gradients(self.program, result, on_meshes)
+        return bound.with_gradients(self.program, result, on_meshes)
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
@@ -163,7 +162,7 @@ class Distributed(Window):
             # The others say what their shards are like, and here the parameters are.
             own = known = self.opened.leaves.trees[OWN]
             bind = lambda value: program.bind(
-                with_gradients(program, value, lambda _: own), arguments
+                bound.with_gradients(program, value, lambda _: own), arguments
             )[0]
         sums = self.merge.take_part(Sums, bind, trees.flatten(known)[0])
         sums.state = state

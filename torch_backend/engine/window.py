@@ -56,7 +56,6 @@ from torch_backend.engine.sums import Sums
 from torch_backend.gradients import switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.layers import call_loss
-from torch_backend.observing import Observing
 
 _GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_grad", "layout"))
 
@@ -80,7 +79,7 @@ class Window(ExitStack):
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
-    observing: Observing | None = None
+    observing: Any = None  # set by `folding_of`, with the first loss: the tool's Observing
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-from funcga._call.totals import check_takes_totals
 from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments, similar
 from funcga.normalizers import Pooled
@@ -24,6 +23,7 @@ from torch_backend import _private, arrays
 from torch_backend.modules.checks import (
     Tensors,
     by_what_they_replace,
+    check_initialised,
     check_none_frozen,
     nothing_to_train,
 )
@@ -459,8 +459,8 @@ def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwa
     try:
         return loss_fn(module, *args, **kwargs)
     except TypeError as error:
-        check_takes_totals(error)
-        if not refuses_arguments(loss_fn, 1 + len(args), kwargs, error):
+        # The words for `totals` are those of the step.
+        if "'totals'" in str(error) or not refuses_arguments(loss_fn, 1 + len(args), kwargs, error):
             raise
         raise FuncgaError(
             "loss_fn is called with the module and then each argument of the micro-batch, "
@@ -502,3 +502,22 @@ def check_no_max_norm(owners: Owners) -> None:
                 f"embedding.weight.renorm_({layer.norm_type}, 0, {most}). Or use "
                 "torch_backend.module_value_and_grad."
             )
+
+
+Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # the buffers of a module, and values of them
+
+
+def buffers_of(module: nn.Module | None) -> Buffers:
+    """The buffers of a module, such as running statistics, and copies of them."""
+    if module is None:
+        return []
+    check_initialised(module)
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+
+def put_back(before: Buffers) -> None:
+    """Gives buffers the values that they had before."""
+    with torch.no_grad():
+        for buffer, values in before:
+            if buffer is not values:
+                buffer.copy_(values)

@@ -23,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
+from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.dropping import DroppingSums, put_back, statistics_of
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import with_a_blank_row
@@ -39,8 +39,7 @@ from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk
-from torch_backend.observing import with_gradients
+from torch_backend.modules.layers import Walk, buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
@@ -174,7 +173,9 @@ class OwnGrads(Window):
             return
         folding, dropping = bound.known_or_new(self, loss, aux), self.program.dropping
         self._check(folding)
-        self.sums = Sums(folding) if dropping is None else DroppingSums(dropping, folding)
+        self.sums = Sums(folding)
+        if dropping is not None:
+            self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
         # All of the gradients are weighed, or none.
         self.is_weighted = any(folding.folds[index].fold.reducer.linear for index in folding.grads)
         if self.wrapper.wrapped:
@@ -258,7 +259,7 @@ class OwnGrads(Window):
     def finished(self, sums: Sums) -> Tree:
         """The normalised result, with gradients where the parameters lie."""
         self.plans.put(self.key, self.plan)
-        return with_gradients(self.program, sums.result(), self._as_dtensors)
+        return bound.with_gradients(self.program, sums.result(), self._as_dtensors)
 
     def _as_dtensors(self, folded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor.
@@ -302,7 +303,7 @@ class ModuleWindow(OwnGrads):
         if self.wrapper.sync != "every":
             self.waiting.enter_context(self.wrapper.waiting())
         if self.program.dropping is not None:
-            self.statistics_before = statistics_of(self.module)
+            self.statistics_before = buffers_of(self.module)
         return self
 
     # --- micro-batches
@@ -442,11 +443,11 @@ class ModuleWindow(OwnGrads):
                 )
             # The rows only stand in for others, so running statistics, for instance, must not see
             # them.
-            before = statistics_of(self.module)
+            before = buffers_of(self.module)
             self._run(args, kwargs, None, True)
             if self.observing is not None:
                 self.observing.forget()
-            put_back(before, keep=False)
+            put_back(before)
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
@@ -474,8 +475,8 @@ class ModuleWindow(OwnGrads):
         assert sums is not None
         with torch.no_grad():
             self.take()
-            if isinstance(sums, DroppingSums):
-                sums.look_at(self.shards)
+            if dropping is not None:
+                sums.look_at(self.shards)  # type: ignore[attr-defined]
             # The wrapper has merged the gradients already, so they join the sums only after the
             # rest is merged.
             for merge in self.merges:
@@ -484,7 +485,7 @@ class ModuleWindow(OwnGrads):
                 raise nothing_to_fold()
             self.put()
             if dropping is not None:
-                put_back(self.statistics_before, sums.rejected == 0)
+                sums.put_back_if_dropped(self.statistics_before)  # type: ignore[attr-defined]
             return self.finished(sums)
 
 

@@ -11,12 +11,13 @@ from jax import lax
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import groups
-from funcga._coupled import Cotangents, Coupled, Summaries
+from funcga._tools import load
 from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
+from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, Numbers, compiled, nan_if_overflown, tally_of, with_totals
+from jax_backend.loop import Accumulate, Numbers, compiled, tally_of, with_totals
 from jax_backend.sharding import Spread
 
 
@@ -89,7 +90,10 @@ class _Step:
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
         totals = job.program.totals
-        return composed if totals is None else nan_if_overflown(composed, kwargs["totals"])
+        if totals is None:
+            return composed
+        marked: Tree = load("totals.in_jax", "totals=").nan_if_overflown(composed, kwargs["totals"])
+        return marked
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:

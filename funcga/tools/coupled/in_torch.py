@@ -18,12 +18,12 @@ import torch
 from funcga._backend import Backend
 from funcga._call import OwningGradient
 from funcga._call.arguments import Arguments
-from funcga._coupled import Coupled, Summaries
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.normalizers import identity
 from funcga.reducers import weighted
+from funcga.tools.coupled import Coupled, Summaries
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
@@ -39,7 +39,6 @@ from torch_backend.loop import (
     run_window,
     untraced,
     weights_of,
-    with_totals,
 )
 from torch_backend.modules import PureLoss
 from torch_backend.modules.checks import check_no_params
@@ -66,7 +65,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
 
     def step(args: Args, kwargs: Kwargs) -> Tree:
         if job.program.totals is not None:
-            kwargs = with_totals(job.program, backend, args, kwargs)
+            kwargs = job.program.totals.counted(job.program, backend, args, kwargs)
         parameters = _Parameters(job, backend, args)
         # A transform keeps the graphs of all micro-batches anyway.
         if arrays.in_transform() and parameters.own is None:

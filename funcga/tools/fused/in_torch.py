@@ -128,7 +128,8 @@ def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, li
             if after is not None and after not in users:
                 nodes.append(after)
             users.setdefault(after, []).append((node, position))
-    ends = {id(node.variable): node for node in nodes if type(node) is graphs.AccumulateGrad}
+    accumulators = [node for node in nodes if type(node) is graphs.AccumulateGrad]
+    ends: dict[int, Any] = {id(node.variable): node for node in accumulators}  # type: ignore[attr-defined]
     found = {id(weight): _uses(ends.get(id(weight)), users) for weight in weights}
     return {key: uses for key, uses in found.items() if uses}
 

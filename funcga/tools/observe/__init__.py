@@ -7,12 +7,12 @@ and the same measure of the gradient that the step returns. So no gradient is st
 read twice.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from funcga import monoids, normalizers
-from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, Tree
+from funcga._types import Array, Namespace, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold
 from funcga.reducers import Reducer
@@ -109,58 +109,3 @@ def _counted(xp: Namespace, value: Array, weight: Scalar) -> Array:
 
 # The total weight and the number of micro-batches, of values [1, 1].
 COUNTS = Fold(Reducer(_counted, monoids.sum, kinds=("float",)), normalizers.identity)
-
-
-class Observers:
-    """The observers of a step, in the tree that they were given in, and the function whose
-    gradients they observe.
-    """
-
-    def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
-        self.tree, self.grad_fn = tree, grad_fn
-        self.all = [*_observers(tree, "observe")]
-        if not self.all:
-            raise FuncgaError(
-                f"observe= is {tree!r}, which has no observer in it. Pass one, or a tree of them: "
-                f"observe=funcga.gradient_noise()."
-            )
-        # The measures of a leaf, each computed once for all observers.
-        self.measures = [
-            *dict.fromkeys((observer.measure, observer.degree) for observer in self.all)
-        ]
-
-    @property
-    def folds(self) -> Tree:
-        """The folds of the measures, beside the output of grad_fn; that of the counts comes
-        first.
-        """
-        return COUNTS, *[observer.fold for observer in self.all]
-
-    def in_order(self, observations: list[Tree]) -> Tree:
-        """The tree with observations in place of the observers."""
-        return _filled(self.tree, iter(observations))
-
-
-def _observers(tree: Tree, path: str) -> Iterator[Observer]:
-    if isinstance(tree, Observer):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _observers(child, f"{path}[{key!r}]")
-    else:
-        called = (
-            ", which is called: write observe=funcga.gradient_noise()" if callable(tree) else ""
-        )
-        raise FuncgaError(
-            f"{path} is {tree!r}{called}. Pass an observer, such as funcga.gradient_noise(), or a "
-            "dict, tuple or list of them."
-        )
-
-
-def _filled(tree: Tree, observations: Iterator[Tree]) -> Tree:
-    if isinstance(tree, Observer):
-        return next(observations)
-    if isinstance(tree, dict):
-        return {key: _filled(child, observations) for key, child in tree.items()}
-    children: list[Any] = [_filled(child, observations) for child in tree]
-    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)

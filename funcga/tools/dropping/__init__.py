@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._fold import as_number
 from funcga._fold.outputs import Outputs
 from funcga._reproducible import plain
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Array, DropTest, Scalar, Tree
 from funcga.errors import FuncgaError
-
-DropScope = Literal["microbatch", "window"]
-DropTest = Callable[[Tree], object]
 
 
 @dataclass(frozen=True)
@@ -143,3 +140,32 @@ class DroppingStep(Dropping):
                 keep, backend.arrays.cast(weight == 0, keep.dtype, keep)
             )
         return keep
+
+
+@dataclass(frozen=True)
+class DroppingUpdates(Dropping):
+    """What `multi_steps` drops, and whether a window ends with an update."""
+
+    of_window: ClassVar[str] = "make no update of"
+    of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
+
+    def at_the_end(
+        self, dropped: Any, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
+    ) -> tuple[bool | Array, Any]:
+        """(whether a window of `steps` folded micro-batches ends with an update, the counts).
+        Without replicas the `rejected` ones are counted already.
+        """
+        microbatches, windows = dropped
+        if replicas is not None:
+            microbatches = microbatches + rejected
+        keep = steps > 0
+        if self.scope == "window":
+            # Without an update the folded ones are dropped, too. An empty window, flushed inside
+            # of jit, does not count.
+            keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
+            emitted, zero = arrays.as_array(keep), arrays.integer(0)
+            microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))
+            windows = windows + arrays.xp.where(emitted, zero, arrays.integer(is_filled))
+        return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped._replace(
+            microbatches=microbatches, windows=windows
+        )

@@ -13,9 +13,9 @@ import torch
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
-from funcga._observe.readings import Readings
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.observe.readings import Readings
 from torch_backend import _private, arrays
 from torch_backend.dtensor import is_dtensor
 
@@ -30,24 +30,6 @@ class ObservedGradient(GradientFunction):
     readings: Readings = field(kw_only=True)
     before: tuple[Array, ...] = field(kw_only=True)  # zeros in the place of what is measured
 
-    @staticmethod
-    def of(
-        program: Program,
-        inner: GradientFunction,
-        value: tuple[torch.Tensor, Tree],
-        grads: Sequence[Tree],
-        arguments: Arguments,
-    ) -> "ObservedGradient":
-        """That of a gradient function, for the observers of a program.
-
-        `value` has a first loss and its aux, and `grads` are like the gradients.
-        """
-        loss, aux = value
-        readings = program.readings(inner.compose(loss, aux, grads), arguments)
-        values = [getattr(inner, each.name) for each in fields(GradientFunction)]
-        before = readings.placeholders(loss)
-        return ObservedGradient(*values, inner=inner, readings=readings, before=before)
-
     @property
     def leaves_before(self) -> int:
         """How many leaves stand before the value and the gradient."""
@@ -56,6 +38,26 @@ class ObservedGradient(GradientFunction):
     def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
         """What is measured, zeros in its place, and what the gradient function returns."""
         return self.before, self.inner.compose(loss, aux, grads)
+
+
+def observed_gradient(
+    program: Program,
+    inner: GradientFunction,
+    value: tuple[torch.Tensor, Tree],
+    grads: Sequence[Tree],
+    arguments: Arguments,
+) -> ObservedGradient:
+    """A gradient function of a program, observed.
+
+    `value` has a first loss and its aux, and `grads` are like the gradients.
+    """
+    loss, aux = value
+    like = inner.compose(loss, aux, grads)
+    readings = program.observers.readings(program, like, arguments)
+    values = [getattr(inner, each.name) for each in fields(GradientFunction)]
+    return ObservedGradient(
+        *values, inner=inner, readings=readings, before=readings.placeholders(loss)
+    )
 
 
 class Observing:
@@ -160,12 +162,3 @@ class Observing:
         hooks, self.hooks = self.hooks, []
         for leaf, hook in hooks:
             _private.remove_hook(leaf, hook)
-
-
-def with_gradients(program: Program, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """The result of a window, (value, gradients), with its gradients changed."""
-    if program.observers is None:
-        value, grads = result
-        return value, change(grads)
-    before, (value, grads) = result
-    return before, (value, change(grads))

@@ -8,23 +8,24 @@ nothing. One micro-batch's gradients are held at a time. Where only a device kno
 nothing waits for it: what is added is selected.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from funcga._call import Program
-from funcga._call.dropping import DroppingStep
+from funcga._call.arguments import CARRY
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.dropping import DroppingStep
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local
 from torch_backend.engine.called import Called
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules import trainable
-from torch_backend.modules.checks import check_initialised
+from torch_backend.modules.layers import Buffers, buffers_of, put_back
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.replicas import Listener
 
@@ -84,6 +85,16 @@ class DroppingSums(Sums):
         return self.dropping.keeps(
             outputs, self.tested._replace(leaf_indices=tested), leaves, weight
         )
+
+    def keep_state(self, before: list[Any]) -> None:
+        """Threads on what there was `before` the last micro-batch, if that was dropped."""
+        self.state_before = self.state_before or before
+        pairs = zip(self.state, before, strict=True)
+        self.state = [selected(self.kept, *pair) for pair in pairs]
+
+    def put_back_if_dropped(self, before: Buffers) -> None:
+        """Gives buffers the values that they had `before`, if the window is dropped."""
+        put_back(_selected_in(before, self.rejected == 0))
 
     def look_at(self, sums: Sequence[torch.Tensor]) -> None:
         """Drops the window if what a wrapper has summed is not finite."""
@@ -149,7 +160,7 @@ class DroppingCalls(Called):
         super().__init__(program, *args)
         assert program.dropping is not None
         self.module, self.dropping = module, program.dropping
-        self.statistics_before = statistics_of(self.module)
+        self.statistics_before = buffers_of(self.module)
         # What hears collectives of the loss over the groups that gradients travel over.
         self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]
 
@@ -178,7 +189,9 @@ class DroppingCalls(Called):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
     ) -> None:
         """Folds the value of one micro-batch in, or leaves it out."""
-        statistics, is_first = statistics_of(self.module), self.sums is None
+        # What is dropped may have written to the buffers of the module, and to threaded state.
+        statistics, is_first = buffers_of(self.module), self.sums is None
+        state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in self._state_in(args)]
         super().fold(args, kwargs, weight, last)
         if any(listener.heard for listener in self.own_groups):
             raise FuncgaError(
@@ -188,7 +201,9 @@ class DroppingCalls(Called):
                 "compute the loss of each replica's own rows."
             )
         assert isinstance(self.sums, DroppingSums)
-        put_back(statistics, self.sums.kept)
+        put_back(_selected_in(statistics, self.sums.kept))
+        if state:
+            self.sums.keep_state(state)
         if is_first and self.records:
             self.likes = self._parameters_by_leaf(self.sums.folding.outputs, args)
 
@@ -209,8 +224,23 @@ class DroppingCalls(Called):
         result, sums = super().result(), self.sums
         assert sums is not None
         if self.dropping.scope == "window":
-            put_back(self.statistics_before, sums.rejected == 0)
+            assert isinstance(sums, DroppingSums)
+            sums.put_back_if_dropped(self.statistics_before)
         return result
+
+    def _state_in(self, args: tuple[Tree, ...]) -> list[Any]:
+        """What is threaded among the arguments of a micro-batch."""
+        arguments = self.arguments
+        if arguments is None or not arguments.state:
+            return []
+        parts = [(arg, part.axes) for arg, part in zip(args, arguments.parts, strict=True)]
+        return [
+            leaf
+            for arg, axes in parts
+            if axes
+            for leaf, axis in zip(trees.flatten(arg)[0], axes, strict=True)
+            if axis is CARRY
+        ]
 
 
 def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:
@@ -235,33 +265,6 @@ def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
     return _where(keep, after, before) if isinstance(after, torch.Tensor) else after
 
 
-def fold_or_drop(window: Any, state: list[Any], *microbatch: Any, last: bool) -> None:
-    """Folds a micro-batch into a window; the state is as it was if the micro-batch is dropped."""
-    # grad_fn may write to the state, and what a dropped micro-batch has written there does not
-    # count.
-    before = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in state]
-    window.fold(*microbatch, last=last)
-    if before:
-        sums: DroppingSums = window.sums
-        sums.state_before = sums.state_before or before
-        sums.state = [selected(sums.kept, *pair) for pair in zip(sums.state, before, strict=True)]
-
-
-def statistics_of(module: nn.Module | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The buffers of a module, such as running statistics, and copies of them."""
-    if module is None:
-        return []
-    check_initialised(module)
-    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-
-
-def put_back(
-    before: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: bool | torch.Tensor
-) -> None:
-    """Gives tensors the values that they had before what is not kept; `before` has each tensor
-    and these.
-    """
-    if keep is not True:
-        with torch.no_grad():
-            for tensor, values in before:
-                tensor.copy_(selected(keep, tensor, values))
+def _selected_in(before: Buffers, keep: bool | torch.Tensor) -> Buffers:
+    """What buffers are to have that had these values `before`."""
+    return [(buffer, selected(keep, buffer, values)) for buffer, values in before]

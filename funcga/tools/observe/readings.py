@@ -2,17 +2,120 @@
 outputs of one structure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from funcga import normalizers
 from funcga._backend import Backend
 from funcga._backend.prefixes import paths_and_leaves
+from funcga._call import KnownGradient, Program
+from funcga._call.arguments import Arguments
 from funcga._exact import Finish, Lift
 from funcga._fold.outputs import broadcast_folds
-from funcga._observe import Observed, Observer, Observers, squared_norm
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold, FoldTree
+from funcga.tools.observe import COUNTS, Observed, Observer, squared_norm
+
+
+class Observers:
+    """The observers of a step, in the tree that they were given in, and the function whose
+    gradients they observe.
+    """
+
+    def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
+        self.tree, self.grad_fn = tree, grad_fn
+        self.all = [*_observers(tree, "observe")]
+        if not self.all:
+            raise FuncgaError(
+                f"observe= is {tree!r}, which has no observer in it. Pass one, or a tree of them: "
+                f"observe=funcga.gradient_noise()."
+            )
+        # The measures of a leaf, each computed once for all observers.
+        self.measures = [
+            *dict.fromkeys((observer.measure, observer.degree) for observer in self.all)
+        ]
+
+    @property
+    def folds(self) -> Tree:
+        """The folds of the measures, beside the output of grad_fn; that of the counts comes
+        first.
+        """
+        return COUNTS, *[observer.fold for observer in self.all]
+
+    def readings(self, program: Program, value: Tree, arguments: Arguments) -> "Readings":
+        """The Readings of outputs like this value, which grad_fn has returned for the arguments;
+        the step keeps the last ones.
+        """
+        kept, backend = program.memory.keep(_Kept), arguments.backend
+        leaves, structure = backend.trees.flatten(value)
+        key = structure, [getattr(leaf, "dtype", None) for leaf in leaves]
+        if kept.readings is None or kept.key != key:
+            # A gradient function of funcga says which part the gradient is. In another's output
+            # it is the part that looks like the params.
+            numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
+            gradient = (
+                self.grad_fn.gradient_in(numbered)  # the loop may have made another one of it
+                if isinstance(self.grad_fn, KnownGradient)
+                else locate(value, arguments.parts[0].value, backend)
+            )
+            kept.key = key
+            kept.readings = Readings(self, program.fold, value, gradient, backend)
+        return kept.readings
+
+    def observed(
+        self,
+        program: Program,
+        result: Tree,
+        kwargs: dict[str, Tree],
+        arguments: Arguments | None = None,
+    ) -> Tree:
+        """(value, observation), from the result of a finished window. `arguments` are those of
+        the call if no micro-batch has been bound.
+        """
+        folded, value = result
+        readings = program.memory.keep(_Kept).readings
+        if arguments is not None:
+            readings = self.readings(program, value, arguments)
+        assert readings is not None
+        scale = kwargs["loss_scale"] if getattr(self.grad_fn, "scaled", False) else 1.0
+        return value, readings.observation(folded, value, scale)
+
+    def in_order(self, observations: list[Tree]) -> Tree:
+        """The tree with observations in place of the observers."""
+        return _filled(self.tree, iter(observations))
+
+
+class _Kept:
+    """Kept by a step: the last Readings, and the structure and dtypes that they are for."""
+
+    key: object = None
+    readings: "Readings | None" = None
+
+
+def _observers(tree: Tree, path: str) -> Iterator[Observer]:
+    if isinstance(tree, Observer):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _observers(child, f"{path}[{key!r}]")
+    else:
+        called = (
+            ", which is called: write observe=funcga.gradient_noise()" if callable(tree) else ""
+        )
+        raise FuncgaError(
+            f"{path} is {tree!r}{called}. Pass an observer, such as funcga.gradient_noise(), or a "
+            "dict, tuple or list of them."
+        )
+
+
+def _filled(tree: Tree, observations: Iterator[Tree]) -> Tree:
+    if isinstance(tree, Observer):
+        return next(observations)
+    if isinstance(tree, dict):
+        return {key: _filled(child, observations) for key, child in tree.items()}
+    children: list[Any] = [_filled(child, observations) for child in tree]
+    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
 
 
 class Readings:

@@ -6,15 +6,16 @@ micro-batch, under sum(). So it splits, merges and streams as the step itself do
 """
 
 import inspect
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from funcga import monoids
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import leaf_paths
+from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
 from funcga._fold import Tally
-from funcga._replicas import Step
+from funcga._replicas import step_of
 from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import FuncgaError, check_callable, refuses_arguments
 from funcga.folds import Fold, sum
@@ -25,13 +26,69 @@ from funcga.reducers import Reducer
 _LIKE = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}'
 
 
-class Totals(NamedTuple):
-    """The function that counts a micro-batch, and which step this is, if it is merged over
-    replicas.
+class Totals:
+    """The function that counts a micro-batch of a step, which is merged over replicas or not.
+
+    Raises FuncgaError if it cannot be called, or if grad_fn does not take what it counts.
     """
 
-    function: TotalsFn
-    step: Step | None
+    def __init__(self, function: TotalsFn, grad_fn: GradFn, is_merged: bool):
+        check_callable(function, "totals", _LIKE)
+        _check_parameter(grad_fn)
+        self.function, self.step = function, step_of(function) if is_merged else None
+
+    def check_call(self, kwargs: dict[str, Tree]) -> None:
+        """Raises FuncgaError if a call brings totals of its own."""
+        if "totals" in kwargs:
+            raise FuncgaError(
+                "the call has a keyword argument `totals`, and so has grad_fn from the totals= of "
+                "the step. Pass the call's under another name, or leave totals= out."
+            )
+
+    def counting(self, program: Program, backend: Backend) -> Program:
+        """The program that counts the totals of a window of `program`, cached there."""
+        return program.memory.keep(_Counting, program, backend).program
+
+    def counted(
+        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> dict[str, Tree]:
+        """The keyword arguments of grad_fn, with the totals of the window."""
+        # What is passed whole, such as the parameters, is not counted.
+        parts = program.read(args, backend).parts
+        split = tuple([part.value if part.axes else None for part in parts])
+        count = backend.loop.accumulate(self.counting(program, backend), backend)
+        return {**kwargs, "totals": count(split, {})}
+
+
+class _Counting:
+    """Cached by a step: the program that sums totals over a window, split and merged as the step
+    is.
+    """
+
+    def __init__(self, program: Program, backend: Backend):
+        totals: Totals = program.totals
+        in_axes = _without_carry(
+            program.default_in_axes if program.in_axes is None else program.in_axes, backend
+        )
+        owner = owner_of(program.grad_fn)
+        if owner is not None:
+            owner.check_counted(program.grad_fn)
+        across = program.across if owner is None else owner.merged_over(program.across)
+        options = {**program.memory.options, "totals=": "given, and counted first"}
+        self.program = replace(
+            program,
+            grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),
+            fold=exact_sum(backend.arrays),
+            # Sums have no weights, and rows of streamed micro-batches need not be countable.
+            weight=None if program.n or program.microbatch_size else lambda *_: 1,
+            in_axes=in_axes,
+            device=None,
+            across=backend.replicas.of_window(across),
+            memory=Memory(totals.step, options),
+            totals=None,
+            observers=None,
+            dropping=None,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,15 +207,13 @@ _SUM32 = Fold(
 )
 
 
-def without_carry(in_axes: Tree, backend: Backend) -> Tree:
+def _without_carry(in_axes: Tree, backend: Backend) -> Tree:
     """The in_axes with None for CARRY, as threaded state is not counted."""
     leaves, structure = backend.trees.flatten(in_axes)
     return backend.trees.unflatten(structure, [None if axis is CARRY else axis for axis in leaves])
 
 
-def check_totals(totals: object, grad_fn: GradFn) -> None:
-    """Raises FuncgaError if totals cannot be called, or grad_fn does not take them."""
-    check_callable(totals, "totals", _LIKE)
+def _check_parameter(grad_fn: GradFn) -> None:
     try:
         parameters = inspect.signature(grad_fn).parameters
     except (TypeError, ValueError):  # a call will show it
@@ -168,7 +223,7 @@ def check_totals(totals: object, grad_fn: GradFn) -> None:
         raise _no_parameter(f"grad_fn takes ({', '.join(parameters)})", _with_totals(grad_fn))
 
 
-def check_takes_totals(error: TypeError) -> None:
+def explain(error: TypeError) -> None:
     """Raises FuncgaError if the error says that a function takes no totals, or lacks them."""
     if "unexpected keyword argument 'totals'" in str(error):
         raise _no_parameter(f"a call raised `{error}`") from error
@@ -198,12 +253,3 @@ def _no_parameter(found: str, parameters: str = "params, batch, *, totals") -> F
         f"totals= was given, and {found}: it has no parameter `totals` for what is counted. Add "
         f"it: def loss_fn({parameters})."
     )
-
-
-def check_no_totals(kwargs: dict[str, Tree]) -> None:
-    """Raises FuncgaError if a call brings totals of its own."""
-    if "totals" in kwargs:
-        raise FuncgaError(
-            "the call has a keyword argument `totals`, and so has grad_fn from the totals= of the "
-            "step. Pass the call's under another name, or leave totals= out."
-        )
