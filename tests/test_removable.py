@@ -16,6 +16,7 @@ from tests import house
 
 # One process takes all trees in turn, as torch and JAX take longest to import.
 SMOKE = """
+import importlib.util
 import sys
 import jax.numpy, torch
 
@@ -28,7 +29,8 @@ def check(folder):
         gradient = funcga.value_and_grad(lambda p, x: ((x - p["w"]) ** 2).mean())
         params, x = {"w": ones(())}, arange(6.0)
         whole = sum((i - 1) ** 2 for i in range(6)) / 6
-        for n in (3, "auto"):
+        searches = importlib.util.find_spec("funcga._plan") is not None
+        for n in (3, "auto") if searches else (3,):
             loss, grads = funcga.accumulate(gradient, n)(params, x)
             assert abs(float(loss) - whole) < 1e-5 and abs(float(grads["w"]) + 3) < 1e-5, n
         if ones is not torch.ones and folder != sys.argv[-1]:
