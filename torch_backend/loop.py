@@ -490,7 +490,7 @@ def _given_up(program: Program, backend: Backend) -> Iterator[None]:
         yield
     finally:
         for merge in merges:
-            merge.give_up()
+            merge.abort()
 
 
 def is_traced(tree: Any) -> bool:

@@ -73,6 +73,10 @@ class Replicas:
         """What the replicas exchange messages over."""
         return channel_of(self.group)
 
+    def carrier(self, device: torch.device) -> dist.ProcessGroup:
+        """The group that arrays on this device travel over."""
+        return self.channel.carrier(device, self.group)
+
     @property
     def ranks(self) -> list[int]:
         """The global ranks of the replicas, in their order."""

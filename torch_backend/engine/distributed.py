@@ -19,7 +19,6 @@ from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._types import Array, Tree
 from torch_backend import arrays, trees
-from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN, Own, detached
 from torch_backend.engine.plan import Plan
@@ -34,24 +33,24 @@ class Merge(Protocol):
 
     replicas: Replicas
 
-    def begin(self, sums: Sums, leaves: Sequence[Array]) -> None:
+    def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves."""
         ...
 
-    def take_part(
+    def adopt(
         self,
         sums_of: Callable[[Folding], Sums],
-        bind: Callable[[Tree], Outputs],
+        bind: Callable[[Tree], tuple[Outputs, Sequence[Any]]],
         known: Sequence[Any],
     ) -> Sums:
         """The sums of a replica without any micro-batch."""
         ...
 
-    def finish(self, state: list[Array]) -> list[Array]:
+    def merge(self, state: list[Array]) -> list[Array]:
         """Merges the sums, and returns the state that is threaded on."""
         ...
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Tells the other replicas of an error."""
         ...
 
@@ -77,7 +76,7 @@ class Distributed(Window):
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None and self.merge is not None:
-            self.merge.give_up()
+            self.merge.abort()
         return super().__exit__(*error)
 
     def prepared(
@@ -100,16 +99,6 @@ class Distributed(Window):
             return self.plan.takes_weights and is_exact
         return seed != 0 and super()._takes(seed, dtype)
 
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether the replicas merge shards of a module's own parameters, which lie on other
-        meshes.
-        """
-        own = self.own
-        return (
-            self.merge is not None and own is not None and any(map(is_dtensor, own.params.values()))
-        )
-
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         sums = super()._bind(loss, aux, moving)
         if self.merge is None:
@@ -119,55 +108,33 @@ class Distributed(Window):
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
         like = self.gradient.compose(loss, detached(aux, True), bound.trees_of(self))
-        likes = trees.flatten(like)[0]
-        if self._is_sharded:
-            # The sums become those of the shards at the end of the window.
-            self.likes = [*map(local, likes)]
-        else:
-            self.merge.begin(sums, likes)
+        self.merge.propose(sums, trees.flatten(like)[0])
         return sums
 
     def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
-        settled = zip(sums.folding.grads, self.inputs, strict=True)
-        sums.settle(dict(settled))
-        if self.merge is None:
-            return sums.result()
-        if self._is_sharded:
-            sums.of.update({index: local(total) for index, total in sums.of.items()})
-            self.merge.begin(sums, self.likes)
-        return self._merged(self.merge, sums)
-
-    def _merged(self, merge: Merge, sums: Sums) -> Tree:
-        """The result of all replicas, with the gradients of a module where its parameters lie."""
-        sums.state = merge.finish(sums.state)
-        result = sums.result()
-        if not self._is_sharded:
-            return result
-        assert self.program is not None
-        assert self.own is not None
-        params = self.own.params
-        on_meshes = lambda grads: {name: as_dtensor(grads[name], p) for name, p in params.items()}
-        return with_gradients(self.program, result, on_meshes)
+        sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
+        if self.merge is not None:
+            sums.state = self.merge.merge(sums.state)
+        return sums.result()
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        program = self.program
+        program, own = self.program, self.opened.leaves.trees.get(OWN)
         assert self.merge is not None
         assert program is not None
-        bind = lambda value: program.bind(value, arguments)[0]
-        known: Tree = [part.value for part in arguments.parts]
-        if self.own is not None:
-            # The others say what their shards are like, and here the parameters are.
-            own = known = self.opened.leaves.trees[OWN]
-            bind = lambda value: program.bind(
-                with_gradients(program, value, lambda _: own), arguments
-            )[0]
-        sums = self.merge.take_part(Sums, bind, trees.flatten(known)[0])
-        sums.state = state
-        return self._merged(self.merge, sums)
+        known: Tree = [part.value for part in arguments.parts] if own is None else own
+
+        def bind(value: Tree) -> tuple[Outputs, list[Any]]:
+            if own is not None:  # the others say what their own parameters are like
+                value = with_gradients(program, value, lambda _: own)
+            return program.bind(value, arguments)
+
+        sums = self.merge.adopt(Sums, bind, trees.flatten(known)[0])
+        sums.state = self.merge.merge(state)
+        return sums.result()
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:

@@ -237,7 +237,7 @@ class PipelineWindow(OwnGrads):
         every process.
         """
         values = self.last_stage.values_of_all(self.weights)
-        self.stages.is_over, self.stages.history.finished = True, self.stages.window
+        self.stages.end()
         self.arguments = self.first
         self.bind(*values[0])
         sums = self.sums
@@ -250,8 +250,8 @@ class PipelineWindow(OwnGrads):
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
                     head = self.leaves(*values[0])[: -len(self.shards)]
-                    reduction.begin(sums, [*head, *self.gradients])
-                reduction.finish([])
+                    reduction.propose(sums, [*head, *self.gradients])
+                reduction.merge([])
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
             return self.finished(sums)

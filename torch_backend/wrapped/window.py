@@ -151,7 +151,7 @@ class OwnGrads(Window):
     def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             for merge in self.merges:
-                merge.give_up()
+                merge.abort()
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas.
             self.wrapper.recover()
@@ -180,7 +180,7 @@ class OwnGrads(Window):
         if self.wrapper.wrapped:
             beside = self.leaves(loss, aux)
             for merge in self.merges:
-                merge.begin(self.sums, beside)
+                merge.propose(self.sums, beside)
 
     def _check(self, folding: Folding) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
@@ -399,7 +399,7 @@ class ModuleWindow(OwnGrads):
                 if self.adds_late:
                     self._meet(True)
                 else:
-                    self.merges[0].announce()
+                    self.merges[0].agree()
                 stack.enter_context(self.wrapper.synchronising(self.params))
             elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
@@ -479,7 +479,7 @@ class ModuleWindow(OwnGrads):
             # The wrapper has merged the gradients already, so they join the sums only after the
             # rest is merged.
             for merge in self.merges:
-                sums.state = merge.finish(sums.state)
+                sums.state = merge.merge(sums.state)
             if dropping is None and not sums.steps:
                 raise nothing_to_fold()
             self.put()
