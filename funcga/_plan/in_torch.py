@@ -178,7 +178,7 @@ def _planning() -> Iterator[None]:
 class _Echo(Channel):
     """A channel on which all replicas send what this one sends, also for arrays."""
 
-    def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
+    def carrier(self, device: torch.device) -> Any:
         """What arrays travel over."""
         return self
 

@@ -17,7 +17,7 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.engine.distributed import Merge, with_a_blank_row
+from torch_backend.engine.distributed import Merge, adopted, with_a_blank_row
 from torch_backend.engine.leaves import detached, without_graphs
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
@@ -176,9 +176,7 @@ class Called:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         program, (first, *others) = self.program, self.merges
         if not others:
-            bind = lambda value: program.bind(value, arguments)
-            known = trees.flatten([part.value for part in arguments.parts])[0]
-            sums = first.adopt(self.empty, bind, known)
+            sums = adopted(first, program, arguments, self.empty)
         else:
             # All replicas of the first group may be without rows. What the others count is like the
             # totals of a row of zeros, which are not added.

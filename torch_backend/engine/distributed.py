@@ -7,21 +7,18 @@ and each is reduced once, at the end of the window.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
-from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import CARRY, Arguments
+from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction
 from funcga._types import Array, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
-from torch_backend.engine.leaves import OWN, Own, detached
-from torch_backend.engine.plan import Plan
+from torch_backend.engine.leaves import OWN, detached
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.observing import with_gradients
@@ -56,42 +53,26 @@ class Merge(Protocol):
 
 
 class Distributed(Window):
-    """A window that may be merged over replicas, by `merge`."""
+    """A window that may be merged over replicas, by `merge`, which is set before it is entered."""
 
     may_communicate = True
-    listener: Listener | None = None  # set by `prepared`
+    merge: Merge | None = None
 
-    def __init__(
-        self,
-        program: Program,
-        gradient: GradientFunction,
-        backend: Backend,
-        arguments: Arguments,
-        plan: Plan | None,
-        own: Own | None,
-        merge: Merge | None,
-    ):
-        super().__init__(program, gradient, backend, arguments, plan, own)
-        self.merge = merge
+    def __enter__(self) -> Self:
+        self.listener = Listener()  # from here on the window hears collectives
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None and self.merge is not None:
             self.merge.abort()
         return super().__exit__(*error)
 
-    def prepared(
-        self, arguments: Arguments, kwargs: dict[str, Tree]
-    ) -> tuple[Arguments, dict[str, Tree]]:
-        """The arguments as the loss is given them. From here on the window hears collectives."""
-        self.listener = self.listener or Listener()
-        return super().prepared(arguments, kwargs)
-
     @property
     def communicates(self) -> bool:
         """Whether the loss has called collectives. Then other processes send gradients here that
         have their weights, whatever the weight is here.
         """
-        return self.listener is not None and self.listener.heard
+        return self.listener.heard is True
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
@@ -122,47 +103,52 @@ class Distributed(Window):
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        program, own = self.program, self.opened.leaves.trees.get(OWN)
+        own = self.opened.leaves.trees.get(OWN)
         assert self.merge is not None
-        assert program is not None
-        known: Tree = [part.value for part in arguments.parts] if own is None else own
-
-        def bind(value: Tree) -> tuple[Outputs, list[Any]]:
-            if own is not None:  # the others say what their own parameters are like
-                value = with_gradients(program, value, lambda _: own)
-            return program.bind(value, arguments)
-
-        sums = self.merge.adopt(Sums, bind, trees.flatten(known)[0])
+        assert self.program is not None
+        sums = adopted(self.merge, self.program, arguments, Sums, own)
         sums.state = self.merge.merge(state)
         return sums.result()
 
 
+def adopted(
+    merge: Merge,
+    program: Program,
+    arguments: Arguments,
+    empty: Callable[[Folding], Sums],
+    own: Tree = None,
+) -> Sums:
+    """The `empty` sums of a replica that has nothing to fold. `own`: the parameters of a module,
+    which lie here as their gradients do.
+    """
+    known = [part.value for part in arguments.parts] if own is None else own
+
+    def bind(value: Tree) -> tuple[Outputs, list[Any]]:
+        if own is not None:  # the others say what theirs are like
+            value = with_gradients(program, value, lambda _: own)
+        return program.bind(value, arguments)
+
+    return merge.adopt(empty, bind, trees.flatten(known)[0])
+
+
 def with_a_blank_row(arguments: Arguments) -> Arguments:
     """The arguments of an empty batch, with one row of zeros in it."""
-
-    def blank(leaf: Array, axis: object) -> Array:
-        if leaf is None or axis is None or axis is CARRY:
-            return leaf
-        shape = [*leaf.shape]
-        shape[axis] = 1  # type: ignore[call-overload]
-        return leaf.new_zeros(shape)
-
     parts = []
     for part in arguments.parts:
-        leaves = [blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
-        parts.append(part._replace(leaves=leaves) if part.axes else part)
+        leaves = [*part.leaves]
+        for index, axis in enumerate(part.axes):
+            if isinstance(axis, int) and leaves[index] is not None:
+                shape = [*leaves[index].shape]
+                shape[axis] = 1
+                leaves[index] = leaves[index].new_zeros(shape)
+        parts.append(part._replace(leaves=leaves))
     return replace(arguments, parts=tuple(parts))
 
 
-def window_of(
-    program: Program,
-    gradient: GradientFunction,
-    backend: Backend,
-    arguments: Arguments,
-    plan: Plan | None,
-    own: Own | None,
-) -> Window:
-    """A window of a gradient that autograd computes."""
-    if dist.is_available() and dist.is_initialized():
-        return Distributed(program, gradient, backend, arguments, plan, own, None)
-    return Window(program, gradient, backend, arguments, plan, own)
+def window_of(*window: Any, merge: Merge | None = None) -> Window:
+    """A window of a gradient that autograd computes, with what a Window is made of."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Window(*window)
+    distributed = Distributed(*window)
+    distributed.merge = merge
+    return distributed

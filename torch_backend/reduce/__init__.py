@@ -29,6 +29,7 @@ from torch_backend.dtensor import as_dtensor
 from torch_backend.engine.sums import Folding, Sums, power_below
 from torch_backend.reduce.agreement import (
     Agreement,
+    History,
     Progress,
     Rebuild,
     agree,
@@ -37,7 +38,7 @@ from torch_backend.reduce.agreement import (
     propose,
 )
 from torch_backend.reduce.header import Report, check_in_step, check_updates, exchange_reports
-from torch_backend.reduce.wire import Form, Receive, add, gather
+from torch_backend.reduce.wire import Receive, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
 
 
@@ -65,7 +66,8 @@ class Reduction:
     is_over = False
 
     def __init__(self, progress: Progress, replicas: Replicas):
-        self.history, self.replicas = progress.over(replicas.group), replicas
+        new = History(progress.step, progress.options)
+        self.history, self.replicas = progress.groups.setdefault(replicas.group, new), replicas
         if progress.of_call is not None:
             # Without a reference: a window may free what it holds before the call ends.
             progress.of_call.append(ref(self))
@@ -96,9 +98,10 @@ class Reduction:
         devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
         device = devices[0] if devices else torch.device("cpu")
 
-        def rebuild(tree: Tree, forms: list[Form | None]) -> tuple[Outputs, Sequence[Any]]:
-            leaves = [form and torch.empty(form[0], dtype=form[1], device=device) for form in forms]
-            return bind(trees.unflatten(trees.flatten(tree)[1], leaves))
+        def rebuild(value: Tree) -> tuple[Outputs, Sequence[Any]]:
+            likes, structure = trees.flatten(value)
+            leaves = [x if x is None else torch.empty_like(x, device=device) for x in likes]
+            return bind(trees.unflatten(structure, leaves))
 
         self.rebuild = rebuild
         self.agree()
@@ -114,8 +117,8 @@ class Reduction:
         """
         self.replicas.channel.send_owed()
         mine = self._header(digest=1, steps=is_last)
-        reports = exchange_reports(self.replicas.channel, mine)()
-        with self._over_if_refused():
+        with self._same_on_all():
+            reports = exchange_reports(self.replicas.channel, mine)()
             self._check(reports)
         return all(report.steps for report in reports)
 
@@ -128,12 +131,12 @@ class Reduction:
         """
         if self.unit:
             return
-        history = self.history
-        if self.exchange is None:
-            self.replicas.channel.send_owed()
-            self.exchange = exchange_reports(self.replicas.channel, self._report())
-        reports = self.reports = self.exchange()
-        with self._over_if_refused():
+        history, channel = self.history, self.replicas.channel
+        with self._same_on_all():
+            if self.exchange is None:
+                channel.send_owed()
+                self.exchange = exchange_reports(channel, self._report())
+            reports = self.reports = self.exchange()
             self._check(reports)
             self.agreement = agree(history, self.proposal, self.rebuild, reports, self.replicas)
             # What a replica has not finished is in each header from now on: as long as the others
@@ -179,10 +182,11 @@ class Reduction:
             check_options(self.history, self.replicas)
 
     @contextmanager
-    def _over_if_refused(self) -> Iterator[None]:
+    def _same_on_all(self) -> Iterator[None]:
         """A context in which a FuncgaError is raised on all replicas: none waits for this one."""
         try:
-            yield
+            with explained():
+                yield
         except FuncgaError:
             self.is_over = True
             raise
@@ -196,7 +200,7 @@ class Reduction:
             self.agree()
             of, on_meshes = self.sums.of, {**self.agreement.specs}
             tuples = {leaf: of[leaf] for leaf in on_meshes if isinstance(of[leaf], tuple)}
-            with explained(), self._over_if_refused():
+            with self._same_on_all():
                 self._send()
                 state = self._receive(state)
         except BaseException:
@@ -281,7 +285,7 @@ class Reduction:
         for total, count in zip(sent, counts, strict=True):
             if isinstance(count, torch.Tensor):
                 total.copy_(count)
-        work = self.replicas.carrier(device).allreduce([sent])
+        work = self.replicas.channel.carrier(device).allreduce([sent])
 
         def receive() -> None:
             work.wait()

@@ -24,12 +24,11 @@ from torch_backend import arrays
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.engine.sums import Folding
 from torch_backend.reduce.header import Report, digest_of
-from torch_backend.reduce.wire import Form, Plan, plan_of
+from torch_backend.reduce.wire import Plan, plan_of
 from torch_backend.replicas import Replicas, check_alike
 
-# Makes the Outputs of a tree, and its leaves as they are here, from the tree of their numbers and
-# the shape and dtype of each.
-Rebuild = Callable[[Tree, list[Form | None]], tuple[Outputs, Sequence[Array]]]
+# Makes the Outputs and the leaves of a value here that is like one of others, without memory.
+Rebuild = Callable[[Tree], tuple[Outputs, Sequence[Array]]]
 
 
 @dataclass(eq=False)
@@ -37,16 +36,16 @@ class Agreement:
     """What every replica folds, and how it travels.
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
-    it is one of `description`, which has a text for each path. `forms` are the shapes and dtypes of
-    the leaves of the outputs as this process holds them; None for a leaf that is not an array, or
-    that is reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `steps`
+    it is one of `description`, which has a text for each path. `likes` are tensors without memory
+    that are like the leaves of the outputs; None for a leaf that is not an array, or that is
+    reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `steps`
     are digests of the Steps that the replicas take, in their order; empty until all of them have
     agreed.
     """
 
     key: tuple[object, ...]
     outputs: Outputs
-    forms: list[Form | None]
+    likes: list[torch.Tensor | None]
     plan: Plan
     specs: dict[int, Spec]
     description: dict[str, str]
@@ -59,7 +58,7 @@ class History:
     """The windows of one step over one group, as this replica has seen them."""
 
     step: Step | None
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str]
     begun: int = 0
     finished: int = 0
     # On the last structures.
@@ -81,15 +80,11 @@ class Progress:
     """How far a step has come on this replica, kept from one of its windows to the next."""
 
     step: Step | None
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str]
     groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
     # What merges the windows of the call that is under way, without references; None outside of a
     # call. Set by `telling`.
     of_call: list[Callable[[], Any]] | None = None
-
-    def over(self, group: dist.ProcessGroup) -> History:
-        """The windows that are merged over a group."""
-        return self.groups.setdefault(group, History(self.step, self.options))
 
 
 def progress_of(memory: Memory) -> Progress:
@@ -126,7 +121,14 @@ def propose(
     reduced = {leaf: like for leaf in outputs.reduced if (like := likes[leaf]) is not None}
     specs = {leaf: spec_of(like) for leaf, like in reduced.items() if is_dtensor(like)}
     for spec in specs.values():
-        _check_copies(spec, replicas)
+        ranks = ranks_with_other_shards(spec, replicas.ranks)
+        if ranks:  # which would be added to each other
+            raise FuncgaError(
+                f"across= names ranks {ranks}, which hold different parts of one DTensor, "
+                f"{list(spec.placements)} on {spec.device_mesh}: merging would add one part to "
+                "another. A DTensor is reduced over its own mesh without across=; name the axis of "
+                "the mesh that copies lie on: across=mesh['dp']."
+            )
     # What travels in the header has no mark of an error, which has to be read before the exchanges
     # that these take.
     may_be_numbers = not (specs or outputs.collected or outputs.threads)
@@ -136,45 +138,30 @@ def propose(
     description = {"across": sent + str(replicas.wire_dtype or "accumulated")}
     for index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True)):
         description[path] = _description(outputs, index, like)
-    forms = [None if like is None else (tuple(like.shape), like.dtype) for like in likes]
+    metas = [
+        like if like is None else torch.empty(like.shape, dtype=like.dtype, device="meta")
+        for like in likes
+    ]
     digest = digest_of([*description.items()])
-    history.agreements.append(Agreement(key, outputs, forms, plan, specs, description, digest))
+    history.agreements.append(Agreement(key, outputs, metas, plan, specs, description, digest))
     return history.agreements[-1]
 
 
 def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:
-    shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(outputs.shapes))]
-    specs = {
-        leaf_index: spec_of(leaves[leaf_index])
-        for leaf_index in outputs.reduced
-        if is_dtensor(leaves[leaf_index])
-    }
+    shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(leaves))]
+    specs = [spec_of(leaf) if is_dtensor(leaf) else None for leaf in leaves]
     return outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
 
 
-def _shape(outputs: Outputs, leaf_index: int) -> tuple[int | str, ...] | None:
+def _shape(outputs: Outputs, leaf_index: int) -> list[int | str]:
     """The shape of a leaf, without the number of rows of one that is collected."""
-    fold, shape = outputs.folds[leaf_index], outputs.shapes[leaf_index]
-    if fold is None or shape is None:
-        return None
-    axis = fold.axis
-    if axis is None:
-        return tuple(shape)
-    return *shape[: axis % len(shape)], "rows", *shape[axis % len(shape) + 1 :]
-
-
-def _check_copies(spec: Spec, replicas: Replicas) -> None:
-    """Raises FuncgaError if the replicas hold different shards of one tensor, which would be
-    added to each other.
-    """
-    ranks = ranks_with_other_shards(spec, dist.get_process_group_ranks(replicas.group))
-    if ranks:
-        raise FuncgaError(
-            f"across= names ranks {ranks}, which hold different parts of one DTensor, "
-            f"{list(spec.placements)} on {spec.device_mesh}: merging would add one part to "
-            "another. A DTensor is reduced over its own mesh without across=; name the axis of the "
-            "mesh that copies lie on: across=mesh['dp']."
-        )
+    fold = outputs.folds[leaf_index]
+    if fold is None:
+        return []
+    shape: list[int | str] = [*(outputs.shapes[leaf_index] or ())]
+    if fold.axis is not None:
+        shape[fold.axis] = "rows"
+    return shape
 
 
 def _description(outputs: Outputs, leaf_index: int, like: torch.Tensor | None) -> str:
@@ -184,7 +171,7 @@ def _description(outputs: Outputs, leaf_index: int, like: torch.Tensor | None) -
         return "an object" if leaf_index in outputs.threads else "None"
     if like is None:
         return f"reduced by the module's wrapper ({fold.fold.name})"
-    shape = ", ".join(map(str, _shape(outputs, leaf_index) or ()))
+    shape = ", ".join(map(str, _shape(outputs, leaf_index)))
     dtypes = outputs.dtypes[leaf_index], fold.accumulator_dtype, fold.result_dtype
     dtype, accumulator, result = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     summed = "" if dtype == accumulator == result else f" summed as {accumulator} to {result}"
@@ -201,7 +188,7 @@ class _Statement(NamedTuple):
 
     step: Step | None
     steps_made: dict[str, int]
-    description: Mapping[str, str] | None = None
+    description: dict[str, str] | None = None
     structure: bytes | str | None = None  # pickled; a text says why it cannot be
 
 
@@ -250,7 +237,7 @@ def check_options(history: History, replicas: Replicas) -> None:
     """Raises FuncgaError on replicas that were given other options, by their headers. These come
     before anything that depends on an option.
     """
-    statement = _Statement(history.step, steps_made(), history.options)
+    statement = _Statement(history.step, steps_made(), {**history.options})
     remedy = "With other options they send each other other messages: give every rank the same."
     _compare(replicas, statement, "were given different options", remedy)
 
@@ -286,14 +273,11 @@ def _compare(
 
 
 def _pickled(mine: Agreement) -> bytes | str:
-    """The structure of what this replica folds, for others to make values like it: a tree of the
-    numbers of its leaves, the shape and dtype of each, and which are DTensors. Pickled; a text if
-    that cannot be.
+    """The structure of what this replica folds, for others to make values like it: a value without
+    memory, and which of its leaves are DTensors. Pickled; a text if that cannot be.
     """
     try:
-        # Torch's own description of a structure does not pickle well.
-        numbers = mine.outputs.structure_of(range(len(mine.forms)))
-        data = pickle.dumps((numbers, mine.forms, [*mine.specs]))
+        data = pickle.dumps((mine.outputs.structure_of(mine.likes), [*mine.specs]))
         pickle.loads(data)
     except Exception as error:  # whatever the user's class raises
         return f"{type(error).__name__}: {error}"
@@ -310,8 +294,8 @@ def _rebuilt(
         return structure
     assert rebuild is not None
     try:
-        numbers, forms, on_meshes = pickle.loads(structure)
-        outputs, leaves = rebuild(numbers, forms)
+        value, on_meshes = pickle.loads(structure)
+        outputs, leaves = rebuild(value)
         mine = propose(history, Folding(outputs), leaves, replicas)
     except Exception as error:  # whatever the user's class raises
         return f"{type(error).__name__}: {error}"

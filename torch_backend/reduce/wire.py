@@ -123,15 +123,15 @@ def add(
         groups.setdefault(kind, []).append(k)
     sent = [_joined([arrays[k] for k in group]) for group in groups.values()]
     del addends, arrays
-    works = [replicas.carrier(numbers.device).allreduce([numbers]) for numbers in sent]
+    works = [replicas.channel.carrier(numbers.device).allreduce([numbers]) for numbers in sent]
 
     def receive() -> torch.Tensor | None:
         received: list[Any] = [None] * len(shapes)
         for group, work in zip(groups.values(), works, strict=True):
             work.wait()
-            parts = sent.pop(0).split([shapes[index].numel() for index in group])
-            for index, part in zip(group, parts, strict=True):
-                received[index] = part.view(shapes[index])
+            parts = torch.split(sent.pop(0), [shapes[k].numel() for k in group])
+            for k, part in zip(group, parts, strict=True):
+                received[k] = part.view(shapes[k])
         marks = None if mark is None else received.pop()
         for leaf, layout, total in zip(
             bucket, layouts, trees.unflatten(structure, received), strict=True
@@ -210,7 +210,7 @@ def gather(sums: Sums, plan: Plan, replicas: Replicas) -> Receive:
     padded = packed.new_zeros(max([sum(map(_nbytes, forms)) for forms in of_ranks]))
     padded[: len(packed)] = packed
     received = [torch.empty_like(padded) for _ in of_ranks]
-    work = replicas.carrier(plan.device).allgather([received], [padded])
+    work = replicas.channel.carrier(plan.device).allgather([received], [padded])
 
     def combine() -> None:
         work.wait()
@@ -254,8 +254,6 @@ def _nbytes(form: Form) -> int:
 def _unpacked(data: torch.Tensor, forms: list[Form]) -> list[torch.Tensor]:
     """The arrays of these forms that uint8[nbytes] holds, in memory of their own."""
     sizes = [*map(_nbytes, forms)]
+    pairs = zip(torch.split(data[: sum(sizes)], sizes), forms, strict=True)
     # In `data` an array may begin at any byte. A copy is aligned for its dtype.
-    return [
-        part.clone().view(dtype).view(shape)
-        for part, (shape, dtype) in zip(data[: sum(sizes)].split(sizes), forms, strict=True)
-    ]
+    return [part.clone().view(dtype).view(shape) for part, (shape, dtype) in pairs]

@@ -252,7 +252,7 @@ class DDP(Wrapper):
         # so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
         is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.wrapped)
-        if is_finished and listeners and all(listener.is_silent for listener in listeners):
+        if is_finished and listeners and all(each.heard is False for each in listeners):
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
                 "it, but perhaps the module inside of it, that it closes over, whose gradients "
