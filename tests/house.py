@@ -33,6 +33,7 @@ TOOLS = {
     "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
     "coupled": (("funcga/tools/coupled/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
+    "FSDP1": (("funcga/tools/fsdp1/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
