@@ -85,8 +85,7 @@ class FSDP2(Wrapper):
         )
         return _private.dtype_of_sums(group, param) or param.dtype
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> AbstractContextManager[None]:
         """Synchronises, whatever the user has set, and what one replica alone has used too, if
         torch can do that.
 
@@ -97,8 +96,7 @@ class FSDP2(Wrapper):
         # changes meanwhile.
         groups = self.param_groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
-        with assigned([*values, *map(_private.last_backward_flag, self.parts)]):
-            yield
+        return assigned([*values, *map(_private.last_backward_flag, self.parts)])
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

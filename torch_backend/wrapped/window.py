@@ -31,12 +31,13 @@ from torch_backend.dropping import DroppingSums, put_back, statistics_of
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import with_a_blank_row
+from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.opened import opened_in_place, recording
 from torch_backend.engine.plan import Plan, Plans, call_key, run_of
 from torch_backend.engine.sums import Folding, Sums
-from torch_backend.engine.window import Window
+from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk
@@ -396,6 +397,8 @@ class ModuleWindow(OwnGrads):
         their place.
         """
         replaced = self.wrapper.leaves()
+        if not (replaced or EVERY or functions_alive()):
+            return (*self.inputs,), []
         ids = {*map(id, (*self.inputs, *replaced))}
         found = graphs.reach(loss, ids)
         if not (found.custom or replaced):
@@ -499,7 +502,7 @@ def masked(
         for tensor in [*trees.flatten(output)[0], *leaves()]:
             is_new = isinstance(tensor, torch.Tensor) and id(tensor) not in hooks
             if is_new and tensor.requires_grad:
-                hook: Any = tensor.register_hook(mask_if_any)
+                hook = tensor.register_hook(mask_if_any)
                 hooks[id(tensor)] = tensor, hook
 
     watch(modules[0], (), ())  # those that are there already
