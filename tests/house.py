@@ -36,6 +36,7 @@ TOOLS = {
     "dropping": (("funcga/tools/dropping/",), ()),
     "totals": (("funcga/tools/totals/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
+    "FSDP1": (("funcga/tools/fsdp1/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),

@@ -13,9 +13,9 @@ MOST = {
     "files": 165,
     "tokens": 225_000,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 130_500,
-    "tokens of the core, torch": 64_000,
-    "tokens of tools": 92_500,
+    "tokens of the core": 127_500,
+    "tokens of the core, torch": 62_000,
+    "tokens of tools": 93_500,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,

@@ -274,7 +274,7 @@ class Source:
         if gradient is not None and program.dropping is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:
-                return Distributed(*window, next(iter(merges), None))
+                return Distributed(*window, merge=next(iter(merges), None))
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
@@ -476,7 +476,7 @@ def _given_up(program: Program, backend: Backend) -> Iterator[None]:
         yield
     finally:
         for merge in merges:
-            merge.give_up()
+            merge.abort()
 
 
 def is_traced(tree: Any) -> bool:

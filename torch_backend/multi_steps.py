@@ -142,7 +142,7 @@ def _window_without_result(progress: Progress, across: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        reduction.give_up()
+        reduction.abort()
 
 
 def merged(
@@ -171,8 +171,8 @@ def merged(
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
         sums.total = sum(limb.to(torch.float64) for limb in window.tally.weight)
         sums.steps = window.tally.steps
-    reduction.begin(sums, [*map(largest, sums.of.values())])
-    reduction.finish([])
+    reduction.propose(sums, [*map(largest, sums.of.values())])
+    reduction.merge([])
     return window._replace(accumulators=[*sums.of.values()], tally=sums.tally, unit=sums.unit)
 
 

@@ -152,14 +152,8 @@ def are_processes(across: Any) -> bool:
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which have these accumulators."""
-    device = next(
-        (
-            accumulator.device
-            for accumulator in accumulators
-            if isinstance(accumulator, torch.Tensor)
-        ),
-        torch.device("cpu"),
-    )
+    devices = [total.device for total in accumulators if isinstance(total, torch.Tensor)]
+    device = devices[0] if devices else torch.device("cpu")
     total = torch.as_tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=replicas.group)
     return arrays.scalar(total)
@@ -178,17 +172,19 @@ class Channel:
     @cached_property
     def group(self) -> dist.ProcessGroup:
         """The group. Making it is a collective, so all processes must first ask together."""
+        return _private.group_of_our_own(self._users())
+
+    def _users(self) -> dist.ProcessGroup:
         group = self.of()
         assert group is not None
-        with explained():
-            return _private.group_of_our_own(group)
+        return group
 
-    def carrier(self, device: torch.device, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def carrier(self, device: torch.device) -> dist.ProcessGroup:
         """The group that arrays on this device travel over: funcga's own on the CPU, the user's
         elsewhere.
         """
         # A second communicator of NCCL would take some 100 MB of each device.
-        return self.group if device.type == "cpu" else group
+        return self.group if device.type == "cpu" else self._users()
 
     def owe(self, send: Callable[[], None]) -> None:
         """Sends this before anything new. An error may end a first window before the group is
@@ -229,12 +225,10 @@ class Channel:
         for those of all, in their order.
         """
         rows = mine.new_zeros(self.count, *mine.shape)
-        with explained():
-            work = self.group.allgather([[*rows]], [mine])
+        work = self.group.allgather([[*rows]], [mine])
 
         def received() -> torch.Tensor:
-            with explained():
-                work.wait()
+            work.wait()
             return rows
 
         return received
@@ -258,13 +252,12 @@ class Channel:
 
     def broadcast_from(self, source: int, mine: object) -> Any:
         """What one replica says: any object that can be pickled."""
-        with explained():
-            data = _pickled(mine)
-            length = torch.tensor([data.numel()], device="cpu")
-            self.group.broadcast(length, source).wait()
-            if self.rank != source:
-                data = data.new_zeros(int(length))
-            self.group.broadcast(data, source).wait()
+        data = _pickled(mine)
+        length = torch.tensor([data.numel()], device="cpu")
+        self.group.broadcast(length, source).wait()
+        if self.rank != source:
+            data = data.new_zeros(int(length))
+        self.group.broadcast(data, source).wait()
         return _unpickled(data)
 
 
@@ -337,14 +330,9 @@ class Listener:
         return None if PLANNED.get() is not None else _private.collectives_called(self.group)
 
     @property
-    def heard(self) -> bool:
-        """Whether there were any; False if torch does not tell."""
-        return self._called() != self.before
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether there were none; False if torch does not tell."""
-        return self._called() == self.before is not None
+    def heard(self) -> bool | None:
+        """Whether there were any; None if torch does not tell."""
+        return None if self.before is None else self._called() != self.before
 
 
 # --------------------------------------------------------------------------------- what is the same
@@ -353,9 +341,6 @@ class Listener:
 def check_replicas(params: Tree, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
-    # Messages that an earlier window still owes come first, or replicas would read them as this
-    # one's.
-    replicas.channel.send_owed()
     leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
     # Of an array a hash travels, however large it is.
     mine = {
@@ -364,33 +349,28 @@ def check_replicas(params: Tree, across: Any) -> None:
         else (repr(leaf), b"")
         for path, leaf in leaves.items()
     }
-    said = replicas.channel.all_gather(mine)
-    check_alike(
-        [{path: kind for path, (kind, _) in each.items()} for each in said],
-        "have different parameters",
-    )
-    texts = _differing(said, replicas.ranks)
+    # Messages that an earlier window still owes come first, or replicas would read them as this
+    # one's.
+    replicas.channel.send_owed()
+    with explained():
+        said = replicas.channel.all_gather(mine)
+    kinds = [{path: kind for path, (kind, _) in each.items()} for each in said]
+    check_alike(kinds, "have different parameters")
+    # All replicas see all of it, and all raise.
+    texts, first = [], replicas.ranks[0]
+    for path in mine:
+        of_ranks = zip(replicas.ranks, said, strict=True)
+        others = [str(rank) for rank, leaves in of_ranks if leaves[path][1] != said[0][path][1]]
+        if others:
+            texts.append(f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}")
     if texts:
         more = f"; and {len(texts) - 4} more" if texts[4:] else ""
-        first = replicas.ranks[0]
         raise FuncgaError(
             f"the replicas start from different parameters: not as on rank {first} "
             f"{'are' if texts[1:] else 'is'} {'; '.join(texts[:4])}{more}. Send them around once "
             "before training: for p in params.values(): torch.distributed.broadcast(p, "
             f"src={first}, group=group)."
         )
-
-
-def _differing(said: list[dict[str, tuple[str, bytes]]], ranks: list[int]) -> list[str]:
-    """What differs, as texts. All replicas see all of it, and all raise."""
-    texts = []
-    for path, (_, first) in said[0].items():
-        others = [
-            str(rank) for rank, leaves in zip(ranks, said, strict=True) if leaves[path][1] != first
-        ]
-        if others:
-            texts.append(f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}")
-    return texts
 
 
 # So many bytes are copied to the host at a time, so that it needs no room for a whole array.

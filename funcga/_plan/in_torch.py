@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
@@ -178,7 +177,7 @@ def _planning() -> Iterator[None]:
 class _Echo(Channel):
     """A channel on which all replicas send what this one sends, also for arrays."""
 
-    def carrier(self, device: torch.device, group: dist.ProcessGroup) -> Any:
+    def carrier(self, device: torch.device) -> Any:
         """What arrays travel over."""
         return self
 

@@ -7,7 +7,7 @@ Only torch has this file: in JAX nothing is reduced but by the program.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch_backend import _private
 from torch_backend.wrapped.ddp import DDP, Wrapper
 
 if TYPE_CHECKING:
-    from torch_backend.wrapped.fsdp import FSDP1, FSDP2
+    from torch_backend.wrapped.fsdp import FSDP2
 
 
 Held = dict[str, list[torch.Tensor | None]]
@@ -87,7 +87,7 @@ class _Reducer:
 
 @dataclass(frozen=True)
 class _FSDP1(Unwrapped):
-    wrapper: "FSDP1"
+    wrapper: Any  # the tool is known by name alone, as it may be taken away
 
     def holders(self) -> list[object]:
         return [each for part in self.wrapper.parts for each in _private.holders_of_fsdp1(part)]

@@ -17,7 +17,7 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.engine.distributed import Merge, with_a_blank_row
+from torch_backend.engine.distributed import Merge, adopted, with_a_blank_row
 from torch_backend.engine.leaves import detached, without_graphs
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
@@ -70,7 +70,7 @@ class Called:
 
     def __exit__(self, *error: Any) -> None:
         for merge in self.merges if error[0] is not None else ():
-            merge.give_up()
+            merge.abort()
 
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
@@ -107,7 +107,7 @@ class Called:
             outputs, leaves = program.bind(value, arguments)
             self.sums = self.empty(Folding(outputs, pure=self.pure))
             for merge in self.merges:
-                merge.begin(self.sums, leaves)
+                merge.propose(self.sums, leaves)
         else:
             which = f"micro-batch {self.sums.number}"
             leaves = self.sums.folding.outputs.leaves(value, which)
@@ -167,7 +167,7 @@ class Called:
 
     def _merged(self, sums: Sums) -> Tree:
         for merge in self.merges:
-            sums.state = merge.finish(sums.state)
+            sums.state = merge.merge(sums.state)
         return sums.result()
 
     def result_without_microbatches(
@@ -176,9 +176,7 @@ class Called:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         program, (first, *others) = self.program, self.merges
         if not others:
-            bind = lambda value: program.bind(value, arguments)[0]
-            known = trees.flatten([part.value for part in arguments.parts])[0]
-            sums = first.take_part(self.empty, bind, known)
+            sums = adopted(first, program, arguments, self.empty)
         else:
             # All replicas of the first group may be without rows. What the others count is like the
             # totals of a row of zeros, which are not added.
@@ -186,6 +184,6 @@ class Called:
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
             sums = self.empty(Folding(outputs))
             for merge in self.merges:
-                merge.begin(sums, leaves)
+                merge.propose(sums, leaves)
         sums.state = state
         return self._merged(sums)

@@ -7,22 +7,18 @@ and each is reduced once, at the end of the window.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
-from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import CARRY, Arguments
+from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction
 from funcga._types import Array, Tree
 from torch_backend import arrays, trees
-from torch_backend.dtensor import as_dtensor, is_dtensor, local
 from torch_backend.engine import bound
-from torch_backend.engine.leaves import OWN, Own, detached
-from torch_backend.engine.plan import Plan
+from torch_backend.engine.leaves import OWN, detached
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.replicas import Listener, Replicas
@@ -33,81 +29,55 @@ class Merge(Protocol):
 
     replicas: Replicas
 
-    def begin(self, sums: Sums, leaves: Sequence[Array]) -> None:
+    def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves."""
         ...
 
-    def take_part(
+    def adopt(
         self,
         sums_of: Callable[[Folding], Sums],
-        bind: Callable[[Tree], Outputs],
+        bind: Callable[[Tree], tuple[Outputs, Sequence[Any]]],
         known: Sequence[Any],
     ) -> Sums:
         """The sums of a replica without any micro-batch."""
         ...
 
-    def finish(self, state: list[Array]) -> list[Array]:
+    def merge(self, state: list[Array]) -> list[Array]:
         """Merges the sums, and returns the state that is threaded on."""
         ...
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Tells the other replicas of an error."""
         ...
 
 
 class Distributed(Window):
-    """A window that may be merged over replicas, by `merge`."""
+    """A window that may be merged over replicas, by `merge`, which is set before it is entered."""
 
     may_communicate = True
-    listener: Listener | None = None  # set by `prepared`
+    merge: Merge | None = None
 
-    def __init__(
-        self,
-        program: Program,
-        gradient: GradientFunction,
-        backend: Backend,
-        arguments: Arguments,
-        plan: Plan | None,
-        own: Own | None,
-        merge: Merge | None,
-    ):
-        super().__init__(program, gradient, backend, arguments, plan, own)
-        self.merge = merge
+    def __enter__(self) -> Self:
+        self.listener = Listener()  # from here on the window hears collectives
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None and self.merge is not None:
-            self.merge.give_up()
+            self.merge.abort()
         return super().__exit__(*error)
-
-    def prepared(
-        self, arguments: Arguments, kwargs: dict[str, Tree]
-    ) -> tuple[Arguments, dict[str, Tree]]:
-        """The arguments as the loss is given them. From here on the window hears collectives."""
-        self.listener = self.listener or Listener()
-        return super().prepared(arguments, kwargs)
 
     @property
     def communicates(self) -> bool:
         """Whether the loss has called collectives. Then other processes send gradients here that
         have their weights, whatever the weight is here.
         """
-        return self.listener is not None and self.listener.heard
+        return self.listener.heard is True
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
             is_exact = arrays.represents_exactly(dtype, seed)
             return self.plan.takes_weights and is_exact
         return seed != 0 and super()._takes(seed, dtype)
-
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether the replicas merge shards of a module's own parameters, which lie on other
-        meshes.
-        """
-        own = self.own
-        return (
-            self.merge is not None and own is not None and any(map(is_dtensor, own.params.values()))
-        )
 
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         sums = super()._bind(loss, aux, moving)
@@ -118,83 +88,66 @@ class Distributed(Window):
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
         like = self.gradient.compose(loss, detached(aux, True), bound.trees_of(self))
-        likes = trees.flatten(like)[0]
-        if self._is_sharded:
-            # The sums become those of the shards at the end of the window.
-            self.likes = [*map(local, likes)]
-        else:
-            self.merge.begin(sums, likes)
+        self.merge.propose(sums, trees.flatten(like)[0])
         return sums
 
     def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
-        settled = zip(sums.folding.grads, self.inputs, strict=True)
-        sums.settle(dict(settled))
-        if self.merge is None:
-            return sums.result()
-        if self._is_sharded:
-            sums.of.update({index: local(total) for index, total in sums.of.items()})
-            self.merge.begin(sums, self.likes)
-        return self._merged(self.merge, sums)
-
-    def _merged(self, merge: Merge, sums: Sums) -> Tree:
-        """The result of all replicas, with the gradients of a module where its parameters lie."""
-        sums.state = merge.finish(sums.state)
-        result = sums.result()
-        if not self._is_sharded:
-            return result
-        assert self.program is not None
-        assert self.own is not None
-        params = self.own.params
-        on_meshes = lambda grads: {name: as_dtensor(grads[name], p) for name, p in params.items()}
-        return bound.with_gradients(self.program, result, on_meshes)
+        sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
+        if self.merge is not None:
+            sums.state = self.merge.merge(sums.state)
+        return sums.result()
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        program = self.program
+        own = self.opened.leaves.trees.get(OWN)
         assert self.merge is not None
-        assert program is not None
-        bind = lambda value: program.bind(value, arguments)[0]
-        known: Tree = [part.value for part in arguments.parts]
-        if self.own is not None:
-            # The others say what their shards are like, and here the parameters are.
-            own = known = self.opened.leaves.trees[OWN]
-            bind = lambda value: program.bind(
-                bound.with_gradients(program, value, lambda _: own), arguments
-            )[0]
-        sums = self.merge.take_part(Sums, bind, trees.flatten(known)[0])
-        sums.state = state
-        return self._merged(self.merge, sums)
+        assert self.program is not None
+        sums = adopted(self.merge, self.program, arguments, Sums, own)
+        sums.state = self.merge.merge(state)
+        return sums.result()
+
+
+def adopted(
+    merge: Merge,
+    program: Program,
+    arguments: Arguments,
+    empty: Callable[[Folding], Sums],
+    own: Tree = None,
+) -> Sums:
+    """The `empty` sums of a replica that has nothing to fold. `own`: the parameters of a module,
+    which lie here as their gradients do.
+    """
+    known = [part.value for part in arguments.parts] if own is None else own
+
+    def bind(value: Tree) -> tuple[Outputs, list[Any]]:
+        if own is not None:  # the others say what theirs are like
+            value = bound.with_gradients(program, value, lambda _: own)
+        return program.bind(value, arguments)
+
+    return merge.adopt(empty, bind, trees.flatten(known)[0])
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:
     """The arguments of an empty batch, with one row of zeros in it."""
-
-    def blank(leaf: Array, axis: object) -> Array:
-        if leaf is None or axis is None or axis is CARRY:
-            return leaf
-        shape = [*leaf.shape]
-        shape[axis] = 1  # type: ignore[call-overload]
-        return leaf.new_zeros(shape)
-
     parts = []
     for part in arguments.parts:
-        leaves = [blank(leaf, axis) for leaf, axis in zip(part.leaves, part.axes, strict=True)]
-        parts.append(part._replace(leaves=leaves) if part.axes else part)
+        leaves = [*part.leaves]
+        for index, axis in enumerate(part.axes):
+            if isinstance(axis, int) and leaves[index] is not None:
+                shape = [*leaves[index].shape]
+                shape[axis] = 1
+                leaves[index] = leaves[index].new_zeros(shape)
+        parts.append(part._replace(leaves=leaves))
     return replace(arguments, parts=tuple(parts))
 
 
-def window_of(
-    program: Program,
-    gradient: GradientFunction,
-    backend: Backend,
-    arguments: Arguments,
-    plan: Plan | None,
-    own: Own | None,
-) -> Window:
-    """A window of a gradient that autograd computes."""
-    if dist.is_available() and dist.is_initialized():
-        return Distributed(program, gradient, backend, arguments, plan, own, None)
-    return Window(program, gradient, backend, arguments, plan, own)
+def window_of(*window: Any, merge: Merge | None = None) -> Window:
+    """A window of a gradient that autograd computes, with what a Window is made of."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Window(*window)
+    distributed = Distributed(*window)
+    distributed.merge = merge
+    return distributed

@@ -111,22 +111,32 @@ class WrapperKind(NamedTuple):
 
 _KINDS = (
     WrapperKind(
-        "torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel", "ddp:DDP"
+        "torch.nn.parallel",
+        "DistributedDataParallel",
+        "DistributedDataParallel",
+        "torch_backend.wrapped.ddp:DDP",
     ),
     WrapperKind(
         "torch.distributed.fsdp",
         "FullyShardedDataParallel",
         "FullyShardedDataParallel",
-        "fsdp:FSDP1",
+        "funcga.tools.fsdp1.in_torch:FSDP1",
     ),
-    WrapperKind("torch.distributed._composable.replicate", "DDP", "replicate", "ddp:Replicate"),
+    WrapperKind(
+        "torch.distributed._composable.replicate",
+        "DDP",
+        "replicate",
+        "torch_backend.wrapped.ddp:Replicate",
+    ),
     WrapperKind(
         "torch.distributed._composable.replicate_with_fsdp",
         "ReplicateModule",
         "replicate",
-        "fsdp:FSDP2",
+        "torch_backend.wrapped.fsdp:FSDP2",
     ),
-    WrapperKind("torch.distributed.fsdp", "FSDPModule", "fully_shard", "fsdp:FSDP2"),
+    WrapperKind(
+        "torch.distributed.fsdp", "FSDPModule", "fully_shard", "torch_backend.wrapped.fsdp:FSDP2"
+    ),
 )
 
 

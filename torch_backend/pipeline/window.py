@@ -77,8 +77,8 @@ class PipelineWindow(OwnGrads):
         # schedule.
         progress = progress_of(program.memory)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
-        every, texts = [self.stages, *self.reductions], ("a pipeline", Unwrapped.remedy)
-        super().__init__(program, gradient, backend, arguments, gradient.wrapper, every, *texts)
+        every = [self.stages, *self.reductions]
+        super().__init__(program, gradient, backend, arguments, gradient.wrapper, every)
         self.pipeline = gradient.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = gradient.n_microbatches or program.n
@@ -237,7 +237,7 @@ class PipelineWindow(OwnGrads):
         every process.
         """
         values = self.last_stage.values_of_all(self.weights)
-        self.stages.is_over, self.stages.history.finished = True, self.stages.window
+        self.stages.end()
         self.arguments = self.first
         self.bind(*values[0])
         sums = self.sums
@@ -249,9 +249,9 @@ class PipelineWindow(OwnGrads):
             self.put()
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    head = self.leaves(*values[0])[: -len(self.shards)]
-                    reduction.begin(sums, [*head, *self.gradients])
-                reduction.finish([])
+                    head = self.leaves(*values[0])[: -len(self.gradients)]
+                    reduction.propose(sums, [*head, *self.gradients])
+                reduction.merge([])
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
             return self.finished(sums)

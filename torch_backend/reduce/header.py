@@ -12,9 +12,9 @@ class Report(NamedTuple):
     """What a replica says of its window. Each is a number that a float64 holds."""
 
     step: float  # a digest of the Step; 0 if it has none
+    options: float  # a digest of those that have to be the same on all replicas
     begun: float  # windows of this step, with this one
     finished: float
-    options: float  # a digest of those that have to be the same on all replicas
     digest: float = 0  # of what is folded; 0 without any micro-batch
     agreed: float = False  # whether the replicas have agreed on that before
     on_device: float = (

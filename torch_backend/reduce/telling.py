@@ -33,7 +33,7 @@ def telling(windows: Sequence[tuple[Progress, Begin]]) -> Iterator[None]:
             for reference in progress.of_call or ():
                 reduction = reference()
                 if reduction is not None:
-                    reduction.give_up()
+                    reduction.abort()
                     if reduction.differs:
                         raise  # the others may have other windows in this call, and wait in none
         raise

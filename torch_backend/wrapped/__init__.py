@@ -139,8 +139,7 @@ def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
     for kind in kinds.values():
         # The file of a wrapper is loaded only when a module is wrapped: its imports take time.
         file, class_name = kind.wrapper.split(":")
-        wrapper_class = vars(import_module(f"torch_backend.wrapped.{file}"))[class_name]
-        wrapper: Wrapper = wrapper_class(wrapped, kind.name, sync)
+        wrapper: Wrapper = vars(import_module(file))[class_name](wrapped, kind.name, sync)
         return wrapper
     return None
 

@@ -88,14 +88,12 @@ class Wrapper:
         """
         groups = [Replicas(group) for group in self.groups()[0]]
         if across is not None:
-            named = replicas_of(across)
-            # On a mesh of two dimensions a process sees only its own row, the inner group, and its
-            # own column, the outer one. All other rows are the same row shifted along the column.
-            shifts = [rank - dist.get_rank() for group in groups[1:] for rank in group.ranks]
-            ranks = sorted(rank + shift for rank in groups[0].ranks for shift in shifts or [0])
-            if sorted(named.ranks) != ranks:
+            named = replicas_of(across).ranks
+            # On a mesh of two dimensions a process sees its own row and its own column.
+            ranks = sorted({rank for group in groups for rank in group.ranks})
+            if not {*ranks} <= {*named} or len(named) != self.scale:
                 raise FuncgaError(
-                    f"across= names the ranks {sorted(named.ranks)}, and the module is wrapped by "
+                    f"across= names the ranks {sorted(named)}, and the module is wrapped by "
                     f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
                     "wrapper knows its replicas."
                 )
@@ -252,7 +250,7 @@ class DDP(Wrapper):
         # so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
         is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.wrapped)
-        if is_finished and listeners and all(listener.is_silent for listener in listeners):
+        if is_finished and listeners and all(each.heard is False for each in listeners):
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
                 "it, but perhaps the module inside of it, that it closes over, whose gradients "
@@ -260,11 +258,12 @@ class DDP(Wrapper):
                 "lambda module, x, y: F.mse_loss(module(x), y)."
             )
         if not is_finished or (missed and len(missed) == len(params)):
+            listed = ", ".join([f"`{name}`" for name in missed[:4]] + ["..."] * (len(missed) > 4))
             raise FuncgaError(
-                f"the last micro-batch has no gradient for {_some(missed)}, so that {self.name} "
-                "did not synchronise, nor what earlier micro-batches had summed: it waits for "
-                "every parameter in that backward pass. Use all parameters in every micro-batch, "
-                "or wrap the module with find_unused_parameters=True."
+                f"the last micro-batch has no gradient for {listed or 'some parameters'}, so that "
+                f"{self.name} did not synchronise, nor what earlier micro-batches had summed: it "
+                "waits for every parameter in that backward pass. Use all parameters in every "
+                "micro-batch, or wrap the module with find_unused_parameters=True."
             )
 
     def recover(self) -> None:
@@ -306,13 +305,13 @@ def assigned(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     values = [*values]
     # All are read before one is set, as the setter of one may change another.
     before = [(each, name, getattr(each, name)) for each, name, _ in values]
-    for each, name, value in values:
-        setattr(each, name, value)
+    for entry in values:
+        setattr(*entry)
     try:
         yield
     finally:
-        for each, name, value in before:
-            setattr(each, name, value)
+        for entry in before:
+            setattr(*entry)
 
 
 @contextmanager
@@ -334,8 +333,3 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
     # A sparse tensor has no single address.
     address = _private.storage_key(grad) if grad.layout is torch.strided else id(grad)
     return address, _private.version(grad)
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
-    return listed or "some of the parameters"

@@ -1,5 +1,4 @@
-"""What `FullyShardedDataParallel`, which is FSDP1, and `fully_shard`, which is FSDP2, need over a
-window.
+"""What `fully_shard`, which is FSDP2, needs over a window.
 
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
@@ -10,112 +9,10 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
-from funcga._call import supported
-from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync, mark
-
-
-class FSDP1(Wrapper):
-    """torch.distributed.fsdp.FullyShardedDataParallel: reduce-scatters one flat gradient for
-    each wrapped module.
-    """
-
-    in_step = True
-    kind = supported.FSDP1
-    remedy = (
-        "Keep the parameters in float32 and write module_value_and_grad(module, loss_fn, "
-        'sync="every"), which sums '
-        "shards in their dtype; or use fully_shard with "
-        "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
-    )
-
-    @cached_property
-    def parts(self) -> list[FullyShardedDataParallel]:
-        """All modules that are wrapped."""
-        return [
-            m
-            for root in self.wrapped
-            for m in root.modules()
-            if isinstance(m, FullyShardedDataParallel)
-        ]
-
-    def covered(self) -> set[int]:
-        """All that are in a flat parameter."""
-        return {id(p) for part in self.parts for p in _private.params_of_fsdp1(part)}
-
-    def leaves(self) -> list[torch.Tensor]:
-        """The flat parameters."""
-        return [flat for part in self.parts for flat in _private.params_of_fsdp1(part)[:1]]
-
-    def groups(self) -> list[list[dist.ProcessGroup]]:
-        """The group that shards, and for HYBRID_SHARD the one that replicates."""
-        return [_private.groups_of_fsdp1(part) for part in self.parts]
-
-    def sums_in(self, param: torch.Tensor) -> torch.dtype:
-        """Waiting passes sum gradients in the dtype that they are computed in, others in the
-        parameter's own.
-        """
-        for part in self.parts if self.sync == "last" else ():
-            if any(param is p for p in _private.params_of_fsdp1(part)):
-                return part.mixed_precision.param_dtype or param.dtype
-        return param.dtype
-
-    def window(self) -> AbstractContextManager[None]:
-        """Synchronises even inside of the user's no_sync().
-
-        Raises FuncgaError if there are unsharded sums of the user's, since FSDP1 keeps them where
-        the shards go; or unsharded parameters, since some would then have no gradient.
-        """
-        problems = {
-            "grad": "has gradients of a "
-            ".backward() in no_sync(), which would be reduced along with those of this call. "
-            "First end that window by a backward pass outside of no_sync(), or drop it: "
-            "module.zero_grad().",
-            "data": "an error in an earlier pass has left its parameters unsharded, so that "
-            "gradients would be missing. Wrap the module anew, and load its parameters: "
-            "module.load_state_dict(state).",
-        }
-        for name, problem in problems.items():
-            if any(_private.is_unsharded(part, name) for part in self.parts):
-                raise FuncgaError(
-                    f"the module is wrapped by FullyShardedDataParallel and {problem}"
-                )
-        return assigned([(part, _private.SYNCHRONISES_FSDP1, True) for part in self.parts])
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """no_sync() around forward and backward passes."""
-        return in_no_sync(self.wrapped)
-
-    @contextmanager
-    def synchronising(self, params: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Checks that every flat parameter is reached: else its gradient would stay that of this
-        replica alone.
-        """
-        # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the
-        # last pass.
-        before = [(flat, mark(flat)) for flat in self.leaves() if self.sync == "last"]
-        try:
-            yield
-            if not any(earlier is not None and mark(flat) == earlier for flat, earlier in before):
-                return
-        except AssertionError as error:
-            # Where parameters are sharded, torch itself fails an assertion. Any other one is not
-            # about this.
-            if not _private.says_that_a_shard_is_missing(error):
-                raise
-        raise FuncgaError(
-            "the last micro-batch does not use all of the module that is wrapped by "
-            "FullyShardedDataParallel, and it synchronises only what that backward pass reaches. "
-            "Use all wrapped parts in every micro-batch, or "
-            'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").'
-        )
-
-    def recover(self) -> None:
-        """Drops the sums, and lets the next forward pass begin anew."""
-        _private.reset_fsdp1(self.wrapped, self.parts)
+from torch_backend.wrapped.ddp import Wrapper, assigned
 
 
 class FSDP2(Wrapper):
@@ -188,8 +85,7 @@ class FSDP2(Wrapper):
         )
         return _private.dtype_of_sums(group, param) or param.dtype
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> AbstractContextManager[None]:
         """Synchronises, whatever the user has set, and what one replica alone has used too, if
         torch can do that.
 
@@ -200,8 +96,7 @@ class FSDP2(Wrapper):
         # changes meanwhile.
         groups = self.param_groups()
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
-        with assigned([*values, *map(_private.last_backward_flag, self.parts)]):
-            yield
+        return assigned([*values, *map(_private.last_backward_flag, self.parts)])
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

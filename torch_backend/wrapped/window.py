@@ -10,7 +10,7 @@ weight that all replicas have folded together gives the weighted mean, however u
 are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,15 +28,16 @@ from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.dtensor import as_dtensor, local_tensors
+from torch_backend.dtensor import local_tensors
 from torch_backend.engine import bound, graphs
 from torch_backend.engine.distributed import with_a_blank_row
+from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.opened import opened_in_place, recording
 from torch_backend.engine.plan import Plan, Plans, call_key, run_of
 from torch_backend.engine.sums import Folding, Sums
-from torch_backend.engine.window import Window
+from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk, buffers_of, put_back
@@ -106,11 +107,11 @@ class OwnGrads(Window):
 
     In it the `.grad`s are the window's: the user's are put aside, and come back at the end. It also
     ends an error in all processes. `params` are by name. `is_weighted`: whether the fold weighs
-    gradients. At the end `take` has the gradients and the shards of them, which `put` adds to the
-    sums.
+    gradients. At the end `take` has the gradients, which `put` adds to the sums. A window that is
+    `alone` has a single micro-batch.
     """
 
-    is_weighted = False
+    is_weighted = False  # set by `bind`
 
     def __init__(
         self,
@@ -120,17 +121,12 @@ class OwnGrads(Window):
         arguments: Arguments,
         wrapper: Wrapper,
         merges: Sequence[Reduction],
-        adds: str,
-        remedy: str,
         alone: bool = False,
     ):
-        """`adds`: what adds the gradients; `remedy`: for sums that are narrow; one that is `alone`
-        has a single micro-batch.
-        """
         super().__init__(program, gradient.parts, backend, arguments, None)
         self.program: Program = program
         self.module, self.wrapper, self.merges = gradient.module, wrapper, merges
-        self.adds, self.remedy, self.alone = adds, remedy, alone
+        self.alone = alone
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -150,7 +146,7 @@ class OwnGrads(Window):
     def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             for merge in self.merges:
-                merge.give_up()
+                merge.abort()
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas.
             self.wrapper.recover()
@@ -176,43 +172,41 @@ class OwnGrads(Window):
         self.sums = Sums(folding)
         if dropping is not None:
             self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
-        # All of the gradients are weighed, or none.
-        self.is_weighted = any(folding.folds[index].fold.reducer.linear for index in folding.grads)
         if self.wrapper.wrapped:
             beside = self.leaves(loss, aux)
             for merge in self.merges:
-                merge.begin(self.sums, beside)
+                merge.propose(self.sums, beside)
 
     def _check(self, folding: Folding) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        weighted = set()
-        for index, (name, p) in zip(folding.grads, self.params.items(), strict=True):
-            fold = folding.folds.get(index)
-            if fold is None or not fold.fold.reducer.additive:
-                raise FuncgaError(
-                    "the gradients' fold is no sum, and a module's own gradients are only added, "
-                    "in the backward pass. Fold them with funcga.mean(), per_weight() or sum(), "
-                    "and only the value otherwise: fold=(funcga.max(), funcga.mean()). For any "
-                    "other fold of gradients use funcga.value_and_grad(torch_backend.pure_loss("
-                    "module, loss_fn)), with the module not wrapped."
-                )
-            weighted.add(fold.fold.reducer.linear)
+        folds = [fold for index in folding.grads if (fold := folding.folds.get(index)) is not None]
+        if len(folds) < len(folding.grads) or not all(f.fold.reducer.additive for f in folds):
+            raise FuncgaError(
+                "the gradients' fold is no sum, and a module's own gradients are only added, in "
+                "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
+                "the value otherwise: fold=(funcga.max(), funcga.mean()). For any other fold of "
+                "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+                "with the module not wrapped."
+            )
+        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
             dtype = fold.accumulator_dtype if self.alone else self.wrapper.sums_in(p)
             if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
                 narrow, promised = (
                     str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype)
                 )
                 raise FuncgaError(
-                    f"`{name}` has gradients that {self.adds} sums in {narrow} over the "
-                    f"micro-batches, and the fold promises {promised}. {self.remedy} Or say that "
-                    f"{narrow} is meant: funcga.mean(dtype={narrow!r})."
+                    f"`{name}` has gradients that {self.wrapper.name} sums in {narrow} over the "
+                    f"micro-batches, and the fold promises {promised}. {self.wrapper.remedy} Or "
+                    f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
+        weighted = {fold.fold.reducer.linear for fold in folds}
         if len(weighted) > 1:
             raise FuncgaError(
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by "
                 "funcga.sum(): a module's own gradients come from one backward pass with one "
                 "weight. Give all of them one of the two."
             )
+        self.is_weighted = True in weighted
 
     def leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
@@ -235,40 +229,28 @@ class OwnGrads(Window):
     # --- the sums
 
     def take(self) -> None:
-        """Takes the gradients, in memory that nobody else holds; of a DTensor only the local
-        shard is a sum.
-        """
+        """Takes the gradients, in memory that nobody else holds."""
         self.gradients = [_own_grad(p, self.wrapper.fresh) for p in self.inputs]
-        self.shards = local_tensors(self.gradients)
 
     def put(self) -> None:
         """Puts the gradients into the sums; a wrapper has divided them by its scale."""
         sums, scale = self.sums, self.wrapper.scale
         assert sums is not None
         kinds, folds = sums.folding.kinds, sums.folding.folds
-        pairs = [*zip(sums.folding.grads, self.shards, strict=True)]
+        pairs = [*zip(sums.folding.grads, self.gradients, strict=True)]
         # The scale is the unit of weighted sums. All others are multiplied by it.
         plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
         if plain and scale != 1:
-            torch._foreach_mul_(plain, scale)
+            torch._foreach_mul_(local_tensors(plain), scale)
         sums.hold_in(scale)
         for index, gradient in pairs:
             dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
             sums.of[index] = gradient.to(dtype)
 
     def finished(self, sums: Sums) -> Tree:
-        """The normalised result, with gradients where the parameters lie."""
+        """The normalised result."""
         self.plans.put(self.key, self.plan)
-        return bound.with_gradients(self.program, sums.result(), self._as_dtensors)
-
-    def _as_dtensors(self, folded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # A shard shares the memory of its DTensor, so dividing it in place has divided the DTensor.
-        # Only a result in another dtype has memory of its own.
-        named = zip(self.params, self.gradients, self.shards, strict=True)
-        return {
-            name: gradient if folded[name] is shard else as_dtensor(folded[name], gradient)
-            for name, gradient, shard in named
-        }
+        return sums.result()
 
 
 class ModuleWindow(OwnGrads):
@@ -284,13 +266,10 @@ class ModuleWindow(OwnGrads):
         arguments: Arguments,
         alone: bool,
     ):
-        wrapper, across = gradient.wrapper, gradient.merged_over(program.across)
+        across = gradient.merged_over(program.across)
         # First, as other replicas are told of any error from here on.
         merges = reductions_of(replace(program, across=across), backend)
-        texts = wrapper.name, wrapper.remedy
-        super().__init__(
-            program, gradient, backend, arguments, wrapper, merges, *texts, alone=alone
-        )
+        super().__init__(program, gradient, backend, arguments, gradient.wrapper, merges, alone)
         self.other_modules, self.is_last = gradient.other_modules, False
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
@@ -400,7 +379,7 @@ class ModuleWindow(OwnGrads):
                 if self.adds_late:
                     self._meet(True)
                 else:
-                    self.merges[0].announce()
+                    self.merges[0].agree()
                 stack.enter_context(self.wrapper.synchronising(self.params))
             elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
@@ -420,6 +399,8 @@ class ModuleWindow(OwnGrads):
         their place.
         """
         replaced = self.wrapper.leaves()
+        if not (replaced or EVERY or functions_alive()):
+            return (*self.inputs,), []
         ids = {*map(id, (*self.inputs, *replaced))}
         found = graphs.reach(loss, ids)
         if not (found.custom or replaced):
@@ -471,21 +452,22 @@ class ModuleWindow(OwnGrads):
         """The normalised result, in the structure of grad_fn's output, the same on every
         replica.
         """
-        sums, dropping = self.sums, self.program.dropping
+        sums: Any = self.sums
+        dropping = self.program.dropping
         assert sums is not None
         with torch.no_grad():
             self.take()
             if dropping is not None:
-                sums.look_at(self.shards)  # type: ignore[attr-defined]
+                sums.look_at(local_tensors(self.gradients))
             # The wrapper has merged the gradients already, so they join the sums only after the
             # rest is merged.
             for merge in self.merges:
-                sums.state = merge.finish(sums.state)
+                sums.state = merge.merge(sums.state)
             if dropping is None and not sums.steps:
                 raise nothing_to_fold()
             self.put()
             if dropping is not None:
-                sums.put_back_if_dropped(self.statistics_before)  # type: ignore[attr-defined]
+                sums.put_back_if_dropped(self.statistics_before)
             return self.finished(sums)
 
 
@@ -518,26 +500,23 @@ def masked(
         # DDP passes None on, where the loss does not use an output.
         return None if gradient is None else mask(gradient)
 
-    def watch_leaves() -> None:
-        for leaf in leaves():
-            if leaf.requires_grad and id(leaf) not in hooks:
-                hooks[id(leaf)] = leaf, leaf.register_hook(mask)  # type: ignore[no-untyped-call]
-
     def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
-        for leaf in trees.flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(mask_if_any)  # type: ignore[no-untyped-call]
-        watch_leaves()  # FSDP2 makes them in its first forward pass
+        # FSDP2 makes the leaves in its first forward pass.
+        for tensor in [*trees.flatten(output)[0], *leaves()]:
+            is_new = isinstance(tensor, torch.Tensor) and id(tensor) not in hooks
+            if is_new and tensor.requires_grad:
+                hook = tensor.register_hook(mask_if_any)
+                hooks[id(tensor)] = tensor, hook
 
-    watch_leaves()
+    watch(modules[0], (), ())  # those that are there already
     handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for leaf, hook in hooks.values():
-            _private.remove_hook(leaf, hook)
+        for tensor, hook in hooks.values():
+            _private.remove_hook(tensor, hook)
 
 
 def check_no_stream(program: Program) -> None:

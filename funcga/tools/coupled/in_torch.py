@@ -275,7 +275,7 @@ class _FirstPass(Called):
         leaves = [*zip(outputs.collected, outputs.collected_folds, strict=True)]
         self.starts = [0 for _ in leaves]
         for reduction in self.reductions:
-            sums.state = reduction.finish(sums.state)
+            sums.state = reduction.merge(sums.state)
             # Now there is a chunk for each replica, in the order of their ranks.
             for position, (index, fold) in enumerate(leaves):
                 before = sums.collected[index][: reduction.replicas.channel.rank]
