@@ -273,9 +273,11 @@ class Source:
         merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
             window = program, gradient, backend, arguments, plan, own
-            if self.is_distributed:
-                return Distributed(*window, merge=next(iter(merges), None))
-            return Window(*window)
+            if not self.is_distributed:
+                return Window(*window)
+            distributed = Distributed(*window)
+            distributed.merge = next(iter(merges), None)
+            return distributed
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be dropped is
