@@ -34,6 +34,7 @@ TOOLS = {
     "coupled": (("funcga/tools/coupled/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
+    "batch statistics": (("funcga/tools/statistics/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),

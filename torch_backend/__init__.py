@@ -15,7 +15,6 @@ from funcga.observers import GradientNoise
 from torch_backend import arrays, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss, trainable
-from torch_backend.modules.layers import running_buffers
 from torch_backend.parameters import apply_updates, assign_grads
 from torch_backend.randomness import example_keys, sampled, seeded
 from torch_backend.replicas import Replicas
@@ -24,6 +23,7 @@ from torch_backend.wrapped import module_value_and_grad
 # The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
     from funcga.tools.fused.in_torch import fused_gradients
+    from funcga.tools.statistics.in_torch import running_buffers
     from torch_backend.optax_adapter import from_optax
     from torch_backend.optim import from_optimizer
     from torch_backend.optim.built import last_options
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "funcga.tools.fused.in_torch": ("fused_gradients",),
+        "funcga.tools.statistics.in_torch": ("running_buffers",),
         "torch_backend.optax_adapter": ("from_optax",),
         "torch_backend.optim": ("from_optimizer",),
         "torch_backend.optim.built": ("last_options",),

@@ -27,7 +27,8 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
-from torch_backend.modules.checks import ModuleLoss, check_initialised
+from torch_backend.modules import PureLoss
+from torch_backend.modules.checks import check_initialised
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -221,7 +222,7 @@ def _modules(program: Program) -> list[torch.nn.Module]:
     owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
     loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
     modules = [owner.module] if isinstance(owner, ModuleGradient) else []
-    return [*modules, loss.module] if isinstance(loss, ModuleLoss) else modules
+    return [*modules, loss.module] if isinstance(loss, PureLoss) else modules
 
 
 def _wrapper(program: Program) -> Wrapper | None:
