@@ -26,6 +26,7 @@ from torch import nn
 from funcga._call import Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
+from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
@@ -62,18 +63,18 @@ def window_of(program: Program, gradient: GradientFunction) -> Callable[..., Win
 def _made_once(
     table: WeakKeyDictionary[Any, Made | None],
     function: Callable[..., Any],
-    make: Callable[[_private.Compiled], Made | None],
+    make: Callable[[private_in_torch.Compiled], Made | None],
 ) -> Made | None:
     """What is made of a compiled function, once for all steps; None of any other function."""
     if not isinstance(function, types.FunctionType):
         return None
     if function not in table:
-        compiled = _private.compiled_of(function)
+        compiled = private_in_torch.compiled_of(function)
         table[function] = None if compiled is None else make(compiled)
     return table[function]
 
 
-def _gradient_of(compiled: _private.Compiled) -> GradientFunction | None:
+def _gradient_of(compiled: private_in_torch.Compiled) -> GradientFunction | None:
     # torch.compile wraps a function around an object.
     gradient = vars(compiled.function).get("__wrapped__")
     if not isinstance(gradient, GradientFunction):
@@ -96,7 +97,7 @@ class MicroStep:
     write to fixed addresses.
     """
 
-    def __init__(self, compiled: _private.Compiled):
+    def __init__(self, compiled: private_in_torch.Compiled):
         self.run = compiled.compile_whole(_micro_step(compiled.function))
         self.is_refused, self.replays = False, compiled.replays
         self.static: dict[object, list[list[torch.Tensor]]] = {}
@@ -208,8 +209,8 @@ def against_in_window(window: Window) -> dict[str, object]:
         "each micro-batch has other parameters of the module": is_split,
         "state is threaded": arguments is None or arguments.state,
         "autocast casts what the loss computes": _private.is_any_autocast_enabled(),
-        "hooks see the tensors that autograd saves": _private.saves_by_hooks(),
-        "a mode sees each operator": _private.dispatch_modes(),
+        "hooks see the tensors that autograd saves": private_in_torch.saves_by_hooks(),
+        "a mode sees each operator": private_in_torch.dispatch_modes(),
         "anomalies are detected": torch.is_anomaly_enabled(),
     }
 
@@ -336,7 +337,7 @@ class CompiledWindow(Window):
             with _reserved(self.opened.visits), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
-        except _private.refusals_to_compile():
+        except private_in_torch.refusals_to_compile():
             self.step.is_refused, self.totals = True, None
             return None
 
