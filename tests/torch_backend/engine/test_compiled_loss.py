@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import funcga
+from funcga.tools.compiled import private_in_torch
 from tests.processes import processes
 from torch_backend import pure_loss, trainable
 
