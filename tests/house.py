@@ -32,6 +32,7 @@ TOOLS = {
     "verify": (("funcga/_verify/",), ("compare",)),
     "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
     "coupled": (("funcga/tools/coupled/",), ()),
+    "example keys": (("funcga/tools/example_keys/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "batch statistics": (("funcga/tools/statistics/",), ()),

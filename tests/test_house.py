@@ -13,9 +13,9 @@ MOST = {
     "files": 165,
     "tokens": 225_000,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 144_000,
-    "tokens of the core, torch": 68_500,
-    "tokens of tools": 82_000,
+    "tokens of the core": 139_000,
+    "tokens of the core, torch": 63_500,
+    "tokens of tools": 83_500,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,
