@@ -14,15 +14,15 @@ from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, loop, replicas, sums, trees
 from torch_backend import multi_steps as transforms
 from torch_backend.modules import pure_loss, trainable
-from torch_backend.modules.layers import running_buffers
 from torch_backend.parameters import apply_updates, assign_grads
-from torch_backend.randomness import example_keys, sampled, seeded
 from torch_backend.replicas import Replicas
 from torch_backend.wrapped import module_value_and_grad
 
 # The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
+    from funcga.tools.example_keys.in_torch import example_keys, sampled, seeded
     from funcga.tools.fused.in_torch import fused_gradients
+    from funcga.tools.statistics.in_torch import running_buffers
     from torch_backend.optax_adapter import from_optax
     from torch_backend.optim import from_optimizer
     from torch_backend.optim.built import last_options
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch_backend.pipeline import pipeline_value_and_grad
 else:
     _LATER = {
+        "funcga.tools.example_keys.in_torch": ("example_keys", "sampled", "seeded"),
         "funcga.tools.fused.in_torch": ("fused_gradients",),
+        "funcga.tools.statistics.in_torch": ("running_buffers",),
         "torch_backend.optax_adapter": ("from_optax",),
         "torch_backend.optim": ("from_optimizer",),
         "torch_backend.optim.built": ("last_options",),

@@ -2,16 +2,15 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
@@ -25,9 +24,6 @@ from torch_backend.dtensor import (
     summed_over_shards,
     without_partials,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 xp = torch
 
@@ -55,12 +51,6 @@ def as_array(leaf: object) -> torch.Tensor:
     if isinstance(leaf, int | float | complex):
         return torch.as_tensor(leaf, device="cpu")
     raise TypeError(type(leaf).__name__)
-
-
-def has_lazy(leaves: Iterable[object]) -> bool:
-    """Whether one of them belongs to a lazy module, and has no shape yet."""
-    lazy = UninitializedParameter, UninitializedBuffer
-    return any(issubclass(kind, lazy) for kind in {*map(type, leaves)})
 
 
 def describe(leaf: Any) -> str:
@@ -185,18 +175,22 @@ def measured(
 
 def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Whether all numbers are finite, as a 0-d array; None is skipped."""
-    present: list[Any] = [array for array in arrays if array is not None]
-    shards = [
-        strided(shard) for shard in (local(array).detach() for array in present) if shard.numel()
-    ]
+    present = [array.detach() for array in arrays if array is not None]
+    if any(map(is_dtensor, present)):  # each process has a shard of the numbers
+        infinite = measured(lambda shard: (~_finite([shard])).float(), present)
+        return torch.stack([count.to(infinite[0].device) for count in infinite]).eq(0).all()
+    return _finite(present)
+
+
+def _finite(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same of what this process holds."""
+    dense = [strided(array) for array in arrays if array.numel()]
     # The numbers of all leaves are checked in one kernel, on one device. Nothing waits for the
     # result here.
-    extremes = [*_extremes(shards)]
+    extremes = [*_extremes(dense)]
     if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
-        extremes = [extreme.to(shards[0].device, torch.float64) for extreme in extremes]
-    all_finite = torch.stack(extremes).isfinite().all() if extremes else as_array(True)
-    meshes = {array.device_mesh for array in present if is_dtensor(array)}
-    return _everywhere(all_finite, meshes) if meshes else all_finite
+        extremes = [extreme.to(dense[0].device, torch.float64) for extreme in extremes]
+    return torch.stack(extremes).isfinite().all() if extremes else as_array(True)
 
 
 def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -213,22 +207,6 @@ def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from torch.aminmax(leaf)
     if len(on_host) < len(real):
         yield from torch._foreach_norm([leaf for leaf in real if not leaf.is_cpu], float("inf"))
-
-
-def _everywhere(condition: torch.Tensor, meshes: set["DeviceMesh"]) -> torch.Tensor:
-    """Whether a condition holds on all devices of these meshes, each of which has a shard of the
-    numbers.
-    """
-    # All processes go through the meshes in one order, as their collectives must match. Where
-    # meshes cross, a False travels along one of them in each round, so there are as many rounds as
-    # meshes.
-    meshes_in_order = sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist()))
-    for mesh in meshes_in_order * len(meshes):
-        for group in mesh.get_all_groups():
-            flag = condition.to(mesh.device_type, torch.int32)
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-            condition = flag.bool()
-    return condition
 
 
 def scalar(weight: Scalar) -> Scalar:
@@ -304,11 +282,6 @@ def recording_loss() -> Iterator[None]:
     finally:
         _RECORDED.reset(token)
         _recordings -= 1
-
-
-def is_recording() -> bool:
-    """Whether this is inside of `recording_loss`, in this thread."""
-    return _RECORDED.get()
 
 
 def is_recorded() -> bool:

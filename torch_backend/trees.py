@@ -86,23 +86,13 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
         return [(f"[{index}]", child) for index, child in enumerate(tree)]
     if type(tree) in (dict, OrderedDict):
         return [(f"[{key!r}]", child) for key, child in tree.items()]
-    return _children_of_node(tree)
-
-
-def _children_of_node(tree: Tree) -> list[tuple[str, Tree]] | None:
-    """The same of any node that torch knows, and of containers that it does not."""
-
-    def is_below(node: Tree) -> bool:
-        return node is not tree
-
+    # Any other node that torch knows, and containers that it does not.
+    is_below = lambda node: node is not tree
     try:
-        subtrees = pytree.tree_flatten_with_path(tree, is_leaf=is_below)[0]
+        pairs = pytree.tree_flatten_with_path(tree, is_leaf=is_below)[0]
     except ValueError:  # a registered node without keys
-        return [
-            (f"[{index}]", child)
-            for index, child in enumerate(pytree.tree_flatten(tree, is_leaf=is_below)[0])
-        ]
-    is_leaf = [path for path, _ in subtrees] == [()]
-    if is_leaf:
+        subtrees = pytree.tree_flatten(tree, is_leaf=is_below)[0]
+        return [(f"[{index}]", child) for index, child in enumerate(subtrees)]
+    if [path for path, _ in pairs] == [()]:  # a leaf
         return container_children(tree)
-    return [(str(path[0]), child) for path, child in subtrees]
+    return [(str(path[0]), child) for path, child in pairs]

@@ -123,12 +123,6 @@ class Arrays(Protocol):
         """
         ...
 
-    def tally(self, weight: Scalar, steps: int = 1) -> Tally:
-        """The Tally of micro-batches that weigh this much together, in the widest type that
-        counts.
-        """
-        ...
-
     def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
         """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
         ...

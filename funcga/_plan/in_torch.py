@@ -26,7 +26,8 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
-from torch_backend.modules.checks import ModuleLoss, check_initialised
+from torch_backend.modules import PureLoss
+from torch_backend.modules.checks import check_initialised
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -140,26 +141,7 @@ def _mode(program: Program) -> Any:
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
             "module."
         )
-    mode = _private.fake_mode()
-    if mode is None:
-        raise FuncgaError(
-            "this version of torch has no FakeTensorMode, and nothing can be planned without it. "
-            "Let the step try "
-            'sizes when it runs: n="auto".'
-        )
-    wrapper = _wrapper(program)
-    try:
-        planned(wrapper).holders()
-        is_planned = _private.sends_no_fakes()
-    except AttributeError:
-        is_planned = False
-    if wrapper is not None and not is_planned:
-        raise FuncgaError(
-            f"the module is wrapped by {wrapper.name}, which torch {torch.__version__} cannot run "
-            "without sending anything. Plan the step of the module that was wrapped, with "
-            f"across=group; or use torch {_private.TRIED}."
-        )
-    return mode
+    return _private.fake_mode()
 
 
 @contextmanager
@@ -220,7 +202,7 @@ def _modules(program: Program) -> list[torch.nn.Module]:
     owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
     loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
     modules = [owner.module] if isinstance(owner, ModuleGradient) else []
-    return [*modules, loss.module] if isinstance(loss, ModuleLoss) else modules
+    return [*modules, loss.module] if isinstance(loss, PureLoss) else modules
 
 
 def _wrapper(program: Program) -> Wrapper | None:

@@ -9,6 +9,7 @@ import torch
 import funcga
 import jax_backend
 import torch_backend
+from funcga.tools.example_keys import in_torch
 from tests.kits import TORCH
 
 MODULES = {"torch": torch_backend, "jax": jax_backend}
@@ -41,8 +42,8 @@ def test_noise_is_the_example_s_own(kit):
 
 def test_seeds_are_those_of_split_mix():
     """The published generator: the n-th number of the stream that begins at 0 is the mix of n times gamma."""
-    mix = torch_backend.randomness._mixed
-    gamma = torch_backend.randomness._GAMMA
+    mix = in_torch._mixed
+    gamma = in_torch._GAMMA
     found = [mix(torch.tensor(n) * gamma).item() % 2**64 for n in (1, 2, 3)]
     assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 

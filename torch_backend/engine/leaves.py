@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import is_uninitialised, leaf_paths
+from funcga._backend.prefixes import check_initialised, is_uninitialised, leaf_paths
 from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from funcga.errors import FuncgaError, uninitialised
+from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.gradients import put_hooks
 from torch_backend.modules.layers import Walk
@@ -94,9 +94,8 @@ def detached(tree: Tree, recorded: bool = False) -> Tree:
     mode are copied then.
     """
     leaves, structure = trees.flatten(tree)
-    if arrays.has_lazy(leaves):
-        at = next(index for index, leaf in enumerate(leaves) if is_uninitialised(leaf))
-        raise uninitialised(leaf_paths(tree, trees, "params")[at])
+    if any(map(is_uninitialised, leaves)):
+        check_initialised(tree, "params", trees)
     without = detached_leaves(leaves, recorded)
     return tree if without is leaves else trees.unflatten(structure, without)
 

@@ -88,7 +88,7 @@ def visit_of(
     """
     params: Tree = leaves.trees.get(0, parts[0].value)
     visit = loss.entered(params, recorded=True)
-    if stack is None or loss.buffers or loss.statistics:
+    if stack is None or loss.buffers:
         return visit, visit
     return nullcontext(stack.enter_context(visit)), visit
 

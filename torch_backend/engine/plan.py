@@ -17,11 +17,12 @@ from torch import nn
 from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
-from torch_backend import _private, arrays, trees
+from funcga.errors import uninitialised
+from torch_backend import _private, trees
 from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.engine.sums import Folding
-from torch_backend.modules.checks import check_initialised, check_unfrozen
+from torch_backend.modules.checks import check_unfrozen
 
 _MOST = 64  # plans of a step
 
@@ -172,8 +173,9 @@ def checked_whole(
     arguments, or a module, that cannot be differentiated.
     """
     if own is not None:
-        if arrays.has_lazy(own.module.parameters()):
-            check_initialised(own.module)
+        for name, parameter in own.params.items():
+            if is_uninitialised(parameter):
+                raise uninitialised(name)
         return []
     indices = gradient.arg_indices(len(parts))
     for index in indices:

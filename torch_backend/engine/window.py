@@ -157,7 +157,7 @@ class Window(ExitStack):
         visit: LossContext = nullcontext(loss)
         visits = None
         if own is not None:
-            stack.enter_context(gradients_aside(inputs, own.walk.ids(own.module)))
+            stack.enter_context(gradients_aside(inputs, own.walk.through(own.module).ids))
             visit = nullcontext(partial(call_loss, loss, own.module))
         elif isinstance(loss, PureLoss) and 0 not in plan.moving:
             lasting = None if is_stream else stack
@@ -431,13 +431,13 @@ class Window(ExitStack):
         opened, inputs = self.opened, self.inputs
         if not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
-        if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(self.plan.count, self.backend)
         if self.observing is not None:
             self.observing.end()
         is_changed = [*map(_private.version, inputs)] != opened.versions
         if ON and (is_changed or opened.own is not None or opened.visits is not None):
             unchanged.check(opened)
+        if self.unreached and not self.gradient.reached:
+            raise self.gradient.unreached(self.plan.count, self.backend)
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""

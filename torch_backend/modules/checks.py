@@ -9,7 +9,6 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
-from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
-from funcga.errors import FuncgaError, similar, uninitialised
+from funcga.errors import FuncgaError, check_callable, similar, uninitialised
 from torch_backend import _private, arrays, trees
 
 Tensors = Mapping[str, torch.Tensor]
@@ -38,23 +36,7 @@ def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
             f"{name} was given {type(module).__name__} as its module. Pass the module, then the "
             f"loss: {name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
         )
-    if loss_fn is module:
-        raise FuncgaError(
-            "loss_fn is the module itself, which takes a batch and returns outputs. Write a "
-            f"function that computes the loss: {name}(model, lambda model, x, y: "
-            "F.mse_loss(model(x), y))."
-        )
-    if not callable(loss_fn):
-        raise FuncgaError(
-            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(module, *batch) -> "
-            "scalar, such as lambda model, x, y: F.mse_loss(model(x), y)."
-        )
-    if (getattr(loss_fn, "__module__", None) or "").startswith("torch.nn."):
-        raise FuncgaError(
-            f"loss_fn is torch's {getattr(loss_fn, '__name__', type(loss_fn).__name__)}, which "
-            f"takes tensors, and is called with the module first. Write {name}(model, lambda "
-            "model, x, y: criterion(model(x), y))."
-        )
+    check_callable(loss_fn, "loss_fn", "lambda model, x, y: F.mse_loss(model(x), y)")
 
 
 def check_no_params(args: tuple[Tree, ...], module: nn.Module) -> None:
@@ -78,21 +60,6 @@ def check_initialised(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise uninitialised(name)
-
-
-def check_not_scripted(module: nn.Module) -> None:
-    """Raises FuncgaError for a module of TorchScript, or one inside, in which nobody can put
-    other parameters.
-    """
-    for name, inner in module.named_modules():
-        if isinstance(inner, torch.jit.ScriptModule):
-            where = f"the part `{name}` of the module" if name else "the module"
-            raise FuncgaError(
-                f"{where} is one of TorchScript, whose parameters cannot be replaced by others for "
-                "a pure loss. Use the module that it was made of; or "
-                "torch_backend.module_value_and_grad(module, loss_fn), which runs on the module's "
-                "own parameters."
-            )
 
 
 # --- modules that are wrapped to reduce their gradients
@@ -210,23 +177,6 @@ def check_no_wrapped_module_in(grad_fn: GradFn) -> bool:
 # --- what a function closes over
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleLoss:
-    """A loss of a module, which was looked at when the loss was made; `pure_loss` says what the
-    fields mean.
-    """
-
-    module: nn.Module
-    loss_fn: LossFn
-    buffers: bool
-    statistics: bool
-
-    @property
-    def __signature__(self) -> inspect.Signature | None:
-        """That of loss_fn, with the parameters in the place of the module."""
-        return signature_with(self.loss_fn, ["params", "buffers"] if self.buffers else ["params"])
-
-
 def called(loss_fn: LossFn) -> LossFn:
     """The function that has the parameters of a loss: of an nn.Module its forward."""
     return loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
@@ -268,8 +218,6 @@ def modules_in(function: object) -> Iterator[nn.Module]:
 
 def _parts(value: object) -> Iterable[object]:
     match value:
-        case GradientFunction() | ModuleLoss():
-            return [value.loss_fn]
         case functools.partial():
             return [value.func, *value.args, *value.keywords.values()]
         case types.MethodType():
@@ -280,7 +228,8 @@ def _parts(value: object) -> Iterable[object]:
             return value.values() if len(value) < 100 else ()
         case types.FunctionType():
             return closed_over(value)
-    return ()
+    # Of a gradient function, or a pure loss.
+    return [value.loss_fn] if hasattr(value, "loss_fn") else ()
 
 
 # The functions of these close over no model.
@@ -325,85 +274,67 @@ def _names(code: types.CodeType) -> set[str]:
 # --- tensors in the place of the module's own
 
 
-def by_what_they_replace(
-    tensors: Tensors, originals: Tensors, what: str
-) -> dict[int, torch.Tensor]:
-    """The tensors by the ids of the module's own. Raises FuncgaError for names that are not the
-    module's.
+def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict[int, torch.Tensor]:
+    """The given tensors by the ids of the module's `own` that they stand in for. Raises FuncgaError
+    for names and shapes that the module does not have, and for gradients of frozen parameters.
+    `what`: "parameters" or "buffers".
     """
-    if not isinstance(tensors, Mapping):
+    if not isinstance(given, Mapping):
         raise FuncgaError(
-            f"the {what} of a pure_loss are of type {type(tensors).__name__}; they are a dict of "
+            f"the {what} of a pure_loss are of type {type(given).__name__}; they are a dict of "
             f"name to tensor, such as dict(module.named_{what}())."
         )
-    # Usually all fit, and one comparison for all of them shows it. Only if not is the culprit
-    # looked for.
-    if originals.keys() >= tensors.keys():
-        replaced = [originals[name] for name in tensors]
-        by_id = dict(zip(map(id, replaced), tensors.values(), strict=True))
-        are_tensors = all(issubclass(kind, torch.Tensor) for kind in {*map(type, tensors.values())})
-        if are_tensors and len(by_id) == len(tensors):
-            # Pair by pair: lists of shapes would be thousands of objects for the garbage collector
-            # to go through.
-            are_alike = [
-                a.shape == b.shape for a, b in zip(tensors.values(), replaced, strict=True)
-            ]
-            if all(are_alike):
-                return by_id
-    raise _misfit(tensors, originals, what)
-
-
-def _misfit(tensors: Tensors, originals: Tensors, what: str) -> FuncgaError:
-    """The error for the first tensor that the module does not take."""
-    spelling = f"dict(module.named_{what}())"
-    first_names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if name not in originals:
-            return FuncgaError(
-                f"the module has no `{name}`{similar(name, originals)} among its {what}. Their "
-                f"names are those of {spelling}."
+    # Annotated, and not list[str](), which torch.compile cannot trace.
+    frozen: list[str] = []
+    by_id: dict[int, torch.Tensor] = {}
+    name_of: dict[int, str] = {}
+    for name, tensor in given.items():
+        original = own.get(name)
+        if original is None:
+            raise FuncgaError(
+                f"the module has no `{name}`{similar(name, own)} among its {what}. Their names are "
+                f"those of dict(module.named_{what}())."
             )
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != originals[name].shape:
-            return FuncgaError(
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != original.shape:
+            raise FuncgaError(
                 f"`{name}` is {arrays.describe(tensor)}, and the module's own is "
-                f"{arrays.describe(originals[name])}. Give each of the {what} in the shape that it "
-                f"has there: {spelling}."
+                f"{arrays.describe(original)}. Give each of the {what} in the shape that it has "
+                f"there: dict(module.named_{what}())."
             )
-        # Two names of one tensor: it can be replaced only once.
-        twin = first_names.setdefault(id(originals[name]), name)
-        if twin != name:
-            break
-    return FuncgaError(
-        f"`{twin}` and `{name}` are one tensor in the module, tied: give one of the two names, as "
-        f"{spelling} does."
-    )
+        if name_of.setdefault(id(original), name) != name:
+            raise FuncgaError(
+                f"`{name_of[id(original)]}` and `{name}` are one tensor in the module, tied: give "
+                f"one of the two names, as dict(module.named_{what}()) does."
+            )
+        if tensor.requires_grad and _is_frozen(original):
+            frozen.append(name)
+        by_id[id(original)] = tensor
+    # If none is trained, the module is a mere frame for parameters from elsewhere.
+    if frozen and any(tensor.requires_grad for tensor in own.values()):
+        raise _frozen(frozen[0], len(frozen))
+    return by_id
+
+
+def check_hooks_called(given: Tensors, own: Tensors) -> None:
+    """Raises FuncgaError if a parameter has hooks, and the tensor that is differentiated in its
+    place has none.
+
+    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors
+    they are made of.
+    """
+    for name, tensor in given.items():
+        # What was computed from a parameter, as in meta-learning, has no use for its hooks.
+        is_differentiated = tensor.requires_grad and tensor.is_leaf
+        has_hooks = [bool(_private.hooks_of(each)) for each in (own[name], tensor)]
+        if is_differentiated and has_hooks == [True, False]:
+            raise FuncgaError(
+                f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
+                "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
+                "remove it with handle.remove()."
+            )
 
 
 # --- what is differentiated
-
-
-def check_none_frozen(
-    params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-) -> None:
-    """Raises FuncgaError if a gradient is taken with respect to a frozen parameter, while others
-    are trained.
-
-    `parameters` are the module's own, in whose place `params` stand.
-    """
-    # Usually all are trained. If none is, the module is a mere frame for parameters from elsewhere.
-    # Only where some are trained can a frozen one be an oversight.
-    trained = [tensor.requires_grad for tensor in parameters.values()]
-    if all(trained) or not any(trained):
-        return
-    # If a loss around this one has put plain tensors in the place of parameters, these are not
-    # frozen.
-    names = [
-        name
-        for name, tensor in params.items()
-        if tensor.requires_grad and _is_frozen(parameters[name])
-    ]
-    if names:
-        raise _frozen(names[0], len(names))
 
 
 def check_unfrozen(
@@ -442,31 +373,6 @@ def nothing_to_train(module: nn.Module) -> FuncgaError:
         "Unfreeze what is to be trained: module.requires_grad_(True), or "
         "parameter.requires_grad_(True)."
     )
-
-
-def check_hooks_called(
-    params: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-) -> None:
-    """Raises FuncgaError if a parameter of a module has hooks, and the tensor differentiated in its
-    place has none.
-
-    A transform of torch.func differentiates tensors of its own, and calls no hooks of the tensors
-    they are made of.
-    """
-    for name, tensor in params.items():
-        # A tensor that was computed from a parameter, as in meta-learning, is no leaf, and has no
-        # use for its hooks.
-        is_differentiated = tensor.requires_grad and tensor.is_leaf
-        if (
-            is_differentiated
-            and _private.hooks_of(parameters[name])
-            and not _private.hooks_of(tensor)
-        ):
-            raise FuncgaError(
-                f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
-                "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
-                "remove it with handle.remove()."
-            )
 
 
 def check_not_differentiated(name: str, tree: Tree) -> None:

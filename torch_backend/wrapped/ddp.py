@@ -249,7 +249,7 @@ class DDP(Wrapper):
         # parameter was reached. Or all were, but loss_fn called the module inside of the wrapper,
         # so nothing was sent.
         missed = [name for name, p in params.items() if mark(p) == before[name]]
-        is_finished = all(_private.is_finished(ddp, not missed) for ddp in self.wrapped)
+        is_finished = all(_private.is_finished(ddp) for ddp in self.wrapped)
         if is_finished and listeners and all(each.heard is False for each in listeners):
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "

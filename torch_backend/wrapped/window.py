@@ -133,7 +133,7 @@ class OwnGrads(Window):
             stack.enter_context(self.wrapper.window())
             self.params: dict[str, torch.Tensor] = {**trainable(self.module)}
             self.inputs = [*self.params.values()]
-            ids = self.program.memory.keep(Walk).ids(self.module)
+            ids = self.program.memory.keep(Walk).through(self.module).ids
             stack.enter_context(gradients_aside([*self.inputs, *self.wrapper.leaves()], ids))
             # It needs the window's `.grad`s and flags.
             stack.push(self._recover)

@@ -12,8 +12,8 @@ is compiled alone, as it was given, and autograd adds its gradients.
 
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,13 +26,14 @@ from torch import nn
 from funcga._call import Program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Tree
+from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
-from torch_backend.modules.visits import Visit
+from torch_backend.modules.visits import IN_USE, Visit
 
 Made = TypeVar("Made")
 
@@ -62,24 +63,24 @@ def window_of(program: Program, gradient: GradientFunction) -> Callable[..., Win
 def _made_once(
     table: WeakKeyDictionary[Any, Made | None],
     function: Callable[..., Any],
-    make: Callable[[_private.Compiled], Made | None],
+    make: Callable[[private_in_torch.Compiled], Made | None],
 ) -> Made | None:
     """What is made of a compiled function, once for all steps; None of any other function."""
     if not isinstance(function, types.FunctionType):
         return None
     if function not in table:
-        compiled = _private.compiled_of(function)
+        compiled = private_in_torch.compiled_of(function)
         table[function] = None if compiled is None else make(compiled)
     return table[function]
 
 
-def _gradient_of(compiled: _private.Compiled) -> GradientFunction | None:
+def _gradient_of(compiled: private_in_torch.Compiled) -> GradientFunction | None:
     # torch.compile wraps a function around an object.
     gradient = vars(compiled.function).get("__wrapped__")
     if not isinstance(gradient, GradientFunction):
         return None
     loss_fn = gradient.loss_fn
-    if isinstance(loss_fn, PureLoss) and not loss_fn.statistics:
+    if isinstance(loss_fn, PureLoss):
         inner = compiled.compile(loss_fn.loss_fn)
         return replace(gradient, loss_fn=replace(loss_fn, loss_fn=inner))
     return replace(gradient, loss_fn=compiled.compile(loss_fn))
@@ -96,7 +97,7 @@ class MicroStep:
     write to fixed addresses.
     """
 
-    def __init__(self, compiled: _private.Compiled):
+    def __init__(self, compiled: private_in_torch.Compiled):
         self.run = compiled.compile_whole(_micro_step(compiled.function))
         self.is_refused, self.replays = False, compiled.replays
         self.static: dict[object, list[list[torch.Tensor]]] = {}
@@ -148,7 +149,7 @@ def _micro_step(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
             called = [params.get(index, arg) for index, arg in enumerate(args)]
             if inside is None:
                 return loss_fn(*called, **kwargs)  # type: ignore[no-any-return]
-            output, _ = inside.functional(loss_fn, called[0], buffers, called[1:], kwargs, False)
+            output, _ = inside.functional(loss_fn, called[0], buffers, called[1:], kwargs)
             return output  # type: ignore[no-any-return]
 
         grads, loss = torch.func.grad_and_value(loss_of)(params)
@@ -176,7 +177,7 @@ _GRADIENTS: WeakKeyDictionary[GradFn, GradientFunction | None] = WeakKeyDictiona
 def against_in_step(program: Program, gradient: GradientFunction) -> dict[str, object]:
     """What stands against compiled micro-steps in all windows of a step."""
     loss = gradient.loss_fn
-    returns_state = isinstance(loss, PureLoss) and (loss.buffers or loss.statistics)
+    returns_state = isinstance(loss, PureLoss) and loss.buffers
     return {
         "replicas merge the sums": program.across is not None,
         "the loss may call collectives": dist.is_available() and dist.is_initialized(),
@@ -184,7 +185,7 @@ def against_in_step(program: Program, gradient: GradientFunction) -> dict[str, o
         "a gradient may be dropped": program.dropping is not None,
         "the loss has aux": gradient.has_aux,
         "the loss is scaled": gradient.scaled,
-        "the loss returns buffers or statistics": returns_state,
+        "the loss returns buffers": returns_state,
     }
 
 
@@ -208,8 +209,8 @@ def against_in_window(window: Window) -> dict[str, object]:
         "each micro-batch has other parameters of the module": is_split,
         "state is threaded": arguments is None or arguments.state,
         "autocast casts what the loss computes": _private.is_any_autocast_enabled(),
-        "hooks see the tensors that autograd saves": _private.saves_by_hooks(),
-        "a mode sees each operator": _private.dispatch_modes(),
+        "hooks see the tensors that autograd saves": private_in_torch.saves_by_hooks(),
+        "a mode sees each operator": private_in_torch.dispatch_modes(),
         "anomalies are detected": torch.is_anomaly_enabled(),
     }
 
@@ -217,16 +218,9 @@ def against_in_window(window: Window) -> dict[str, object]:
 # --- the window
 
 
-@contextmanager
-def _reserved(visits: Visit | None) -> Iterator[None]:
+def _reserved(visits: Visit | None) -> AbstractContextManager[None]:
     """A context in which no other thread visits the module, which keeps its own parameters."""
-    if visits is not None:
-        visits.reserve()
-    try:
-        yield
-    finally:
-        if visits is not None:
-            visits.give_back()
+    return IN_USE.using([] if visits is None else visits.parts.ids)
 
 
 class CompiledWindow(Window):
@@ -289,8 +283,10 @@ class CompiledWindow(Window):
         self.params = {index: detached(tree) for index, tree in opened.leaves.trees.items()}
         self.inside = loss.calling if isinstance(loss, PureLoss) else None
         self.buffers: dict[str, torch.Tensor] = {}
-        with _reserved(visits):  # the module and its parameters are checked
-            if visits is not None and visits.with_buffers:
+        if visits is not None:
+            with visits:  # the module and its parameters are checked
+                pass
+            with _reserved(visits):
                 self.buffers = dict(visits.loss.module.named_buffers())
         leaves = trees.flatten(self.params)[0]
         # Until the first loss shows its dtype, one of that of the parameters stands in.
@@ -341,7 +337,7 @@ class CompiledWindow(Window):
             with _reserved(self.opened.visits), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
-        except _private.refusals_to_compile():
+        except private_in_torch.refusals_to_compile():
             self.step.is_refused, self.totals = True, None
             return None
 

@@ -98,10 +98,8 @@ class _Parameters:
         self.wrapper = summary_fn.wrapper if isinstance(summary_fn, WrappedGradient) else None
         self.arg_indices = () if self.own is not None else job.arg_indices(args)
         self.params = [args[arg_index] for arg_index in self.arg_indices]
-        # Buffers and statistics that come with the summary are composed by the pure_loss itself.
-        is_plain = isinstance(summary_fn, PureLoss) and not (
-            summary_fn.buffers or summary_fn.statistics
-        )
+        # Buffers that come with the summary are composed by the pure_loss itself.
+        is_plain = isinstance(summary_fn, PureLoss) and not summary_fn.buffers
         self.pure = summary_fn if is_plain and self.arg_indices == (0,) else None
 
     def gradient(self, loss: Loss, has_aux: bool, reached: set[bool]) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import funcga
-import torch_backend
+from funcga.tools.compiled import private_in_torch
 from tests.processes import processes
 from torch_backend import pure_loss, trainable
 
@@ -208,9 +208,9 @@ def test_without_the_tool_autograd_adds(graphs, monkeypatch):
 @pytest.mark.cuda
 def test_sums_that_a_cuda_graph_writes_to_stay_where_they_are(graphs, monkeypatch):
     """And no result shares memory with them."""
-    known, marked = torch_backend._private.compiled_of, []
+    known, marked = private_in_torch.compiled_of, []
     replaying = lambda function: (compiled := known(function)) and compiled._replace(replays=True)
-    monkeypatch.setattr("torch_backend._private.compiled_of", replaying)
+    monkeypatch.setattr(private_in_torch, "compiled_of", replaying)
     monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor, guard=True: marked.append((tensor, guard)))
     step = funcga.accumulate(funcga.value_and_grad(graphs.compile(plain)), 2)
     eager = funcga.accumulate(funcga.value_and_grad(plain), 2)

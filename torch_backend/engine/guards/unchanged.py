@@ -21,7 +21,7 @@ def check(opened: Any) -> None:
         raise written()
     if own is not None and any(map(_private.has_hooks, inputs)) != opened.hooked:
         raise other_hooks()
-    if own is not None and not own.walk.still_finds(own.params):
+    if own is not None and own.walk.trainable(own.module) is not own.params:
         raise other_parameters()
     if visits is not None and not visits.parts.are_those_of(visits.loss.module):
         raise other_parameters()

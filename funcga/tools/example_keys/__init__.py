@@ -1,0 +1,1 @@
+"""Random numbers that belong to an example, and not to the micro-batch that it happens to be in."""

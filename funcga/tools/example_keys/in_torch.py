@@ -1,0 +1,235 @@
+"""Randomness that belongs to an example, and not to the micro-batch that it happens to be in.
+
+The keys are those of SplitMix: Steele, Lea and Flood (2014), "Fast splittable pseudorandom number
+generators".
+"""
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from funcga._backend.dispatch import is_numpy
+from funcga._types import Array, R, Scalar, Tree
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
+from torch_backend.modules import PureLoss
+from torch_backend.randomness import devices_of, generator_states, put_generator_states
+
+# The step from one number of a stream to the next, and the two factors of the mix. They are
+# unsigned numbers of 64 bits, written as the int64 of the same bits: sums and products wrap around
+# alike.
+_GAMMA, _FIRST, _SECOND = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
+    """A random key for each example, made of one key and the example's index: an argument that is
+    split like any other.
+
+    As the keys do not depend on n, what is drawn from them does not either.
+
+    Args:
+        key: an int, or a 0-d tensor of one, such as another key: `example_keys(seed, epoch)` is
+            that of an epoch, without which an example has the same noise in each.
+        indices: integers [rows], where the examples are in the dataset, on any device; or a number,
+            for one key.
+
+    Returns:
+        int64 in the shape of the indices: seeds.
+
+    Raises:
+        FuncgaError: for a key or indices that are no integers.
+
+    Example:
+        >>> epoch, indices = 0, torch.arange(4)
+        >>> keys = torch_backend.example_keys(torch_backend.example_keys(1234, epoch), indices)
+        >>> keys.shape, keys.dtype
+        (torch.Size([4]), torch.int64)
+    """
+    _check_integers("key", key, "example_keys(0, indices)")
+    _check_integers("indices", indices, "torch.arange(len(x))")
+    if not isinstance(key, int) and key.shape != ():
+        raise FuncgaError(
+            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell "
+            "apart. Write torch_backend.example_keys(0, indices)."
+        )
+    index_of_example = _integers(indices, None)
+    # The mixed key is the start of a stream of numbers. Each example gets the number at its index.
+    start = _mixed(_integers(key, index_of_example.device) + _GAMMA)
+    return _mixed(start + (index_of_example + 1) * _GAMMA)
+
+
+def _check_integers(name: str, value: Array, example: str) -> None:
+    if isinstance(value, torch.Tensor):
+        is_integer = arrays.kind(value.dtype) == "int"
+    elif is_numpy(value):
+        is_integer = value.dtype.kind in ("i", "u")
+    else:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer:
+        raise FuncgaError(
+            f"{name} is {arrays.describe(value)}: it must be an integer, or a tensor of some: "
+            f"{example}."
+        )
+
+
+def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
+    """The value as int64; a larger number keeps its lower 64 bits."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device or value.device, torch.int64)
+    if not isinstance(value, int) and value.shape != ():
+        return torch.as_tensor(value, dtype=torch.int64, device=device)  # of NumPy
+    number = operator.index(value)
+    return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The finalizer of SplitMix: every bit of a number of 64 depends on every bit that came in."""
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    # A logical shift: torch's own repeats the sign, and the mask sets those bits to 0.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sampled(
+    sampler: Callable[..., torch.Tensor], keys: torch.Tensor, shape: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """Noise `[rows, *shape]`, each row drawn with the key of its example: the same in every split
+    of a batch.
+
+    Every row has a generator of its own, so a loop goes over the rows, and a CUDA device is waited
+    for: for noise of a whole micro-batch at once see `seeded`. (Torch's generators on the CPU take
+    32 bits of a seed: of a million examples some hundred pairs draw the same.)
+
+    Args:
+        sampler: `sampler(shape, generator=..., device=...)`, as torch.rand or torch.randn.
+        keys: int64 [rows], of `example_keys`.
+        shape: that of the noise of one example.
+
+    Returns:
+        What the sampler has drawn, stacked.
+
+    Raises:
+        FuncgaError: for keys that are no int64 [rows].
+
+    Example:
+        >>> keys = torch_backend.example_keys(1234, torch.arange(4))
+        >>> kept = torch_backend.sampled(torch.rand, keys, (16,)) < 0.9
+        >>> kept.shape
+        torch.Size([4, 16])
+    """
+    if not _are_keys(keys):
+        raise FuncgaError(
+            f"keys are {arrays.describe(keys)}: there must be one for each row, int64[rows]. Make "
+            "them where the batch is made, keys = torch_backend.example_keys(0, indices), and pass "
+            "them with it."
+        )
+    generator = torch.Generator(keys.device)
+    rows = [
+        sampler(shape, generator=generator.manual_seed(seed), device=keys.device)
+        for seed in keys.tolist()
+    ]
+    return torch.stack(rows) if rows else sampler((0, *shape), device=keys.device)
+
+
+def _are_keys(keys: Array) -> bool:
+    return isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 1
+
+
+# The generators are global: one thread at a time seeds them.
+_SEEDING = threading.RLock()
+
+
+def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
+    """`loss(params, keys, *batch)`: `loss_fn(params, *batch)` with torch's random numbers seeded by
+    the keys.
+
+    So what dropout and everything else in a loss draws from torch's global generators is a pure
+    function of the keys of the micro-batch: other noise in each micro-batch, the same in each run,
+    and the generators are as before. It is that of the first of its examples, so it changes with n;
+    noise that does not is `sampled`. One thread at a time runs in it, as the generators are global.
+    It is not for torch.compile, which seeds by itself, nor for torch.func.vmap.
+
+    Args:
+        loss_fn: of parameters, or of a module, for `pure_loss`.
+
+    Returns:
+        A function with one argument more, after the first: int64 [rows] of `example_keys`, on the
+        CPU, or the host waits for them.
+
+    Raises:
+        FuncgaError: for other keys, and for keys that are not as many as the rows.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.1))
+        >>> loss_fn = torch_backend.seeded(lambda model, x, y: F.mse_loss(model(x), y))
+        >>> loss = torch_backend.pure_loss(model, loss_fn)
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss), 4)
+        >>> keys = torch_backend.example_keys(1234, torch.arange(10))
+        >>> x, y = torch.randn(10, 3), torch.randn(10, 1)
+        >>> value, grads = step(torch_backend.trainable(model), keys, x, y)
+    """
+    if isinstance(loss_fn, PureLoss):
+        raise FuncgaError(
+            "seeded was given a pure_loss. Put it inside, where the keys come after the module: "
+            "torch_backend.pure_loss(module, torch_backend.seeded(loss_fn))."
+        )
+
+    @functools.wraps(loss_fn, updated=())
+    def loss(params: Tree, keys: torch.Tensor, *batch: Tree, **kwargs: Tree) -> R:
+        with _SEEDING, _seeded(_seed(keys, batch), (params, *batch)):
+            return loss_fn(params, *batch, **kwargs)
+
+    # The signature of loss_fn is not that of loss, which has one parameter more.
+    del loss.__wrapped__
+    loss.loss_fn = loss_fn  # type: ignore[attr-defined]
+    return loss
+
+
+def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
+    if not _are_keys(keys) or not len(keys):
+        raise FuncgaError(
+            f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for "
+            "each row. Call it as loss(params, torch_backend.example_keys(0, indices), *batch)."
+        )
+    rows = {
+        len(leaf)
+        for leaf in trees.flatten(batch)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+    }
+    if rows and len(keys) not in rows:
+        raise FuncgaError(
+            f"there are {len(keys)} keys, and the micro-batch has {min(rows)} rows: every "
+            "micro-batch would draw the same. Split the keys with the batch, as accumulate does by "
+            "itself: in_axes=(None, 0, 0)."
+        )
+    return int(keys[0])
+
+
+@contextmanager
+def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
+    """A context in which the global generators, of the host and of the devices of the arguments,
+    begin at a seed.
+    """
+    parameters = [
+        p for module in args if isinstance(module, nn.Module) for p in module.parameters()
+    ]
+    devices = devices_of([*trees.flatten(args)[0], *parameters])
+    before = generator_states(devices)
+    generators = [torch.Generator(), *map(torch.Generator, devices)]
+    seeded = [generator.manual_seed(seed).get_state() for generator in generators]
+    put_generator_states(devices, seeded)
+    try:
+        yield
+    finally:
+        put_generator_states(devices, before)

@@ -1,0 +1,1 @@
+"""Statistics of BatchNorm layers, pooled over a window: `pure_loss(..., statistics=True)`."""

@@ -1,0 +1,234 @@
+"""The statistics of BatchNorm layers in torch: what they see of a micro-batch, as a result of the
+loss, and the running ones after a window.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from funcga._types import LossFn
+from funcga.errors import FuncgaError, similar
+from funcga.normalizers import Pooled
+from funcga.statistics import described, fits, update
+from torch_backend import _private, arrays
+from torch_backend.modules.visits import with_state
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def watched(loss_fn: LossFn) -> LossFn:
+    """`loss_fn(module, *batch)` with the statistics of the batch beside its aux: `{name of the
+    layer: count, mean and population variance, stacked}`; zeros for a layer that did not run.
+
+    It is for a pure loss, whose module has buffers of its own for each micro-batch: here the layers
+    write what they see of it to these. With momentum 1, torch's own kernel writes the mean and the
+    variance of the batch in the place of the running ones.
+    """
+
+    @wraps(loss_fn, updated=())
+    def loss(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise FuncgaError(
+                "pure_loss(..., statistics=True) is in a function that torch.compile compiles, "
+                "where layers cannot be watched. Call the step without torch.compile; the module "
+                "itself may be compiled. Or thread the buffers: buffers=True."
+            )
+        layers, counts = _watched_layers(module), dict[str, int]()
+        with _watching(layers, counts):
+            output = loss_fn(module, *args, **kwargs)
+        # They are copies: a checkpoint runs the forward pass again later, and overwrites the
+        # buffers.
+        return with_state(
+            output, {name: _leaf(name, layer, counts.get(name)) for name, layer in layers.items()}
+        )
+
+    return loss
+
+
+@contextmanager
+def _watching(layers: Mapping[str, nn.BatchNorm1d], counts: dict[str, int]) -> Iterator[None]:
+    """A context in which layers write the statistics of the batch alone, to tensors of their own;
+    `counts` gets the values for each channel, by the name of a layer that runs.
+    """
+
+    def count(name: str, layer: nn.BatchNorm1d, args: tuple[Any, ...], kwargs: Any) -> None:
+        if not layer.training:  # it tracks nothing
+            return
+        if name in counts:
+            raise FuncgaError(
+                f"the BatchNorm layer `{name}` ran twice in one forward pass: its statistics are "
+                "then those of two batches. Use a layer for each of the two, or thread the "
+                "buffers: pure_loss(module, loss_fn, buffers=True)."
+            )
+        x = args[0] if args else kwargs["input"]
+        counts[name] = x.numel() // layer.num_features
+
+    momenta = {name: layer.momentum for name, layer in layers.items()}
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            buffers = layer.__dict__[_private.BUFFERS]
+            buffers |= {
+                key: torch.zeros_like(buffers[key])
+                for key in _STATISTICS
+                if buffers.get(key) is not None
+            }
+            layer.momentum = 1.0
+            hooks.append(layer.register_forward_pre_hook(partial(count, name), with_kwargs=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, layer in layers.items():
+            layer.momentum = momenta[name]
+
+
+def _leaf(name: str, layer: nn.BatchNorm1d, count: int | None) -> torch.Tensor:
+    """Count, mean and population variance of the micro-batch; `count` is None if it did not run."""
+    running_mean, running_var = layer.running_mean, layer.running_var
+    batches = layer.num_batches_tracked
+    assert running_mean is not None
+    assert running_var is not None
+    # Two witnesses have to agree on whether the layer ran: the hook, and the number of batches,
+    # which only its own forward() adds to. The kernel's writes to the statistics raise no version.
+    if batches is not None and not batches.is_inference():
+        is_updated = _private.version(batches) > 0
+        if is_updated != (count is not None):
+            raise _unknown(name, count is not None)
+    dtype, count = arrays.accumulator_dtype(running_mean.dtype), count or 0
+    mean, variance = running_mean.detach().to(dtype), running_var.detach().to(dtype)
+    # Torch writes the unbiased variance; a fold needs that of the population.
+    biased = variance * ((count - 1) / count) if count else variance
+    return torch.stack((torch.full_like(mean, count), mean, biased))
+
+
+def _unknown(name: str, ran: bool) -> FuncgaError:
+    why = (
+        "it ran and did not update its running statistics, as a forward pass of your own may not. "
+        "Use that of torch.nn.BatchNorm"
+        if ran
+        else (
+            "it ran without its hooks, as one does whose forward() is called by name, or that was "
+            "compiled by itself. Call the layer as it is, layer(x)"
+        )
+    )
+    return FuncgaError(
+        f"what the BatchNorm layer `{name}` saw of the micro-batch is not known: {why}, or thread "
+        "the buffers: pure_loss(module, loss_fn, buffers=True)."
+    )
+
+
+def _watched_layers(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
+    """The layers in train mode that have running statistics. Raises FuncgaError if there is
+    none, or one is synced.
+    """
+    layers = {
+        name: layer for name, layer in module.named_modules() if _tracks(layer) and layer.training
+    }
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise FuncgaError(
+                f"`{name}` is a SyncBatchNorm, whose statistics are those of all replicas already, "
+                "with the count of one. Use BatchNorm, and let funcga merge them: accumulate(..., "
+                "fold=..., across=group)."
+            )
+    if not layers:
+        raise FuncgaError(
+            f"statistics=True, and {type(module).__name__} has no BatchNorm layer that would "
+            "update running statistics: one in train mode, with track_running_stats=True. Call "
+            "module.train(), or leave statistics=True out."
+        )
+    return layers
+
+
+def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str, torch.Tensor]:
+    """The module's running statistics after one more batch, for `module.load_state_dict`.
+
+    They are what torch computes of one batch: `running_mean`, `running_var` (of the unbiased
+    variance) and `num_batches_tracked`, with each layer's momentum; None is the average over all
+    batches. A layer that no micro-batch has run stays as it is.
+
+    Args:
+        module: the module with the BatchNorm layers. It is left as it is.
+        pooled: `{name of the layer: Pooled}`, what `fold=funcga.pooled()` makes of `pure_loss(...,
+            statistics=True)`.
+
+    Returns:
+        `{name of the buffer: tensor}`, new tensors in the buffers' dtypes.
+
+    Raises:
+        FuncgaError: for layers that the module does not have, and for anything that is not pooled.
+
+    Example:
+        >>> model = nn.BatchNorm1d(3)
+        >>> loss_fn = lambda model, x: model(x).square().mean()
+        >>> loss = torch_backend.pure_loss(model, loss_fn, statistics=True)
+        >>> fold = ((funcga.mean(), funcga.pooled()), funcga.mean())
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss, has_aux=True), n=4, fold=fold)
+        >>> (value, statistics), grads = step(torch_backend.trainable(model), torch.randn(10, 3))
+        >>> sorted(torch_backend.running_buffers(model, statistics))
+        ['num_batches_tracked', 'running_mean', 'running_var']
+    """
+    tracking = {
+        name: layer
+        for name, layer in module.named_modules(remove_duplicate=False)
+        if _tracks(layer)
+    }
+    if not isinstance(pooled, Mapping):
+        raise FuncgaError(
+            f"the pooled statistics are of type {type(pooled).__name__}; they are a dict of a "
+            "layer's name to a Pooled, as accumulate returns of pure_loss(module, loss_fn, "
+            "statistics=True)."
+        )
+    after: dict[str, torch.Tensor] = {}
+    for name, statistics in pooled.items():
+        if name not in tracking:
+            raise FuncgaError(
+                f"the module has no `{name}`{similar(name, tracking)} among its BatchNorm layers "
+                "with running statistics: "
+                f"{', '.join(f'`{layer}`' for layer in tracking) or 'there is none'}."
+            )
+        buffers = _after_one_more(name, tracking[name], statistics)
+        after |= {f"{name}.{key}" if name else key: value for key, value in buffers.items()}
+    return after
+
+
+def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
+    """Whether this is a BatchNorm layer, of any number of dimensions, with running statistics."""
+    return (
+        isinstance(layer, _private.BatchNorm)
+        and layer.track_running_stats
+        and layer.running_mean is not None
+    )
+
+
+def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[str, torch.Tensor]:
+    """The buffers of a layer after one more batch. Raises FuncgaError for anything that is not
+    pooled.
+    """
+    mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
+    if not fits(pooled, mean):
+        raise FuncgaError(
+            f"the statistics of `{name}` are {described(pooled, arrays)}, and the layer's are "
+            f"{arrays.describe(mean)}. Fold them with pooled(): fold=((funcga.mean(), "
+            "funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True); of "
+            "micro-batches that come one by one, in a funcga.Accumulator(funcga.pooled())."
+        )
+    after: dict[str, torch.Tensor] = {}
+    share: float | torch.Tensor | None = layer.momentum
+    # A layer that has seen nothing has had no batch.
+    if count is not None:
+        after["num_batches_tracked"] = count + (pooled.count > 0).any().to(torch.int64)
+    if share is None:  # the average over all batches
+        share = 1 / after["num_batches_tracked"].clamp(min=1) if after else 0.0
+    with torch.no_grad():
+        after["running_mean"], after["running_var"] = update(
+            mean, variance, pooled, share, True, arrays
+        )
+    return after
