@@ -6,7 +6,7 @@ from jax_backend import (
     gradients,
     loop,
     replicas,
-    sums,
+    states,
     transforms,
     trees,
 )
@@ -16,7 +16,7 @@ from jax_backend.randomness import example_keys as example_keys
 from jax_backend.randomness import sampled as sampled
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
-from jax_backend.transforms import state_specs as state_specs
+from jax_backend.states import state_specs as state_specs
 
 __all__ = [
     "Replicas",
@@ -35,7 +35,7 @@ BACKEND = Backend(
     gradients,
     loop,
     replicas,
-    sums,
+    states,
     transforms,
     optimizers=gradients,
 )

@@ -1,32 +1,21 @@
-"""What `multi_steps` needs of this framework: its conditional, and windows over replicas."""
+"""What `multi_steps` needs of this framework: its conditional, and the dtypes of an update."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Memory
-from funcga._fold.accumulator import Accumulation
-from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import Dropped, MultiStepsState, Window
-from funcga._types import Array, Reduced, Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
-from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.gradients import apply_updates
-from jax_backend.merge import Folded, merge
-from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
 
 Emit: TypeAlias = Callable[..., tuple[Tree, Tree]]
 """Makes (updates, state) of a state and operands."""
-
-# -- the branch that ends a window
 
 
 def widened(
@@ -193,120 +182,3 @@ def unknown(compute: Callable[[], Tree]) -> Tree:
     # Only types are computed, as observers of nothing may divide by 0.
     types = jax.eval_shape(compute)
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, fill, leaf.dtype), types)
-
-
-# -- over replicas
-
-
-def check_gradients(
-    leaves: Sequence[Array],
-    accumulators: Sequence[Reduced],
-    paths: Callable[[], list[str]],
-    replicas: Replicas | None,
-) -> None:
-    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-    over the replicas.
-    """
-    # Not merged, or merged already.
-    if replicas is None:
-        check_step_merges()
-        return
-    for leaf_index, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        varying = varying_axes(jax.typeof(leaf))
-        missing = tuple(name for name in replicas.names if not typed_axes((name,)) <= varying)
-        if missing:
-            raise FuncgaError(
-                f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so "
-                "it is merged already: JAX sums the gradient of what does not differ between "
-                "devices. Take the gradient of the "
-                f"device's own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, "
-                'to="varying"), '
-                "...); or leave across= out, if it is merged as you want it."
-            )
-
-
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-    """The context of a call that ends a window, in which other processes are told of an error;
-    None if `across` names none of this framework.
-    """
-    return None
-
-
-def merged(
-    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array
-) -> Accumulation:
-    """The window merged over all replicas, whose states have made so many `updates`."""
-    outputs, accumulators = window.outputs, [*window.accumulators]
-    reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
-    folded = merge(outputs, Folded(reduced, window.tally, [], [], unit=window.unit), replicas)
-    # None stays.
-    for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
-        accumulators[leaf_index] = leaf
-    return window._replace(accumulators=accumulators, tally=folded.total, unit=folded.unit)
-
-
-def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
-    """The parts of a state's window that belong to this replica; without replicas all, of
-    several states.
-
-    Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
-    more devices a replica has several parts.
-    """
-    first, *others = windows
-    if others or not first.rejected.ndim:
-        raise FuncgaError(
-            "merge was given states that are not one state of multi_steps(..., across=), which in "
-            "JAX has the parts of all devices. Give that one, as it is outside of shard_map: "
-            "tx.merge([state])."
-        )
-    return [
-        jax.tree.map(lambda leaf, part=part: leaf[part], first)
-        for part in range(first.rejected.shape[0])
-    ]
-
-
-def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
-    """A window as this replica's part of a state; without replicas the whole of all parts."""
-    # Parts are stacked along a leading axis, which is sharded over the devices.
-    names = () if replicas is None else replicas.names
-    stacked: Window = jax.tree.map(
-        lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows
-    )
-    return stacked
-
-
-def state_specs(tx: MultiSteps) -> MultiStepsState:
-    """The PartitionSpecs of the state of `multi_steps(..., across=)`, as a tree prefix, for
-    shard_map.
-
-    What replicas fold apart has a leading axis, which lies over the axes that `across` names; all
-    else is the same on every device.
-
-    Args:
-        tx: What `multi_steps(..., across=)` returned.
-
-    Returns:
-        A MultiStepsState of PartitionSpecs.
-
-    Raises:
-        FuncgaError: The transform merges over no replicas.
-
-    Example:
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8, across="data")
-        >>> specs = jax_backend.state_specs(tx)
-        >>> init = jax.shard_map(tx.init, mesh=mesh, in_specs=jax.P(), out_specs=specs)
-        >>> state = init({"w": jnp.ones(2)})
-    """
-    if not isinstance(tx, MultiSteps) or tx.across is None:
-        raise FuncgaError(
-            "state_specs is for funcga.multi_steps(..., across=): only there a state differs "
-            "between replicas. Without across= it is the same on every device: "
-            "jax.sharding.PartitionSpec()."
-        )
-    replicas = read_across(tx.across)
-    spec: Callable[..., Tree] = PartitionSpec
-    whole, window = spec(), spec(replicas.names)
-    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole), whole)

@@ -234,9 +234,10 @@ class Replicas(Protocol):
         ...
 
 
-class Sums(Protocol):
-    """How a framework adds to the accumulators of a window, scales, divides and empties them.
-    Donated arguments may be written to, and results may share their memory.
+class States(Protocol):
+    """How a framework adds to the sums of a state between calls, divides and empties them, and how
+    replicas share a window. Donated arguments may be written to, and results may share their
+    memory.
     """
 
     # Whether calls of this framework can donate. In JAX that is an option of jax.jit.
@@ -248,9 +249,10 @@ class Sums(Protocol):
         accumulators: Sequence[Reduced],
         leaves: Sequence[Array],
         weights: Sequence[Scalar],
+        is_empty: bool,
         donate: bool,
-    ) -> tuple[list[Reduced], bool]:
-        """(the accumulators with one more value, whether they share memory with nothing else)."""
+    ) -> list[Reduced]:
+        """The accumulators with one more value. If they are empty, sums begin in new memory."""
         ...
 
     def lifted(
@@ -277,20 +279,54 @@ class Sums(Protocol):
         ...
 
     def emptied(
-        self,
-        folds: Sequence[LeafFold | None],
-        accumulators: Sequence[Reduced],
-        donate: bool,
-        in_use: Tree,
+        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced]
     ) -> list[Reduced]:
-        """The accumulators of an empty window; in the same memory if that is donated and not in
-        use.
+        """The accumulators of an empty window."""
+        ...
+
+    def check_gradients(
+        self,
+        leaves: Sequence[Array],
+        accumulators: Sequence[Reduced],
+        paths: Callable[[], list[str]],
+        replicas: Any,
+    ) -> None:
+        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
+        over the replicas.
+        """
+        ...
+
+    # Over replicas, each of which folds a window of its own until an update.
+
+    def own_parts(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
+        """The parts of a state's window that belong to this replica; without replicas all, of
+        several states.
+
+        Raises FuncgaError if a part is missing, or is another replica's.
+        """
+        ...
+
+    def as_part(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
+        """A window as this replica's part of a state; without replicas the whole of all parts."""
+        ...
+
+    def merged(
+        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array, donate: bool
+    ) -> Accumulation:
+        """The window merged over all replicas, whose states have made so many `updates`; in the
+        same memory if that is donated.
+        """
+        ...
+
+    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+        """The context of a call that ends a window, in which other processes are told of an error;
+        None if `across` names none of this framework.
         """
         ...
 
 
 class Transforms(Protocol):
-    """What `multi_steps` needs of a framework: its conditional, and windows over replicas."""
+    """What `multi_steps` needs of a framework: its conditional, and the dtypes of an update."""
 
     def widened(
         self, params: Tree, copies: bool = False, donate: bool = False
@@ -330,44 +366,6 @@ class Transforms(Protocol):
         """The tree of arrays that `compute` returns, with NaN in place of each number."""
         ...
 
-    def check_gradients(
-        self,
-        leaves: Sequence[Array],
-        accumulators: Sequence[Reduced],
-        paths: Callable[[], list[str]],
-        replicas: Any,
-    ) -> None:
-        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-        over the replicas.
-        """
-        ...
-
-    # Over replicas, each of which folds a window of its own until an update.
-
-    def own_parts(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
-        """The parts of a state's window that belong to this replica; without replicas all, of
-        several states.
-
-        Raises FuncgaError if a part is missing, or is another replica's.
-        """
-        ...
-
-    def as_part(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
-        """A window as this replica's part of a state; without replicas the whole of all parts."""
-        ...
-
-    def merged(
-        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array
-    ) -> Accumulation:
-        """The window merged over all replicas, whose states have made so many `updates`."""
-        ...
-
-    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-        """The context of a call that ends a window, in which other processes are told of an error;
-        None if `across` names none of this framework.
-        """
-        ...
-
 
 class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
@@ -399,7 +397,7 @@ class Backend:
     gradients: Gradients
     loop: Loop
     replicas: Replicas
-    sums: Sums
+    states: States
     transforms: Transforms
     # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None

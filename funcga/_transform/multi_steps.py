@@ -11,8 +11,8 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import check_initialised
 from funcga._call import options_of
-from funcga._fold import LeafFold, check_narrow, check_weight, largest
-from funcga._fold.accumulator import Accumulation, empty
+from funcga._fold import LeafFold, check_narrow, check_weight
+from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._observe import Observers, ObserverTree
 from funcga._replicas import check_one_for_all, have_leaves, step_of
@@ -30,10 +30,10 @@ from funcga._transform.window import (
     DroppingUpdates,
     Folding,
     MultiStepsState,
-    Parts,
     Window,
-    matched_grads,
+    matched,
     matched_params,
+    packed,
     with_others,
 )
 from funcga._transform.window_size import (
@@ -90,8 +90,8 @@ class MultiSteps(Transform):
             >>> state = tx.accumulate(grads, state, weight=12)
         """
         update = self.update
-        window, replicas = update.window_of(state, _backend_of_state(state))
-        return update.add_microbatch(grads, window, state, weight, replicas, update.donate)[1]
+        window, replicas = update.opened(state, backend_of_state(state))
+        return update.add(grads, window, state, weight, replicas, update.donate)[1]
 
     def flush(
         self, state: MultiStepsState, params: Tree = None, **extra: Any
@@ -120,16 +120,12 @@ class MultiSteps(Transform):
         """
         update = self.update
         with update.telling():
-            if extra:
-                _check_extra(extra)
-            backend = _backend_of_state(state)
-            window, replicas = update.window_of(state, backend)
-            arrays = backend.arrays
-            params, leaves = matched_params(
-                params, window if update.folding.observers is None else window.of_value()
-            )
-            offered = arrays.scalar(state.offered)
-            is_known = not arrays.is_array(offered)
+            _check_extra(extra)
+            backend = backend_of_state(state)
+            window, replicas = update.opened(state, backend)
+            params, leaves = matched_params(params, window)
+            offered = backend.arrays.scalar(state.offered)
+            is_known = not backend.arrays.is_array(offered)
             if is_known and replicas is None and offered == 0:
                 raise FuncgaError(
                     "the window is empty: nothing was accumulated since the last update, so there "
@@ -139,7 +135,7 @@ class MultiSteps(Transform):
             # decides in the program. With replicas the others may have something.
             has_any = is_known or offered > 0
             step = Step(update.tx, backend, update.donate)
-            return update.end_window(step, leaves, step.owned, has_any, state, params, extra)
+            return update.end(step, leaves, step.owned, has_any, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -154,7 +150,7 @@ class MultiSteps(Transform):
             >>> bool(tx.has_updated(state))
             True
         """
-        return _backend_of_state(state).arrays.scalar(state.updated)
+        return backend_of_state(state).arrays.scalar(state.updated)
 
     def merge(self, states: Sequence[MultiStepsState], *, replicas: int = 1) -> MultiStepsState:
         """One state of what all replicas hold, to be saved: each can go on from it, whatever their
@@ -194,7 +190,7 @@ class MultiSteps(Transform):
             raise FuncgaError(
                 "there are no states to merge. Give those of all replicas: tx.merge(states)."
             )
-        backend, first = _backend_of_state(states[0]), states[0]
+        backend, first = backend_of_state(states[0]), states[0]
         updates = [int(state.updates) for state in states]
         if len({*updates}) > 1:
             raise FuncgaError(
@@ -204,17 +200,15 @@ class MultiSteps(Transform):
             )
         if backend.replicas.names_leaves(update.across):
             raise _of_different_experts()
+        parts = backend.states.own_parts([state.window for state in states], None)
+        opened = [update.folding.opened(part, backend) for part in parts]
+        whole = reduce(Accumulation.merge, opened)
         # One replica gets the whole window, the others empty ones: the sum is the same.
-        parts = backend.transforms.own_parts([state.window for state in states], None)
-        whole = reduce(
-            Accumulation.merge, [update.accumulation_of(part, backend) for part in parts]
-        )
-        nothing = _as_window(whole.emptied(), None)
-        windows = [_as_window(whole, None), *[nothing] * (replicas - 1)]
+        windows = [packed(whole), *[packed(whole.emptied())] * (replicas - 1)]
         # In a window that some replica has added to, all may flush.
         latest = max(states, key=lambda state: int(state.offered))
         return first._replace(
-            window=backend.transforms.as_part(windows, None, is_empty=False),
+            window=backend.states.as_part(windows, None, is_empty=False),
             offered=latest.offered,
             updated=latest.updated,
         )
@@ -353,14 +347,15 @@ class MultiStepsUpdate(UpdateFunction):
         self._check_params(params, backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        leaves, structure = backend.trees.flatten(self.folding.with_placeholders(wide, backend))
-        outputs = self.folding.bound(leaves, structure, backend)
-        nothing, zero = empty(outputs, outputs.identities(leaves)), partial(arrays.integer, 0)
-        replicas = None if self.across is None else self._replicas(backend)
-        window = _as_window(nothing, replicas, is_empty=True)
-        dropped, observed = Dropped(zero(), zero()), self.folding.nan_observation(nothing)
+        nothing, zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
         return MultiStepsState(
-            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed
+            self.tx.init(wide),
+            self._as_part(nothing, self._replicas(backend), is_empty=True),
+            zero(),
+            zero(),
+            arrays.as_array(False),
+            Dropped(zero(), zero()),
+            self.folding.nothing_observed(nothing),
         )
 
     def _check_params(self, params: Tree, backend: Backend) -> None:
@@ -400,6 +395,8 @@ class MultiStepsUpdate(UpdateFunction):
         """
         return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
 
+    # -- the gate
+
     def stepped(
         self,
         owned: bool,
@@ -412,60 +409,36 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state) with one more micro-batch: zeros, or unchanged params, unless it fills
         the window.
         """
-        backend = _backend_of_state(state)
-        target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
-        with self.telling() if self._ends(state, target, backend) else nullcontext():
-            return self._stepped(target, owned, into, grads, state, params, {**extra})
-
-    def _ends(self, state: MultiStepsState, target: Scalar, backend: Backend) -> bool:
-        """Whether replicas are sure to merge in the next call, in which their windows get full. A
-        TargetWeight does not tell before they have added up their weights.
-        """
-        if self.across is None or isinstance(self.n, TargetWeight):
-            return False
-        return is_full(self.n, target, state.offered + 1, float, backend.arrays) is True
-
-    def _stepped(
-        self,
-        target: Scalar,
-        owned: bool,
-        into: bool | None,
-        grads: Tree,
-        state: MultiStepsState,
-        params: Tree,
-        extra: dict[str, Any],
-    ) -> tuple[Tree, MultiStepsState]:
-        """`stepped`, with a window that is full at this target."""
-        weight = extra.pop("weight", 1)
-        backend, owned = _backend_of_state(state), owned or self.donate
-        if extra:
+        extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
+        weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
+        target = n if type(n) is int else target_of(n, state.updates, arrays)
+        # Replicas are sure to merge where n counts calls. A TargetWeight does not tell before they
+        # have added up their weights.
+        ends = self.across is not None and not isinstance(n, TargetWeight)
+        ends = ends and is_full(n, target, state.offered + 1, float, arrays) is True
+        with self.telling() if ends else nullcontext():
             _check_extra(extra)
-        window, replicas = self.window_of(state, backend)
-        trained, leaves = matched_params(
-            params, window if self.folding.observers is None else window.of_value()
-        )
-        # All checks come first, so that the state is intact after an error.
-        window, state = self.add_microbatch(grads, window, state, weight, replicas, owned)
-        # The usual case: n is a number.
-        if type(self.n) is int:
-            full = state.offered >= target
-        else:
-            full = is_full(
-                self.n,
-                target,
-                state.offered,
-                partial(_total_weight, window, replicas),
-                backend.arrays,
-            )
-        # A Python branch if the host sees the predicate, else a conditional of the program.
-        step = Step(self.tx, backend, owned, into)
-        end_window = partial(self.end_window, step, leaves, owned or window.owned, True)
-        like = grads if trained is None else trained
-        result, state, _ = step.when(full, end_window, state, trained, extra, like, views=owned)
-        is_part = into is not None and trained is not params
-        return with_others(result, params, backend) if is_part else result, state
+            before, replicas = self.opened(state, backend)
+            trained, leaves = matched_params(params, before)
+            # All checks come first, so that the state is intact after an error.
+            window, state = self.add(grads, before, state, weight, replicas, owned)
+            if type(n) is int:  # the usual case
+                full = state.offered >= n
+            else:
+                total = partial(_total_weight, window, replicas)
+                full = is_full(n, target, state.offered, total, arrays)
+            # Sums that this call has made may be written to when the window ends.
+            pairs = zip(before.accumulators, window.accumulators, strict=True)
+            spent = owned or not any(old is new is not None for old, new in pairs)
+            # A Python branch if the host sees the predicate, else a conditional of the program.
+            step = Step(self.tx, backend, owned, into)
+            end = partial(self.end, step, leaves, spent, True)
+            like = grads if trained is None else trained
+            result, state, _ = step.when(full, end, state, trained, extra, like, views=owned)
+            is_part = into is not None and trained is not params
+            return with_others(result, params, backend) if is_part else result, state
 
-    def add_microbatch(
+    def add(
         self,
         grads: Tree,
         window: Accumulation,
@@ -475,38 +448,34 @@ class MultiStepsUpdate(UpdateFunction):
         owned: bool,
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
-        backend, observers = window.outputs.backend, self.folding.observers
-        of_value = window if observers is None else window.of_value()
-        leaves = matched_grads(grads, of_value)
-        paths = partial(of_value.outputs.paths, "grads")
-        backend.transforms.check_gradients(leaves, of_value.accumulators, paths, replicas)
+        backend, arrays = window.outputs.backend, window.outputs.backend.arrays
+        leaves = matched("grads", grads, window)
+        paths = partial(window.outputs.of_value.paths, "grads")
+        accumulators = window.accumulators[window.outputs.before :]
+        backend.states.check_gradients(leaves, accumulators, paths, replicas)
         weight = _checked_weight(weight, window, replicas)
-        keep, dropped = (
-            self.dropping.scope is None or self.dropping.is_kept(grads, leaves, backend),
-            state.dropped,
-        )
-        after = window
+        keep, dropped, after = True, state.dropped, window
+        if self.dropping.scope is not None:
+            keep = self.dropping.is_kept(grads, leaves, backend)
+        # If the host does not see whether to keep it, both windows are needed: not in place.
         if keep is not False:
-            # If the host does not see whether to keep it, both windows are needed, so not in
-            # place.
-            if observers is not None:
-                value = of_value.outputs.structure_of(leaves)
-                leaves = [*self.folding.readings.measured(value, weight)[0], *leaves]
-            after = window.add(leaves, weight, owned and keep is True)
+            measured = self.folding.measured(leaves, window, weight)
+            after = window.add(measured, weight, owned and keep is True)
         if keep is not True:
             without = window._replace(rejected=window.rejected + 1)
             after = without if keep is False else after.where(keep, without)
             # With replicas the counts are summed at the end of the window.
             if replicas is None:
-                dropped = dropped._replace(
-                    microbatches=dropped.microbatches + (after.rejected - window.rejected)
-                )
-        offered, flag = state.offered + 1, backend.arrays.as_array(False)
+                more = dropped.microbatches + (after.rejected - window.rejected)
+                dropped = dropped._replace(microbatches=more)
         return after, state._replace(
-            window=_as_window(after, replicas), offered=offered, updated=flag, dropped=dropped
+            window=self._as_part(after, replicas),
+            offered=state.offered + 1,
+            updated=arrays.as_array(False),
+            dropped=dropped,
         )
 
-    def end_window(
+    def end(
         self,
         step: Step,
         param_leaves: Sequence[Array],
@@ -522,91 +491,67 @@ class MultiStepsUpdate(UpdateFunction):
         param_leaves: for their dtypes. owned: whether the accumulators may be written to.
         has_any: whether the window has a micro-batch.
         """
+        arrays, memory = step.backend.arrays, self.folding.memory
+        window, replicas = self.opened(state, step.backend)
         # Merged first, as only the whole window shows whether there is an update.
-        window, replicas = self.window_of(state, step.backend)
-        arrays, sums, merged = step.backend.arrays, step.backend.sums, window
+        merged = window
         if replicas is not None:
-            merged = self.folding.merged(window, replicas, state.updates)
+            merged = step.backend.states.merged(window, replicas, memory, state.updates, owned)
             _check_not_empty(merged, arrays)
         keep, dropped = has_any, state.dropped
         if self.dropping.scope is not None:
-            keep, dropped = self.dropping.at_the_end(
-                dropped, arrays.scalar(merged.tally.steps), merged.rejected, replicas, arrays
-            )
+            steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
+            keep, dropped = self.dropping.at_the_end(dropped, steps, rejected, replicas, arrays)
         # Normalised, and passed to the wrapped transform.
-        if merged.outputs.may_be_lost:
-            merged.check_known("grads")
         folds = _result_folds(merged.outputs, param_leaves)
-        accumulators, tallies = merged.accumulators, merged.tallies
-        gradients = sums.finish(folds, accumulators, tallies, owned or replicas is not None)
-        whole = window.outputs.structure_of(gradients)
-        like = whole if self.folding.observers is None else whole[1]
-        run, carried = partial(self._run, step), (state.inner, state.observed)
-        given = whole, {**extra, "weight": merged.total} if self.inner.takes_weight else extra
+        finished = merged.finished(owned or replicas is not None, "grads", folds)
+        value = window.outputs.structure_of(finished)
+        if self.inner.takes_weight:
+            extra = {**extra, "weight": merged.total}
+
+        def run(carried: tuple[Tree, Tree], params: Tree, given: Any) -> tuple[Tree, Any]:
+            """(result, (inner, observed)) of the wrapped transform."""
+            (inner, observed), (value, extra) = carried, given
+            grads, observed = self.folding.observed(value, observed, inner)
+            result, inner = step.run(inner, params, (grads, extra))
+            return result, (inner, observed)
+
+        like = value if self.folding.observers is None else value[1]
+        carried, given = (state.inner, state.observed), (value, extra)
         try:
-            result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
+            result, carried, updated = step.when(keep, run, carried, params, given, like)
         except Exception:
-            self.folding.memory.failed = True  # other replicas may have made this update
-            # Donated sums were divided in place: restored, up to rounding.
+            memory.failed = True  # other replicas may have made this update
             if step.owned and replicas is None:
-                for total, gradient, tally in zip(accumulators, gradients, tallies, strict=True):
-                    if total is gradient is not None:
-                        sums.scaled([total], tally.total, donate=True)
+                merged.restore(finished)
             raise
-        # The next window reuses the memory, unless the result or the state of the transform
-        # shares it.
-        in_use = (
-            (observed,)
-            if updated is True and self.inner.leaves_gradients
-            else (result, inner, observed)
-        )
-        return result, MultiStepsState(
-            inner,
-            _as_window(window.emptied(owned, in_use), replicas, is_empty=True),
-            arrays.integer(0),
-            state.updates + arrays.integer(updated),
-            arrays.as_array(updated),
-            dropped,
-            observed,
-        )
+        nothing = self._as_part(window.emptied(), replicas, is_empty=True)
+        updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
+        zero, (inner, observed) = arrays.integer(0), carried
+        return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 
-    def _run(
-        self,
-        step: Step,
-        carried: tuple[Tree, Tree],
-        params: Tree,
-        given: tuple[Tree, dict[str, Any]],
-    ) -> tuple[Tree, tuple[Tree, Tree]]:
-        """(result, (inner, observed)) of the wrapped transform; `given` is (gradients of the
-        window, further arguments).
-        """
-        (inner, observed), (grads, extra) = carried, given
-        if self.folding.observers is not None:
-            observed, grads = self.folding.observed(grads, inner), grads[1]
-        result, inner = step.run(inner, params, (grads, extra))
-        return result, (inner, observed)
+    # -- windows over replicas
 
-    def window_of(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
+    def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
         """(the window of a state, of this replica; the replicas)."""
-        window = state.window
-        replicas: Any = None if self.across is None else self._replicas(backend)
+        window, replicas = state.window, self._replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
-            return self.accumulation_of(window, backend), replicas
-        parts = [
-            self.accumulation_of(part, backend)
-            for part in backend.transforms.own_parts([window], replicas)
-        ]
+            return self.folding.opened(window, backend), None
+        own = backend.states.own_parts([window], replicas)
+        parts = [self.folding.opened(part, backend) for part in own]
         if len(parts) > 1 and have_leaves(replicas):
             raise _of_different_experts()
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
-        mine = (
-            reduce(Accumulation.merge, parts)
-            if parts
-            else self.accumulation_of(window, backend).emptied()
-        )
-        return mine, replicas
+        if not parts:
+            return self.folding.opened(window, backend).emptied(), replicas
+        return reduce(Accumulation.merge, parts), replicas
+
+    def _as_part(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
+        """The window in a state, as this replica's part of it; `is_empty` if nothing is folded."""
+        whole, states = packed(window), window.outputs.backend.states
+        return whole if replicas is None else states.as_part([whole], replicas, is_empty)
 
     def telling(self) -> AbstractContextManager[object]:
         """The context of a call that ends a window, in which other processes, which wait for its
@@ -615,13 +560,14 @@ class MultiStepsUpdate(UpdateFunction):
         if self.across is None:
             return nullcontext()
         told = (
-            backend.transforms.telling(self.across, self.folding.memory)
-            for backend in load_imported()
+            backend.states.telling(self.across, self.folding.memory) for backend in load_imported()
         )
         return next((context for context in told if context is not None), nullcontext())
 
     def _replicas(self, backend: Backend) -> Any:
-        """The replicas of `across=`."""
+        """The replicas of `across=`, if it was given."""
+        if self.across is None:
+            return None
         replicas = backend.replicas.replicas_of(self.across)
         if self.folding.observers is not None or self.dropping.scope is not None:
             check_one_for_all(
@@ -631,28 +577,6 @@ class MultiStepsUpdate(UpdateFunction):
                 "Leave them out.",
             )
         return replicas
-
-    def accumulation_of(self, window: Window, backend: Backend) -> Accumulation:
-        """The Accumulation of a window in a state."""
-        leaves, structure = backend.trees.flatten(
-            window.accumulated, lambda node: type(node) is Parts
-        )
-        accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
-        outputs = self.folding.bound(likes, structure, backend)
-        return Accumulation(outputs, accumulators, window.tally, window.unit, window.rejected)
-
-
-def _as_window(window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
-    """The Window of a state; `is_empty` if nothing is folded."""
-    leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
-    structured = window.outputs.structure_of(leaves)
-    stored = Window(structured, window.tally, window.rejected, unit=window.unit)
-    return (
-        stored
-        if replicas is None
-        else window.outputs.backend.transforms.as_part([stored], replicas, is_empty)
-    )
 
 
 def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
@@ -726,6 +650,8 @@ def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
     """
+    if not extra:
+        return
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
         raise FuncgaError(
@@ -733,7 +659,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
         )
 
 
-def _backend_of_state(state: MultiStepsState) -> Backend:
+def backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, by one of its leaves."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
