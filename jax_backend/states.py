@@ -18,7 +18,6 @@ from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import Dropped, MultiStepsState, Window
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import arrays
 from jax_backend import merge as merging
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
@@ -31,26 +30,21 @@ donates = False
 
 
 def add(
-    folds: Sequence[LeafFold | None],
-    accumulators: Sequence[Reduced],
-    leaves: Sequence[Array],
-    weights: Sequence[Scalar],
-    is_empty: bool,
-    donate: bool,
+    window: Accumulation, leaves: Sequence[Array], weights: Sequence[Scalar], donate: bool
 ) -> list[Reduced]:
-    """The accumulators with one more value. If they are empty, sums begin in new memory."""
-    triples = zip(folds, accumulators, lifted(folds, leaves, weights), strict=True)
+    """The accumulators of a window with the value of its last micro-batch, which is in its
+    tally.
+    """
+    lanes = zip(window.outputs.folds, window.accumulators, leaves, weights, strict=True)
     return [
-        None if fold is None else fold.combine(before, addend) for fold, before, addend in triples
+        None if fold is None else fold.combine(before, fold.lift(leaf, weight))
+        for fold, before, leaf, weight in lanes
     ]
 
 
-def lifted(
-    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weights: Sequence[Scalar]
-) -> list[Reduced]:
-    """The value of each leaf as it is combined with the accumulator."""
-    triples = zip(folds, leaves, weights, strict=True)
-    return [None if fold is None else fold.lift(leaf, weight) for fold, leaf, weight in triples]
+def detached(leaves: Sequence[Array]) -> list[Array]:
+    """The leaves in no graph, unless what is computed is differentiated from outside."""
+    return [*leaves]
 
 
 def finish(
@@ -73,14 +67,13 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in leaves]
 
 
-def emptied(folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced]) -> list[Reduced]:
-    """The accumulators of an empty window."""
-    pairs = zip(folds, accumulators, strict=True)
+def emptied(window: Accumulation) -> list[Reduced]:
+    """The accumulators of an empty window like this one."""
     return [
         None
         if fold is None
-        else _sharded_as(fold.fold.reducer.monoid.identity(arrays.xp, accumulator), accumulator)
-        for fold, accumulator in pairs
+        else _sharded_as(fold.fold.reducer.monoid.identity(jnp, accumulator), accumulator)
+        for fold, accumulator in zip(window.outputs.folds, window.accumulators, strict=True)
     ]
 
 
@@ -95,13 +88,10 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 
 
 def check_gradients(
-    leaves: Sequence[Array],
-    accumulators: Sequence[Reduced],
-    paths: Callable[[], list[str]],
-    replicas: Replicas | None,
+    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
 ) -> None:
-    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-    over the replicas.
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+    replicas.
     """
     # Not merged, or merged already.
     if replicas is None:
@@ -113,8 +103,9 @@ def check_gradients(
         varying = varying_axes(jax.typeof(leaf))
         missing = tuple(name for name in replicas.names if not typed_axes((name,)) <= varying)
         if missing:
+            path = window.outputs.of_value.paths("grads")[leaf_index]
             raise FuncgaError(
-                f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so "
+                f"`{path}` is the same on all devices along {listed(missing)}, so "
                 "it is merged already: JAX sums the gradient of what does not differ between "
                 "devices. Take the gradient of the "
                 f"device's own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, "

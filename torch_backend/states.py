@@ -5,7 +5,7 @@ What funcga's mathematics says leaf by leaf is one kernel here for all leaves th
 alike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -34,36 +34,45 @@ donates = True  # a call may write to memory that it is given
 
 
 def add(
-    folds: Sequence[LeafFold | None],
-    accumulators: Sequence[Reduced],
-    leaves: Sequence[Array],
-    weights: Sequence[Scalar],
-    is_empty: bool,
-    donate: bool,
+    window: Accumulation, leaves: Sequence[Array], weights: Sequence[Scalar], donate: bool
 ) -> list[Reduced]:
-    """The accumulators with one more value. If they are empty, sums begin in new memory."""
-    after, pure = [*accumulators], arrays.in_transform()
+    """The accumulators of a window with the value of its last micro-batch, which is in its tally.
+
+    Those that are equally weighted are added in one kernel; a first value begins in new memory.
+    """
+    after, pure = [*window.accumulators], arrays.in_transform()
+    is_first = arrays.scalar(window.tally.steps) == 1
     masks: dict[Any, tuple[torch.Tensor, ...]] = {}
     groups: dict[float, list[int]] = {}  # sums of dense tensors, by the factor of what is added
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        for index, (fold, before, value) in enumerate(
-            zip(folds, accumulators, leaves, strict=True)
-        ):
+        for index, (fold, value) in enumerate(zip(window.outputs.folds, leaves, strict=True)):
             if fold is None:
                 continue
-            kind = None if pure else _kind(fold, before, value)
+            kind = None if pure else _kind(fold, after[index], value)
             factor = 1 if kind == "plain" else weights[index]
             if kind is None:
-                after[index] = _combined(fold, before, value if pure else value.detach(), factor)
+                value = value if pure else value.detach()
+                combined = fold.combine(after[index], fold.lift(value, factor))
+                # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+                after[index] = combined.clone() if combined is value else combined
             elif isinstance(factor, torch.Tensor):
-                after[index] = _masked_sum(before, value, factor, masks, donate and not is_empty)
-            else:
+                in_place = donate and is_first is False
+                after[index] = _masked_sum(after[index], value, factor, masks, in_place)
+            elif factor:  # 0 adds nothing, not even a NaN
                 groups.setdefault(factor, []).append(index)
+            elif is_first:
+                after[index] = torch.zeros_like(after[index])
         for factor, group in groups.items():
             sums, values = [after[index] for index in group], [leaves[index] for index in group]
-            for index, total in zip(
-                group, _sums(sums, values, factor, is_empty, donate), strict=True
-            ):
+            totals: Sequence[torch.Tensor] = sums
+            if is_first:
+                first = [value.to(total.dtype) for value, total in zip(values, sums, strict=True)]
+                totals = torch._foreach_mul(first, factor)
+            elif donate:
+                torch._foreach_add_(sums, values, alpha=factor)
+            else:
+                totals = torch._foreach_add(sums, values, alpha=factor)
+            for index, total in zip(group, totals, strict=True):
                 after[index] = total
     return after
 
@@ -77,27 +86,6 @@ def _kind(
     is_half = value.dtype in (torch.bfloat16, torch.float16) and before.is_floating_point()
     is_added = value.layout is torch.strided and (value.dtype == before.dtype or is_half)
     return fold.adds if is_added else None
-
-
-def _sums(
-    sums: list[torch.Tensor],
-    values: list[torch.Tensor],
-    factor: float,
-    is_empty: bool,
-    donate: bool,
-) -> Sequence[torch.Tensor]:
-    """Each sum with factor * value added. A factor of 0 adds nothing, not even a NaN."""
-    if is_empty:
-        if not factor:
-            return [*map(torch.zeros_like, sums)]
-        first = [value.to(total.dtype) for value, total in zip(values, sums, strict=True)]
-        return torch._foreach_mul(first, factor)
-    if not factor:
-        return sums
-    if not donate:
-        return torch._foreach_add(sums, values, alpha=factor)
-    torch._foreach_add_(sums, values, alpha=factor)
-    return sums
 
 
 def _masked_sum(
@@ -120,23 +108,11 @@ def _masked_sum(
     return total.addcmul_(more, factor) if in_place else total.add(more.mul_(factor))
 
 
-def _combined(fold: LeafFold, before: Reduced, value: torch.Tensor, weight: Scalar) -> Reduced:
-    """The accumulator of a leaf whose fold is no sum, or which cannot be added by torch."""
-    combined = fold.combine(before, fold.lift(value, weight))
-    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-    return combined.clone() if combined is value else combined
-
-
-def lifted(
-    folds: Sequence[LeafFold | None], leaves: Sequence[Array], weights: Sequence[Scalar]
-) -> list[Reduced]:
-    """The value of each leaf as it is combined with the accumulator."""
-    pure = arrays.in_transform()
-    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        return [
-            None if fold is None else fold.lift(leaf if pure else leaf.detach(), weight)
-            for fold, leaf, weight in zip(folds, leaves, weights, strict=True)
-        ]
+def detached(leaves: Sequence[Array]) -> list[Array]:
+    """The leaves in no graph, unless what is computed is differentiated from outside."""
+    if arrays.in_transform():
+        return [*leaves]
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def finish(
@@ -201,18 +177,17 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
         return [leaf if leaf is None else as_dtensor(next(rest), leaf) for leaf in separate]
 
 
-def emptied(folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced]) -> list[Reduced]:
-    """The accumulators of an empty window. Sums take no memory before their first value."""
-    zeros = partial(zeros_of, None if arrays.in_transform() else {})
-    with torch.no_grad():
-        return [
-            None
-            if fold is None
-            else zeros(reduced, reduced.dtype)
-            if fold.adds and type(reduced) is torch.Tensor
-            else fold.fold.reducer.monoid.identity(torch, reduced)
-            for fold, reduced in zip(folds, accumulators, strict=True)
-        ]
+def emptied(window: Accumulation) -> list[Reduced]:
+    """The accumulators of an empty window like this one. Sums take no memory before they begin."""
+    shared: dict[Any, torch.Tensor] | None = None if arrays.in_transform() else {}
+    empty: list[Reduced] = []
+    for fold, reduced in zip(window.outputs.folds, window.accumulators, strict=True):
+        if fold is not None and fold.adds and type(reduced) is torch.Tensor:
+            empty.append(zeros_of(shared, reduced, reduced.dtype))
+        else:
+            identity = None if fold is None else fold.fold.reducer.monoid.identity(torch, reduced)
+            empty.append(identity)
+    return empty
 
 
 def zeros_of(
@@ -236,21 +211,20 @@ def zeros_of(
 
 
 def check_gradients(
-    leaves: Sequence[Array],
-    accumulators: Sequence[Reduced],
-    paths: Callable[[], list[str]],
-    replicas: Replicas | None,
+    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
 ) -> None:
-    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-    over the replicas.
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+    replicas.
     """
     # Where they have been merged before cannot be seen: a tensor does not say whether other
     # processes have it, too.
-    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
+    accumulators = window.accumulators[window.outputs.before :]
+    for index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
         if type(accumulator) is torch.Tensor and accumulator.device != leaf.device:
+            path = window.outputs.of_value.paths("grads")[index]
             raise FuncgaError(
-                f"`{paths()[leaf_index]}`, {arrays.describe(leaf)}, is on {leaf.device}, and the "
-                f"state was made for params on {accumulator.device}. Move it: "
+                f"`{path}`, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made "
+                f"for params on {accumulator.device}. Move it: "
                 f"grad.to({str(accumulator.device)!r}); or make a state where the params are now."
             )
 

@@ -245,23 +245,18 @@ class States(Protocol):
 
     def add(
         self,
-        folds: Sequence[LeafFold | None],
-        accumulators: Sequence[Reduced],
+        window: Accumulation,
         leaves: Sequence[Array],
         weights: Sequence[Scalar],
-        is_empty: bool,
         donate: bool,
     ) -> list[Reduced]:
-        """The accumulators with one more value. If they are empty, sums begin in new memory."""
+        """The accumulators of a window with the value of its last micro-batch, which is in its
+        tally.
+        """
         ...
 
-    def lifted(
-        self,
-        folds: Sequence[LeafFold | None],
-        leaves: Sequence[Array],
-        weights: Sequence[Scalar],
-    ) -> list[Reduced]:
-        """The value of each leaf as it is combined with the accumulator."""
+    def detached(self, leaves: Sequence[Array]) -> list[Array]:
+        """The leaves in no graph, unless what is computed is differentiated from outside."""
         ...
 
     def finish(
@@ -278,21 +273,13 @@ class States(Protocol):
         """The leaves times a factor; in the same memory if that is donated."""
         ...
 
-    def emptied(
-        self, folds: Sequence[LeafFold | None], accumulators: Sequence[Reduced]
-    ) -> list[Reduced]:
-        """The accumulators of an empty window."""
+    def emptied(self, window: Accumulation) -> list[Reduced]:
+        """The accumulators of an empty window like this one."""
         ...
 
-    def check_gradients(
-        self,
-        leaves: Sequence[Array],
-        accumulators: Sequence[Reduced],
-        paths: Callable[[], list[str]],
-        replicas: Any,
-    ) -> None:
-        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-        over the replicas.
+    def check_gradients(self, leaves: Sequence[Array], window: Accumulation, replicas: Any) -> None:
+        """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+        replicas.
         """
         ...
 

@@ -60,13 +60,9 @@ class Accumulation(NamedTuple):
 
     def add(self, leaves: Sequence[Array], weight: Scalar, donate: bool) -> "Accumulation":
         """The window with one more micro-batch; in place if `donate`."""
-        folds, backend = self.outputs.folds, self.outputs.backend
-        is_empty = backend.arrays.scalar(self.tally.steps) == 0
-        counted, weights = self.counted(weight, donate)
-        accumulators = backend.states.add(
-            folds, counted.accumulators, leaves, weights, is_empty is True, donate
-        )
-        return counted._replace(accumulators=accumulators)
+        window, weights = self.counted(weight, donate)
+        add = self.outputs.backend.states.add
+        return window._replace(accumulators=add(window, leaves, weights, donate))
 
     def counted(self, weight: Scalar, donate: bool = False) -> tuple["Accumulation", list[Scalar]]:
         """The window with one more micro-batch in its tally and in the unit for it; and the weight
@@ -154,14 +150,15 @@ class Accumulation(NamedTuple):
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
                 if fold is not None:
                     fold.check_known(accumulator, self.tally, path)
-        # A mean is divided by the weight in the unit of its sum.
         tallies = [Tally((total,), steps) for total in self.divisors]
         folds = outputs.folds if folds is None else folds
         return outputs.backend.states.finish(folds, self.accumulators, tallies, donate)
 
     @property
     def divisors(self) -> list[Scalar]:
-        """The total weight in the unit of each leaf; Python numbers if the host sees them."""
+        """The total weight for each leaf, for a mean in the unit of its sum; a Python number if the
+        host sees it.
+        """
         total = self.total
         share = total / self.outputs.backend.arrays.scalar(self.unit)
         folds = self.outputs.folds
@@ -176,8 +173,7 @@ class Accumulation(NamedTuple):
 
     def emptied(self) -> "Accumulation":
         """The empty window of these outputs."""
-        outputs = self.outputs
-        return empty(outputs, outputs.backend.states.emptied(outputs.folds, self.accumulators))
+        return empty(self.outputs, self.outputs.backend.states.emptied(self))
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """Itself if the condition, a 0-d array, is true, else the other window."""
@@ -310,7 +306,9 @@ class Accumulator:
         outputs, leaves = window.outputs, window.outputs.leaves(value, "this update")
         window, weights = window.counted(weight)
         # Bit for bit a merge with the window of this value alone.
-        lifted = outputs.backend.states.lifted(outputs.folds, leaves, weights)
+        leaves = outputs.backend.states.detached(leaves)
+        triples = zip(outputs.folds, leaves, weights, strict=True)
+        lifted = [None if fold is None else fold.lift(*pair) for fold, *pair in triples]
         return _state_of(window._replace(accumulators=window.combined(lifted)), state.like)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:

@@ -30,7 +30,6 @@ from funcga._transform.window import (
     DroppingUpdates,
     Folding,
     MultiStepsState,
-    Window,
     matched,
     matched_params,
     packed,
@@ -120,7 +119,8 @@ class MultiSteps(Transform):
         """
         update = self.update
         with update.telling():
-            _check_extra(extra)
+            if extra:
+                _check_extra(extra)
             backend = backend_of_state(state)
             window, replicas = update.opened(state, backend)
             params, leaves = matched_params(params, window)
@@ -343,14 +343,14 @@ class MultiStepsUpdate(UpdateFunction):
                 f"params are of type {type(params).__name__}: a transform takes a tree of arrays. "
                 "Give a module's by name: tx.init(torch_backend.trainable(module))."
             )
-        backend = _backend_of(params, "params")
+        backend = _backend_of(params)
         self._check_params(params, backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
         nothing, zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
         return MultiStepsState(
             self.tx.init(wide),
-            self._as_part(nothing, self._replicas(backend), is_empty=True),
+            packed(nothing, self._replicas(backend), is_empty=True),
             zero(),
             zero(),
             arrays.as_array(False),
@@ -417,7 +417,8 @@ class MultiStepsUpdate(UpdateFunction):
         ends = self.across is not None and not isinstance(n, TargetWeight)
         ends = ends and is_full(n, target, state.offered + 1, float, arrays) is True
         with self.telling() if ends else nullcontext():
-            _check_extra(extra)
+            if extra:
+                _check_extra(extra)
             before, replicas = self.opened(state, backend)
             trained, leaves = matched_params(params, before)
             # All checks come first, so that the state is intact after an error.
@@ -450,17 +451,17 @@ class MultiStepsUpdate(UpdateFunction):
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
         backend, arrays = window.outputs.backend, window.outputs.backend.arrays
         leaves = matched("grads", grads, window)
-        paths = partial(window.outputs.of_value.paths, "grads")
-        accumulators = window.accumulators[window.outputs.before :]
-        backend.states.check_gradients(leaves, accumulators, paths, replicas)
-        weight = _checked_weight(weight, window, replicas)
+        backend.states.check_gradients(leaves, window, replicas)
+        if not isinstance(weight, int | float) or weight != 1:
+            weight = _checked_weight(weight, window, replicas)
         keep, dropped, after = True, state.dropped, window
         if self.dropping.scope is not None:
             keep = self.dropping.is_kept(grads, leaves, backend)
         # If the host does not see whether to keep it, both windows are needed: not in place.
         if keep is not False:
-            measured = self.folding.measured(leaves, window, weight)
-            after = window.add(measured, weight, owned and keep is True)
+            if self.folding.observers is not None:
+                leaves = [*self.folding.measured(leaves, window, weight), *leaves]
+            after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
             without = window._replace(rejected=window.rejected + 1)
             after = without if keep is False else after.where(keep, without)
@@ -469,7 +470,7 @@ class MultiStepsUpdate(UpdateFunction):
                 more = dropped.microbatches + (after.rejected - window.rejected)
                 dropped = dropped._replace(microbatches=more)
         return after, state._replace(
-            window=self._as_part(after, replicas),
+            window=packed(after, replicas),
             offered=state.offered + 1,
             updated=arrays.as_array(False),
             dropped=dropped,
@@ -511,8 +512,9 @@ class MultiStepsUpdate(UpdateFunction):
 
         def run(carried: tuple[Tree, Tree], params: Tree, given: Any) -> tuple[Tree, Any]:
             """(result, (inner, observed)) of the wrapped transform."""
-            (inner, observed), (value, extra) = carried, given
-            grads, observed = self.folding.observed(value, observed, inner)
+            (inner, observed), (grads, extra) = carried, given
+            if self.folding.observers is not None:
+                observed, grads = self.folding.observed(grads, inner), grads[1]
             result, inner = step.run(inner, params, (grads, extra))
             return result, (inner, observed)
 
@@ -525,7 +527,7 @@ class MultiStepsUpdate(UpdateFunction):
             if step.owned and replicas is None:
                 merged.restore(finished)
             raise
-        nothing = self._as_part(window.emptied(), replicas, is_empty=True)
+        nothing = packed(window.emptied(), replicas, is_empty=True)
         updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
         zero, (inner, observed) = arrays.integer(0), carried
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
@@ -534,7 +536,8 @@ class MultiStepsUpdate(UpdateFunction):
 
     def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
         """(the window of a state, of this replica; the replicas)."""
-        window, replicas = state.window, self._replicas(backend)
+        window = state.window
+        replicas = None if self.across is None else self._replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend), None
@@ -547,11 +550,6 @@ class MultiStepsUpdate(UpdateFunction):
         if not parts:
             return self.folding.opened(window, backend).emptied(), replicas
         return reduce(Accumulation.merge, parts), replicas
-
-    def _as_part(self, window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
-        """The window in a state, as this replica's part of it; `is_empty` if nothing is folded."""
-        whole, states = packed(window), window.outputs.backend.states
-        return whole if replicas is None else states.as_part([whole], replicas, is_empty)
 
     def telling(self) -> AbstractContextManager[object]:
         """The context of a call that ends a window, in which other processes, which wait for its
@@ -566,9 +564,7 @@ class MultiStepsUpdate(UpdateFunction):
 
     def _replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`, if it was given."""
-        if self.across is None:
-            return None
-        replicas = backend.replicas.replicas_of(self.across)
+        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
         if self.folding.observers is not None or self.dropping.scope is not None:
             check_one_for_all(
                 replicas,
@@ -594,8 +590,6 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
     be counted.
     """
-    if isinstance(weight, int | float) and weight == 1:
-        return 1
     if have_leaves(replicas) and any(fold.weighs for fold in window.outputs.reduced_folds):
         raise FuncgaError(
             f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
@@ -650,8 +644,6 @@ def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
     """
-    if not extra:
-        return
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
         raise FuncgaError(
@@ -668,17 +660,17 @@ def backend_of_state(state: MultiStepsState) -> Backend:
             "tx.update(grads, state, params); of an optax.chain, the part of its state that is "
             "this transform's: state[0]."
         )
-    return _backend_of(state.offered, "state")
+    return backend_of([state.offered], lambda: ["state"])
 
 
-def _backend_of(tree: Tree, name: str) -> Backend:
-    """The backend that owns a tree; without arrays, as tools of optax call a transform, that of
+def _backend_of(params: Tree) -> Backend:
+    """The backend that owns params; without arrays, as tools of optax call a transform, that of
     optax.
     """
     try:
-        return backend_of([tree], lambda: [name])
+        return backend_of([params], lambda: ["params"])
     except FuncgaError:
         for backend in load_imported():
-            if backend.optimizers is not None and not backend.trees.flatten(tree)[0]:
+            if backend.optimizers is not None and not backend.trees.flatten(params)[0]:
                 return backend
         raise

@@ -19,7 +19,7 @@ from funcga._observe import Observers
 from funcga._observe.readings import Readings
 from funcga._replicas import Step
 from funcga._transform.loss_scale import LossScaledState
-from funcga._types import Array, Scalar, Structure, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree
 
@@ -135,7 +135,7 @@ class Folding:
             like = next(arrays, backend.arrays.as_array(0.0))
             value = self._readings(params, backend).placeholders(like), params
         leaves, structure = backend.trees.flatten(value)
-        outputs = self._outputs(leaves, structure, backend)
+        outputs = self._bind([backend, structure], leaves)
         return empty(outputs, outputs.identities(leaves))
 
     def opened(self, window: Window, backend: Backend) -> Accumulation:
@@ -144,19 +144,20 @@ class Folding:
             window.accumulated, lambda node: type(node) is Parts
         )
         accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
-        outputs = self._outputs(likes, structure, backend)
+        likes: list[Array] = [
+            largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators
+        ]
+        types = [None if like is None else (like.dtype, like.shape) for like in likes]
+        key, last = [backend, structure, *types], self.last
+        outputs = last[1] if last is not None and last[0] == key else self._bind(key, likes)
         return Accumulation(outputs, accumulators, window.tally, window.unit, window.rejected)
 
-    def _outputs(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
-        """The Outputs of a window with accumulators like these leaves; as those of the last call,
-        if they are of the same types. FuncgaError for folds that do not fit.
+    def _bind(self, key: list[Any], likes: Sequence[Array]) -> Outputs:
+        """The Outputs of a window with accumulators like these, kept for the next call. Its key
+        begins with a backend and a structure. FuncgaError for folds that do not fit.
         """
-        types = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves]
-        key = [backend, structure, *types]
-        if self.last is not None and self.last[0] == key:
-            return self.last[1]
-        value, fold = backend.trees.unflatten(structure, list(leaves)), self.fold
+        backend, structure, *_ = key
+        value, fold = backend.trees.unflatten(structure, [*likes]), self.fold
         before, readings = 0, None
         if self.observers is not None:
             fold, before = (self.observers.folds, fold), len(value[0])
@@ -183,27 +184,21 @@ class Folding:
         return Readings(self.observers, self.fold, grads, numbered, backend)
 
     def measured(self, grads: Sequence[Array], window: Accumulation, weight: Scalar) -> list[Array]:
-        """What observers fold of a micro-batch, and its gradients; without observers these
-        alone.
-        """
-        readings = None if self.last is None else self.last[2]
-        if readings is None:
-            return [*grads]
-        value = window.outputs.of_value.structure_of(grads)
-        return [*readings.measured(value, weight)[0], *grads]
+        """What observers fold of a micro-batch."""
+        assert self.last is not None
+        assert self.last[2] is not None
+        measures, _ = self.last[2].measured(window.outputs.of_value.structure_of(grads), weight)
+        return [*measures]
 
-    def observed(self, value: Tree, observed: Tree, inner: Tree) -> tuple[Tree, Tree]:
-        """(the gradients in the value of a finished window, what observers say of it); without
-        observers what is `observed` so far. `inner` is the state of the wrapped transform.
-        """
-        readings = None if self.last is None else self.last[2]
-        if readings is None:
-            return value, observed
+    def observed(self, value: Tree, inner: Tree = None) -> Tree:
+        """The observation of a finished window; `inner` is the state of the wrapped transform."""
+        assert self.last is not None
+        assert self.last[2] is not None
         # A loss scale is in the state of loss_scaled, alone or first in a chain.
         while type(inner) is tuple and inner:
             inner = inner[0]
         scale = inner.scale if isinstance(inner, LossScaledState) else 1.0
-        return value[1], readings.observation(value[0], value[1], scale)
+        return self.last[2].observation(value[0], value[1], scale)
 
     def nothing_observed(self, empty: Accumulation) -> Tree:
         """What is observed before the first update: NaN, in the structure and dtypes of later
@@ -212,15 +207,20 @@ class Folding:
         if self.observers is None:
             return ()
         outputs = empty.outputs
-        of_nothing = lambda: self.observed(outputs.structure_of(empty.finished()), (), ())[1]
+        of_nothing = lambda: self.observed(outputs.structure_of(empty.finished()))
         return outputs.backend.transforms.unknown(of_nothing)
 
 
-def packed(window: Accumulation) -> Window:
-    """The window as it is in a state."""
+def packed(window: Accumulation, replicas: Any = None, is_empty: bool = False) -> Window:
+    """The window as it is in a state, with replicas as the part of this one; `is_empty` if nothing
+    is folded.
+    """
+    outputs = window.outputs
     leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
-    structured = window.outputs.structure_of(leaves)
-    return Window(structured, window.tally, window.rejected, unit=window.unit)
+    whole = Window(outputs.structure_of(leaves), window.tally, window.rejected, unit=window.unit)
+    if replicas is None:
+        return whole
+    return outputs.backend.states.as_part([whole], replicas, is_empty)  # type: ignore[no-any-return]
 
 
 # -- what is given at a call, matched with the accumulators
