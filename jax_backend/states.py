@@ -47,18 +47,15 @@ def detached(leaves: Sequence[Array]) -> list[Array]:
     return [*leaves]
 
 
-def finish(
-    folds: Sequence[LeafFold | None],
-    accumulators: Sequence[Reduced],
-    tallies: Sequence[Tally],
-    donate: bool,
-) -> list[Reduced]:
-    """The normalised leaves, in memory of their own, or in that of donated sums."""
-    finished = LeafFold.normalize if donate else LeafFold.result
-    triples = zip(folds, accumulators, tallies, strict=True)
+def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
+    """The leaves of a window, each normalised by its tally; in memory of their own, or in that of
+    donated sums.
+    """
+    normalized = LeafFold.normalize if donate else LeafFold.result
+    triples = zip(window.outputs.folds, window.accumulators, tallies, strict=True)
     return [
-        None if fold is None else finished(fold, accumulator, tally)
-        for fold, accumulator, tally in triples
+        None if fold is None else normalized(fold, reduced, tally)
+        for fold, reduced, tally in triples
     ]
 
 

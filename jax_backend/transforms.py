@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcga._backend.prefixes import leaf_paths
 from funcga._types import Array, Scalar, Tree
-from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 from jax_backend.gradients import apply_updates
 
@@ -63,7 +61,7 @@ def when(
 
     def run(state: Tree, operands: Tree) -> tuple[Tree, Tree]:
         updates, after = emit(state, operands)
-        return updates, _in_dtypes_of(state, after)
+        return updates, jax.tree.map(_in_dtype_of, state, after)
 
     # A conditional in a compiled program, Python's `if` where the host sees the predicate.
     if _private.is_traced(predicate):
@@ -71,21 +69,6 @@ def when(
     if predicate:
         return *run(state, operands), predicate
     return _zero_updates(emit, state, operands, like), state, predicate
-
-
-def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
-    """The state after an update, in the dtypes of the one before. Raises FuncgaError if the
-    structure differs.
-    """
-    if trees.flatten(after)[1] != trees.flatten(before)[1]:
-        missing, new = (set(leaf_paths(tree, trees, "state")) for tree in (before, after))
-        raise FuncgaError(
-            "the wrapped transform returned a state of another structure than it was given: "
-            f"missing {sorted(missing - new) or 'nothing'}, new "
-            f"{sorted(new - missing) or 'nothing'}. A state keeps its structure from init on, or "
-            "it does not pass through jit."
-        )
-    return jax.tree.map(_in_dtype_of, before, after)
 
 
 def _in_dtype_of(before: Array, after: Array) -> Array:
@@ -105,13 +88,29 @@ def _branch(predicate: jax.Array, run: Emit, state: Tree, operands: Tree) -> tup
         lambda state: run_arrays(state, arguments)[::-1],
         jax.tree.map(arrays.without_weak_type, state),
     )
+    types = updates, jax.tree.map(jax.typeof, state)
     # Captured tracers, such as a learning rate, become operands, too.
     closed, captured = jax.closure_convert(run_arrays, state, arguments)
+
+    def taken(state: Tree, operands: list[Tree]) -> tuple[Tree, Tree]:
+        """(updates, state), sharded and varying as the zeros and the state are."""
+        result: tuple[Tree, Tree] = jax.tree.map(arrays.typed, closed(state, *operands), types)
+        return result
+
+    def untaken(state: Tree, operands: list[Tree]) -> tuple[Tree, Tree]:
+        return jax.tree.map(arrays.zeros, updates), state
+
+    @jax.custom_jvp
+    def branch(predicate: jax.Array, state: Tree, operands: list[Tree]) -> tuple[Tree, Tree]:
+        """A loop of at most one turn, whose body XLA runs in place; a cond would copy."""
+        body = lambda carry: (jnp.zeros_like(carry[0]), *taken(carry[2], operands))
+        start = predicate, *untaken(state, operands)
+        _, updates, state = lax.while_loop(lambda carry: carry[0], body, start)
+        return updates, state
+
     # A while loop has no reverse-mode derivative: a cond is used for that.
-    branch = jax.custom_jvp(partial(_as_loop, closed, updates))
-    branch.defjvp(
-        lambda primals, tangents: jax.jvp(partial(_as_cond, closed, updates), primals, tangents)
-    )
+    as_cond = lambda predicate, *operands: lax.cond(predicate, taken, untaken, *operands)
+    branch.defjvp(lambda primals, tangents: jax.jvp(as_cond, primals, tangents))
     return branch(predicate, state, [arguments, *captured])
 
 
@@ -124,52 +123,6 @@ def _zero_updates(emit: Emit, state: Tree, operands: Tree, like: Tree) -> Tree:
     return jax.tree.map(
         lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like
     )
-
-
-def _as_loop(
-    run: Emit,
-    updates: Tree,
-    predicate: jax.Array,
-    state: Tree,
-    operands: list[Tree],
-) -> tuple[Tree, Tree]:
-    """The branch as a loop of at most one iteration, whose body XLA runs in place; a cond would
-    copy.
-    """
-
-    # The predicate is the condition of the loop, False after one iteration.
-    def body(carry: tuple[jax.Array, Tree, Tree]) -> tuple[jax.Array, Tree, Tree]:
-        return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
-
-    _, updates, state = lax.while_loop(
-        lambda carry: carry[0], body, (predicate, _zeros(updates), state)
-    )
-    return updates, state
-
-
-def _as_cond(
-    run: Emit,
-    updates: Tree,
-    predicate: jax.Array,
-    state: Tree,
-    operands: list[Tree],
-) -> tuple[Tree, Tree]:
-    """The same as a cond, which can be differentiated in reverse."""
-    # Both branches of a cond need the same types.
-    untaken = _zeros(updates), state
-    taken = lambda state: _typed(run(state, *operands), untaken)
-    updates, state = lax.cond(predicate, taken, lambda state: untaken, state)
-    return updates, state
-
-
-def _zeros(types: Tree) -> Tree:
-    return jax.tree.map(arrays.zeros, types)
-
-
-def _typed(tree: Tree, like: Tree) -> Tree:
-    """The tree sharded and varying as another one is, or as types say."""
-    types = jax.tree.map(lambda b: jax.typeof(b) if isinstance(b, jax.Array) else b, like)
-    return jax.tree.map(arrays.typed, tree, types)
 
 
 def unknown(compute: Callable[[], Tree]) -> Tree:

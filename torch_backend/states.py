@@ -8,12 +8,12 @@ alike.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from funcga._call import Memory
-from funcga._fold import LeafFold, Tally, largest
+from funcga._fold import Tally, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar
@@ -41,34 +41,41 @@ def add(
     Those that are equally weighted are added in one kernel; a first value begins in new memory.
     """
     after, pure = [*window.accumulators], arrays.in_transform()
-    is_first = arrays.scalar(window.tally.steps) == 1
+    steps = arrays.scalar(window.tally.steps)
+    is_first, in_place = (
+        isinstance(steps, int) and steps == 1,
+        donate and isinstance(steps, int) and steps > 1,
+    )
     masks: dict[Any, tuple[torch.Tensor, ...]] = {}
     groups: dict[float, list[int]] = {}  # sums of dense tensors, by the factor of what is added
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value) in enumerate(zip(window.outputs.folds, leaves, strict=True)):
             if fold is None:
                 continue
-            kind = None if pure else _kind(fold, after[index], value)
-            factor = 1 if kind == "plain" else weights[index]
-            if kind is None:
+            total, factor = after[index], 1 if fold.adds == "plain" else weights[index]
+            # Torch adds dense values to sums of their dtype, and those of 16 bits to others.
+            is_added = fold.adds and not pure and type(value) is type(total) is torch.Tensor
+            if is_added and (value.dtype is not total.dtype or value.layout is not torch.strided):
+                is_half = value.dtype in _HALF and total.dtype.is_floating_point
+                is_added = is_half and value.layout is torch.strided
+            if not is_added:
                 value = value if pure else value.detach()
-                combined = fold.combine(after[index], fold.lift(value, factor))
+                combined = fold.combine(total, fold.lift(value, weights[index]))
                 # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
                 after[index] = combined.clone() if combined is value else combined
             elif isinstance(factor, torch.Tensor):
-                in_place = donate and is_first is False
-                after[index] = _masked_sum(after[index], value, factor, masks, in_place)
+                after[index] = _masked_sum(total, value, factor, masks, in_place)
             elif factor:  # 0 adds nothing, not even a NaN
                 groups.setdefault(factor, []).append(index)
             elif is_first:
-                after[index] = torch.zeros_like(after[index])
+                after[index] = torch.zeros_like(total)
         for factor, group in groups.items():
             sums, values = [after[index] for index in group], [leaves[index] for index in group]
             totals: Sequence[torch.Tensor] = sums
             if is_first:
                 first = [value.to(total.dtype) for value, total in zip(values, sums, strict=True)]
                 totals = torch._foreach_mul(first, factor)
-            elif donate:
+            elif in_place:
                 torch._foreach_add_(sums, values, alpha=factor)
             else:
                 totals = torch._foreach_add(sums, values, alpha=factor)
@@ -77,15 +84,7 @@ def add(
     return after
 
 
-def _kind(
-    fold: LeafFold, before: Reduced, value: torch.Tensor
-) -> Literal["weighted", "plain"] | None:
-    """How torch adds a value to its sum; None if it is combined by the fold."""
-    if type(value) is not torch.Tensor or type(before) is not torch.Tensor:
-        return None
-    is_half = value.dtype in (torch.bfloat16, torch.float16) and before.is_floating_point()
-    is_added = value.layout is torch.strided and (value.dtype == before.dtype or is_half)
-    return fold.adds if is_added else None
+_HALF = torch.bfloat16, torch.float16
 
 
 def _masked_sum(
@@ -115,13 +114,11 @@ def detached(leaves: Sequence[Array]) -> list[Array]:
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def finish(
-    folds: Sequence[LeafFold | None],
-    accumulators: Sequence[Reduced],
-    tallies: Sequence[Tally],
-    donate: bool,
-) -> list[Reduced]:
-    """The normalised leaves, in memory of their own, or in that of donated sums."""
+def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
+    """The leaves of a window, each normalised by its tally; in memory of their own, or in that of
+    donated sums.
+    """
+    folds, accumulators = window.outputs.folds, window.accumulators
     pure = arrays.in_transform()
     finished: list[Reduced] = [None] * len(folds)
     # Where the host knows the total weight, all means are divided in one kernel. The others are

@@ -259,14 +259,10 @@ class States(Protocol):
         """The leaves in no graph, unless what is computed is differentiated from outside."""
         ...
 
-    def finish(
-        self,
-        folds: Sequence[LeafFold | None],
-        accumulators: Sequence[Reduced],
-        tallies: Sequence[Tally],
-        donate: bool,
-    ) -> list[Reduced]:
-        """The normalised leaves, in memory of their own, or in that of donated sums."""
+    def finish(self, window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
+        """The leaves of a window, each normalised by its tally; in memory of their own, or in that
+        of donated sums.
+        """
         ...
 
     def scaled(self, leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:

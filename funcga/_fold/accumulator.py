@@ -9,7 +9,7 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
 from funcga._backend.prefixes import check_initialised
 from funcga._exact import format_of
-from funcga._fold import LeafFold, Tally, check_narrow, check_weight, largest, parts_of
+from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -58,12 +58,6 @@ class Accumulation(NamedTuple):
         first, *rest = map(self.outputs.backend.arrays.scalar, self.tally.weight)
         return sum(rest, first)
 
-    def add(self, leaves: Sequence[Array], weight: Scalar, donate: bool) -> "Accumulation":
-        """The window with one more micro-batch; in place if `donate`."""
-        window, weights = self.counted(weight, donate)
-        add = self.outputs.backend.states.add
-        return window._replace(accumulators=add(window, leaves, weights, donate))
-
     def counted(self, weight: Scalar, donate: bool = False) -> tuple["Accumulation", list[Scalar]]:
         """The window with one more micro-batch in its tally and in the unit for it; and the weight
         that each of its leaves is to be lifted with.
@@ -81,8 +75,9 @@ class Accumulation(NamedTuple):
             one = Tally(arrays.addends(weight, is_wide), 1)
             tally = self.tally.merge(one)
             weight, total = one.total, tally.total
-        unit = unit_of(total, arrays)
-        window, share = self.in_unit(unit, donate), weight / unit
+        unit, known = unit_of(total, arrays), arrays.scalar(self.unit)
+        is_same = isinstance(known, float) and known == unit  # the usual case
+        window, share = self if is_same else self.in_unit(unit, donate), weight / unit
         weights = [
             share if fold is not None and fold.is_mean else weight for fold in self.outputs.folds
         ]
@@ -131,49 +126,35 @@ class Accumulation(NamedTuple):
             combined.append(None if fold is None else fold.combine(first, second))
         return combined
 
-    def finished(
-        self,
-        donate: bool = False,
-        name: str = "output",
-        folds: Sequence[LeafFold | None] | None = None,
-    ) -> list[Reduced]:
-        """The normalised leaves, by `folds` with other dtypes if these are given; in the memory of
-        the sums if `donate`.
+    def finished(self, donate: bool = False, name: str = "output") -> list[Reduced]:
+        """The normalised leaves; in the memory of the sums if `donate`.
 
         Raises FuncgaError, which names the leaf in a tree of this name, if the host sees that a
         result is lost.
         """
-        outputs, steps = self.outputs, self.outputs.backend.arrays.scalar(self.tally.steps)
+        outputs, total = self.outputs, self.total
         if outputs.may_be_lost:
             pairs = zip(outputs.folds, self.accumulators, strict=True)
             for leaf_index, (fold, accumulator) in enumerate(pairs):
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
                 if fold is not None:
                     fold.check_known(accumulator, self.tally, path)
-        tallies = [Tally((total,), steps) for total in self.divisors]
-        folds = outputs.folds if folds is None else folds
-        return outputs.backend.states.finish(folds, self.accumulators, tallies, donate)
-
-    @property
-    def divisors(self) -> list[Scalar]:
-        """The total weight for each leaf, for a mean in the unit of its sum; a Python number if the
-        host sees it.
-        """
-        total = self.total
-        share = total / self.outputs.backend.arrays.scalar(self.unit)
-        folds = self.outputs.folds
-        return [share if fold is not None and fold.is_mean else total for fold in folds]
+        # A mean is divided by the weight in the unit of its sum.
+        arrays = outputs.backend.arrays
+        steps, share = arrays.scalar(self.tally.steps), total / arrays.scalar(self.unit)
+        whole, of_mean = Tally((total,), steps), Tally((share,), steps)
+        folds = outputs.folds
+        tallies = [of_mean if fold is not None and fold.is_mean else whole for fold in folds]
+        return outputs.backend.states.finish(self, tallies, donate)
 
     def restore(self, finished: Sequence[Reduced]) -> None:
         """Multiplies back, to rounding, the sums that `finished` has divided in place."""
-        triples = zip(self.accumulators, finished, self.divisors, strict=True)
-        for accumulator, result, divisor in triples:
-            if accumulator is result is not None:
-                self.outputs.backend.states.scaled([accumulator], divisor, donate=True)
-
-    def emptied(self) -> "Accumulation":
-        """The empty window of these outputs."""
-        return empty(self.outputs, self.outputs.backend.states.emptied(self))
+        backend, total = self.outputs.backend, self.total
+        share = total / backend.arrays.scalar(self.unit)
+        triples = zip(self.outputs.folds, self.accumulators, finished, strict=True)
+        for fold, accumulator, result in triples:
+            if fold is not None and accumulator is result:
+                backend.states.scaled([result], share if fold.is_mean else total, donate=True)
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """Itself if the condition, a 0-d array, is true, else the other window."""
@@ -186,11 +167,9 @@ class Accumulation(NamedTuple):
             is_true = arrays.cast(condition, condition.dtype, chosen)
             return arrays.xp.where(is_true, chosen, otherwise)
 
-        (chosen, structure), (otherwise, _) = [
-            trees.flatten((list(window.accumulators), *window[2:])) for window in (self, other)
-        ]
-        selected = trees.unflatten(structure, [*map(select, chosen, otherwise)])
-        return Accumulation(self.outputs, *selected)
+        (chosen, structure), (otherwise, _) = trees.flatten(self), trees.flatten(other)
+        window: Accumulation = trees.unflatten(structure, [*map(select, chosen, otherwise)])
+        return window
 
 
 def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
 from typing import Any, Literal
@@ -11,9 +11,8 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import check_initialised
 from funcga._call import options_of
-from funcga._fold import LeafFold, check_narrow, check_weight
-from funcga._fold.accumulator import Accumulation
-from funcga._fold.outputs import Outputs
+from funcga._fold import check_narrow, check_weight
+from funcga._fold.accumulator import Accumulation, empty
 from funcga._observe import Observers, ObserverTree
 from funcga._replicas import check_one_for_all, have_leaves, step_of
 from funcga._transform import (
@@ -31,7 +30,6 @@ from funcga._transform.window import (
     Folding,
     MultiStepsState,
     matched,
-    matched_params,
     packed,
     with_others,
 )
@@ -123,7 +121,9 @@ class MultiSteps(Transform):
                 _check_extra(extra)
             backend = backend_of_state(state)
             window, replicas = update.opened(state, backend)
-            params, leaves = matched_params(params, window)
+            leaves: list[Array] = []
+            if params is not None:
+                params, leaves = matched("params", params, window)
             offered = backend.arrays.scalar(state.offered)
             is_known = not backend.arrays.is_array(offered)
             if is_known and replicas is None and offered == 0:
@@ -204,7 +204,8 @@ class MultiSteps(Transform):
         opened = [update.folding.opened(part, backend) for part in parts]
         whole = reduce(Accumulation.merge, opened)
         # One replica gets the whole window, the others empty ones: the sum is the same.
-        windows = [packed(whole), *[packed(whole.emptied())] * (replicas - 1)]
+        nothing = packed(empty(whole.outputs, backend.states.emptied(whole)))
+        windows = [packed(whole), *[nothing] * (replicas - 1)]
         # In a window that some replica has added to, all may flush.
         latest = max(states, key=lambda state: int(state.offered))
         return first._replace(
@@ -420,7 +421,11 @@ class MultiStepsUpdate(UpdateFunction):
             if extra:
                 _check_extra(extra)
             before, replicas = self.opened(state, backend)
-            trained, leaves = matched_params(params, before)
+            param_leaves: list[Array] = []
+            trained, like = params, grads
+            if params is not None:
+                trained, param_leaves = matched("params", params, before)
+                like = trained
             # All checks come first, so that the state is intact after an error.
             window, state = self.add(grads, before, state, weight, replicas, owned)
             if type(n) is int:  # the usual case
@@ -433,8 +438,7 @@ class MultiStepsUpdate(UpdateFunction):
             spent = owned or not any(old is new is not None for old, new in pairs)
             # A Python branch if the host sees the predicate, else a conditional of the program.
             step = Step(self.tx, backend, owned, into)
-            end = partial(self.end, step, leaves, spent, True)
-            like = grads if trained is None else trained
+            end = partial(self.end, step, param_leaves, spent, True)
             result, state, _ = step.when(full, end, state, trained, extra, like, views=owned)
             is_part = into is not None and trained is not params
             return with_others(result, params, backend) if is_part else result, state
@@ -450,7 +454,7 @@ class MultiStepsUpdate(UpdateFunction):
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
         backend, arrays = window.outputs.backend, window.outputs.backend.arrays
-        leaves = matched("grads", grads, window)
+        _, leaves = matched("grads", grads, window)
         backend.states.check_gradients(leaves, window, replicas)
         if not isinstance(weight, int | float) or weight != 1:
             weight = _checked_weight(weight, window, replicas)
@@ -461,7 +465,10 @@ class MultiStepsUpdate(UpdateFunction):
         if keep is not False:
             if self.folding.observers is not None:
                 leaves = [*self.folding.measured(leaves, window, weight), *leaves]
-            after = window.add(leaves, weight, owned and keep is True)
+            in_place = owned and keep is True
+            after, weights = window.counted(weight, in_place)
+            sums = backend.states.add(after, leaves, weights, in_place)
+            after = after._replace(accumulators=sums)
         if keep is not True:
             without = window._replace(rejected=window.rejected + 1)
             after = without if keep is False else after.where(keep, without)
@@ -504,9 +511,15 @@ class MultiStepsUpdate(UpdateFunction):
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.dropping.at_the_end(dropped, steps, rejected, replicas, arrays)
         # Normalised, and passed to the wrapped transform.
-        folds = _result_folds(merged.outputs, param_leaves)
-        finished = merged.finished(owned or replicas is not None, "grads", folds)
-        value = window.outputs.structure_of(finished)
+        finished = merged.finished(owned or replicas is not None, "grads")
+        gradients, folds, before = [*finished], window.outputs.folds, window.outputs.before
+        for index, param in enumerate(param_leaves, before):
+            fold, dtype = folds[index], getattr(param, "dtype", None)
+            if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
+                continue
+            wide = arrays.accumulator_dtype(dtype)  # as the wrapped transform sees the param
+            gradients[index] = arrays.cast(gradients[index], wide)
+        value = window.outputs.structure_of(gradients)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
 
@@ -527,7 +540,8 @@ class MultiStepsUpdate(UpdateFunction):
             if step.owned and replicas is None:
                 merged.restore(finished)
             raise
-        nothing = packed(window.emptied(), replicas, is_empty=True)
+        sums = step.backend.states.emptied(window)
+        nothing = packed(empty(window.outputs, sums), replicas, is_empty=True)
         updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
         zero, (inner, observed) = arrays.integer(0), carried
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
@@ -548,7 +562,8 @@ class MultiStepsUpdate(UpdateFunction):
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
         if not parts:
-            return self.folding.opened(window, backend).emptied(), replicas
+            whole = self.folding.opened(window, backend)
+            return empty(whole.outputs, backend.states.emptied(whole)), replicas
         return reduce(Accumulation.merge, parts), replicas
 
     def telling(self) -> AbstractContextManager[object]:
@@ -618,26 +633,6 @@ def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
         if replicas is None
         else window.outputs.backend.replicas.summed(window.total, window.accumulators, replicas)
     )
-
-
-def _result_folds(outputs: Outputs, param_leaves: Sequence[Array]) -> Sequence[LeafFold | None]:
-    """The folds of the gradients, with results in the dtypes of the params that the wrapped
-    transform gets.
-    """
-    results = [*outputs.folds]
-    for leaf_index, param in enumerate(param_leaves, outputs.before):
-        fold, dtype = results[leaf_index], getattr(param, "dtype", None)
-        if (
-            fold is None
-            or dtype is None
-            or dtype == fold.result_dtype
-            or fold.fold.normalizer.dtype is not None
-        ):
-            continue
-        results[leaf_index] = replace(
-            fold, result_dtype=outputs.backend.arrays.accumulator_dtype(dtype)
-        )
-    return results
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

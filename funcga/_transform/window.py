@@ -226,13 +226,23 @@ def packed(window: Accumulation, replicas: Any = None, is_empty: bool = False) -
 # -- what is given at a call, matched with the accumulators
 
 
-def matched(name: str, tree: Tree, window: Accumulation) -> list[Array]:
-    """The leaves of the "grads", or of the "params", in the order of their accumulators.
+def matched(name: str, tree: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
+    """The "grads", or the "params" that the state was made for, and their leaves in the order of
+    their accumulators. In a larger tree of params, such as a whole module, None takes the place of
+    every other leaf.
 
     Raises FuncgaError, which names the leaves, if the structure, a shape or a kind of dtype
     differs.
     """
-    outputs, arrays = window.outputs.of_value, window.outputs.backend.arrays
+    outputs, backend = window.outputs.of_value, window.outputs.backend
+    arrays, trees, are_params = backend.arrays, backend.trees, name == "params"
+    if are_params:
+        leaves, structure = trees.flatten(tree)
+        if structure != outputs.structure:
+            trained = {*outputs.paths(name)}
+            pairs = zip(leaf_paths(tree, trees, name), leaves, strict=True)
+            kept = [leaf if path in trained else None for path, leaf in pairs]
+            tree = trees.unflatten(structure, kept)
     try:
         leaves = outputs.in_order(tree, name)
     except PathError as error:
@@ -244,14 +254,13 @@ def matched(name: str, tree: Tree, window: Accumulation) -> list[Array]:
             leaf is None or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
         ):
             continue
-        held = parts_of(accumulator)
         if accumulator is not None and arrays.is_array(leaf):
+            held = parts_of(accumulator)
             fits = any(part.shape == leaf.shape for part in held)
-            if name == "grads":
-                fits = fits and arrays.kind(leaf.dtype) == arrays.kind(held[0].dtype)
+            fits = fits and (are_params or arrays.kind(leaf.dtype) == arrays.kind(held[0].dtype))
         else:
             is_number = isinstance(leaf, int | float | complex)
-            fits = name == "params" and (accumulator is None or is_number)
+            fits = are_params and (accumulator is None or is_number)
         if not fits:
             before = arrays.describe(None if accumulator is None else largest(accumulator))
             raise FuncgaError(
@@ -260,24 +269,7 @@ def matched(name: str, tree: Tree, window: Accumulation) -> list[Array]:
                 "belongs to these params; or make a state for the new ones: state = "
                 "tx.init(params)."
             )
-    return leaves
-
-
-def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
-    """The params that the state was made for, and their leaves, in the order of the accumulators.
-
-    In a larger tree, such as a whole module, None takes the place of every other leaf.
-    """
-    outputs, trees = window.outputs.of_value, window.outputs.backend.trees
-    if params is None:
-        return None, [None] * len(outputs.folds)
-    leaves, structure = trees.flatten(params)
-    if structure != outputs.structure:
-        trained = {*outputs.paths("params")}
-        pairs = zip(leaf_paths(params, trees, "params"), leaves, strict=True)
-        kept = [leaf if path in trained else None for path, leaf in pairs]
-        params = trees.unflatten(structure, kept)
-    return params, matched("params", params, window)
+    return tree, leaves
 
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
