@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from funcga._call import Memory
-from funcga._fold import Tally, largest
+from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar
@@ -40,12 +40,9 @@ def add(
 
     Those that are equally weighted are added in one kernel; a first value begins in new memory.
     """
-    after, pure = [*window.accumulators], arrays.in_transform()
+    after, pure = dict(enumerate(window.accumulators)), arrays.in_transform()
     steps = arrays.scalar(window.tally.steps)
-    is_first, in_place = (
-        isinstance(steps, int) and steps == 1,
-        donate and isinstance(steps, int) and steps > 1,
-    )
+    steps = steps if isinstance(steps, int) else None
     masks: dict[Any, tuple[torch.Tensor, ...]] = {}
     groups: dict[float, list[int]] = {}  # sums of dense tensors, by the factor of what is added
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
@@ -53,38 +50,55 @@ def add(
             if fold is None:
                 continue
             total, factor = after[index], 1 if fold.adds == "plain" else weights[index]
-            # Torch adds dense values to sums of their dtype, and those of 16 bits to others.
-            is_added = fold.adds and not pure and type(value) is type(total) is torch.Tensor
-            if is_added and (value.dtype is not total.dtype or value.layout is not torch.strided):
-                is_half = value.dtype in _HALF and total.dtype.is_floating_point
-                is_added = is_half and value.layout is torch.strided
-            if not is_added:
+            if pure or not (fold.adds and _is_addable(value, total)):
                 value = value if pure else value.detach()
-                combined = fold.combine(total, fold.lift(value, weights[index]))
-                # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-                after[index] = combined.clone() if combined is value else combined
+                after[index] = _combined(fold, total, value, weights[index])
             elif isinstance(factor, torch.Tensor):
+                in_place = donate and steps not in (None, 1)
                 after[index] = _masked_sum(total, value, factor, masks, in_place)
-            elif factor:  # 0 adds nothing, not even a NaN
+            else:
                 groups.setdefault(factor, []).append(index)
-            elif is_first:
-                after[index] = torch.zeros_like(total)
         for factor, group in groups.items():
             sums, values = [after[index] for index in group], [leaves[index] for index in group]
-            totals: Sequence[torch.Tensor] = sums
-            if is_first:
-                first = [value.to(total.dtype) for value, total in zip(values, sums, strict=True)]
-                totals = torch._foreach_mul(first, factor)
-            elif in_place:
-                torch._foreach_add_(sums, values, alpha=factor)
-            else:
-                totals = torch._foreach_add(sums, values, alpha=factor)
-            for index, total in zip(group, totals, strict=True):
-                after[index] = total
-    return after
+            totals = _sums(sums, values, factor, steps, donate)
+            after.update(zip(group, totals, strict=True))
+    return [*after.values()]
 
 
-_HALF = torch.bfloat16, torch.float16
+def _combined(fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar) -> Reduced:
+    """The accumulator of a leaf that torch does not add to."""
+    combined = fold.combine(total, fold.lift(value, weight))
+    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+    return combined.clone() if combined is value else combined
+
+
+def _is_addable(value: torch.Tensor, total: Reduced) -> bool:
+    """Whether torch adds the value to its sum: both are dense, and the sum has as many bits."""
+    if not type(value) is type(total) is torch.Tensor or value.layout is not torch.strided:
+        return False
+    if value.dtype is total.dtype:
+        return True
+    return value.dtype in (torch.bfloat16, torch.float16) and total.is_floating_point()
+
+
+def _sums(
+    sums: list[torch.Tensor],
+    values: list[torch.Tensor],
+    factor: float,
+    steps: int | None,
+    donate: bool,
+) -> Sequence[torch.Tensor]:
+    """Each sum with factor * value added, as the last of so many steps."""
+    if not factor:  # adds nothing, not even a NaN
+        return [*map(torch.zeros_like, sums)] if steps == 1 else sums
+    if steps == 1 and not sums[0].is_cpu:
+        # A device has no kernel that adds to zeros without memory at once.
+        first = [value.to(total.dtype) for value, total in zip(values, sums, strict=True)]
+        return torch._foreach_mul(first, factor)
+    if not donate or steps in (None, 1):
+        return torch._foreach_add(sums, values, alpha=factor)
+    torch._foreach_add_(sums, values, alpha=factor)
+    return sums
 
 
 def _masked_sum(
@@ -175,7 +189,8 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
 
 
 def emptied(window: Accumulation) -> list[Reduced]:
-    """The accumulators of an empty window like this one. Sums take no memory before they begin."""
+    """The accumulators of an empty window like this one."""
+    # Sums take no memory before their first value.
     shared: dict[Any, torch.Tensor] | None = None if arrays.in_transform() else {}
     empty: list[Reduced] = []
     for fold, reduced in zip(window.outputs.folds, window.accumulators, strict=True):

@@ -435,10 +435,10 @@ class MultiStepsUpdate(UpdateFunction):
                 full = is_full(n, target, state.offered, total, arrays)
             # Sums that this call has made may be written to when the window ends.
             pairs = zip(before.accumulators, window.accumulators, strict=True)
-            spent = owned or not any(old is new is not None for old, new in pairs)
+            is_new = full is not False and not any(old is new is not None for old, new in pairs)
             # A Python branch if the host sees the predicate, else a conditional of the program.
             step = Step(self.tx, backend, owned, into)
-            end = partial(self.end, step, param_leaves, spent, True)
+            end = partial(self.end, step, param_leaves, owned or is_new, True)
             result, state, _ = step.when(full, end, state, trained, extra, like, views=owned)
             is_part = into is not None and trained is not params
             return with_others(result, params, backend) if is_part else result, state
@@ -519,7 +519,7 @@ class MultiStepsUpdate(UpdateFunction):
                 continue
             wide = arrays.accumulator_dtype(dtype)  # as the wrapped transform sees the param
             gradients[index] = arrays.cast(gradients[index], wide)
-        value = window.outputs.structure_of(gradients)
+        value = step.backend.trees.unflatten(window.outputs.structure, gradients)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
 

@@ -19,7 +19,7 @@ from funcga._observe import Observers
 from funcga._observe.readings import Readings
 from funcga._replicas import Step
 from funcga._transform.loss_scale import LossScaledState
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree
 
@@ -215,12 +215,13 @@ def packed(window: Accumulation, replicas: Any = None, is_empty: bool = False) -
     """The window as it is in a state, with replicas as the part of this one; `is_empty` if nothing
     is folded.
     """
-    outputs = window.outputs
+    structure, backend = window.outputs.structure, window.outputs.backend
     leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
-    whole = Window(outputs.structure_of(leaves), window.tally, window.rejected, unit=window.unit)
+    tree = backend.trees.unflatten(structure, leaves)
+    whole = Window(tree, window.tally, window.rejected, unit=window.unit)
     if replicas is None:
         return whole
-    return outputs.backend.states.as_part([whole], replicas, is_empty)  # type: ignore[no-any-return]
+    return backend.states.as_part([whole], replicas, is_empty)  # type: ignore[no-any-return]
 
 
 # -- what is given at a call, matched with the accumulators
@@ -234,19 +235,18 @@ def matched(name: str, tree: Tree, window: Accumulation) -> tuple[Tree, list[Arr
     Raises FuncgaError, which names the leaves, if the structure, a shape or a kind of dtype
     differs.
     """
-    outputs, backend = window.outputs.of_value, window.outputs.backend
-    arrays, trees, are_params = backend.arrays, backend.trees, name == "params"
-    if are_params:
-        leaves, structure = trees.flatten(tree)
-        if structure != outputs.structure:
+    outputs, trees = window.outputs.of_value, window.outputs.backend.trees
+    leaves, structure = trees.flatten(tree)
+    if structure != outputs.structure:
+        if name == "params":
             trained = {*outputs.paths(name)}
             pairs = zip(leaf_paths(tree, trees, name), leaves, strict=True)
             kept = [leaf if path in trained else None for path, leaf in pairs]
             tree = trees.unflatten(structure, kept)
-    try:
-        leaves = outputs.in_order(tree, name)
-    except PathError as error:
-        raise _restructured(name, error) from None
+        try:
+            leaves = outputs.in_order(tree, name)
+        except PathError as error:
+            raise _restructured(name, error) from None
     accumulators = window.accumulators[window.outputs.before :]
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
         # The usual case: an array of the same type.
@@ -254,22 +254,27 @@ def matched(name: str, tree: Tree, window: Accumulation) -> tuple[Tree, list[Arr
             leaf is None or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
         ):
             continue
-        if accumulator is not None and arrays.is_array(leaf):
-            held = parts_of(accumulator)
-            fits = any(part.shape == leaf.shape for part in held)
-            fits = fits and (are_params or arrays.kind(leaf.dtype) == arrays.kind(held[0].dtype))
-        else:
-            is_number = isinstance(leaf, int | float | complex)
-            fits = are_params and (accumulator is None or is_number)
-        if not fits:
-            before = arrays.describe(None if accumulator is None else largest(accumulator))
+        if not _fits(name, leaf, accumulator, outputs.backend.arrays):
+            describe = outputs.backend.arrays.describe
+            before = describe(None if accumulator is None else largest(accumulator))
             raise FuncgaError(
-                f"{outputs.paths(name)[leaf_index]} is {arrays.describe(leaf)}, and the state was "
-                f"made for params where it is {before}: the two cannot be combined. Give what "
-                "belongs to these params; or make a state for the new ones: state = "
-                "tx.init(params)."
+                f"{outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made "
+                f"for params where it is {before}: the two cannot be combined. Give what belongs "
+                "to these params; or make a state for the new ones: state = tx.init(params)."
             )
     return tree, leaves
+
+
+def _fits(name: str, leaf: object, accumulator: Reduced, arrays: Arrays) -> bool:
+    """Whether a leaf of grads or params belongs to an accumulator."""
+    if accumulator is None or not arrays.is_array(leaf):
+        is_number = isinstance(leaf, int | float | complex)
+        return name == "params" and (accumulator is None or is_number)
+    array: Array = leaf
+    held = parts_of(accumulator)
+    is_same_kind = arrays.kind(array.dtype) == arrays.kind(held[0].dtype)
+    has_shape = any(part.shape == array.shape for part in held)
+    return has_shape and (name == "params" or is_same_kind)
 
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
