@@ -38,11 +38,11 @@ def add(
 ) -> list[Reduced]:
     """The accumulators of a window with the value of its last micro-batch, which is in its tally.
 
-    Those that are equally weighted are added in one kernel; a first value begins in new memory.
+    Those that are equally weighted are added in one kernel.
     """
     after, pure = dict(enumerate(window.accumulators)), arrays.in_transform()
     steps = arrays.scalar(window.tally.steps)
-    steps = steps if isinstance(steps, int) else None
+    is_first = isinstance(steps, int) and steps == 1
     masks: dict[Any, tuple[torch.Tensor, ...]] = {}
     groups: dict[float, list[int]] = {}  # sums of dense tensors, by the factor of what is added
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
@@ -54,13 +54,12 @@ def add(
                 value = value if pure else value.detach()
                 after[index] = _combined(fold, total, value, weights[index])
             elif isinstance(factor, torch.Tensor):
-                in_place = donate and steps not in (None, 1)
-                after[index] = _masked_sum(total, value, factor, masks, in_place)
+                after[index] = _masked_sum(total, value, factor, masks, donate)
             else:
                 groups.setdefault(factor, []).append(index)
         for factor, group in groups.items():
             sums, values = [after[index] for index in group], [leaves[index] for index in group]
-            totals = _sums(sums, values, factor, steps, donate)
+            totals = _sums(sums, values, factor, is_first, donate)
             after.update(zip(group, totals, strict=True))
     return [*after.values()]
 
@@ -85,17 +84,16 @@ def _sums(
     sums: list[torch.Tensor],
     values: list[torch.Tensor],
     factor: float,
-    steps: int | None,
+    is_first: bool,
     donate: bool,
 ) -> Sequence[torch.Tensor]:
-    """Each sum with factor * value added, as the last of so many steps."""
+    """Each sum with factor * value added, in place if `donate`."""
     if not factor:  # adds nothing, not even a NaN
-        return [*map(torch.zeros_like, sums)] if steps == 1 else sums
-    if steps == 1 and not sums[0].is_cpu:
-        # A device has no kernel that adds to zeros without memory at once.
-        first = [value.to(total.dtype) for value, total in zip(values, sums, strict=True)]
-        return torch._foreach_mul(first, factor)
-    if not donate or steps in (None, 1):
+        return [*map(torch.zeros_like, sums)] if is_first else sums
+    if is_first and not sums[0].is_cpu and [v.dtype for v in values] == [s.dtype for s in sums]:
+        # On a device it is one kernel, where adding to zeros without memory is one for each.
+        return torch._foreach_mul(values, factor)
+    if not donate:
         return torch._foreach_add(sums, values, alpha=factor)
     torch._foreach_add_(sums, values, alpha=factor)
     return sums
@@ -106,7 +104,7 @@ def _masked_sum(
     value: torch.Tensor,
     weight: torch.Tensor,
     masks: dict[Any, tuple[torch.Tensor, ...]],
-    in_place: bool,
+    donate: bool,
 ) -> torch.Tensor:
     """A sum with weight * value added, for a weight on a device. `masks`: what is made of the
     weight for each device and dtype.
@@ -118,7 +116,7 @@ def _masked_sum(
     factor, counts, zero = masks[kind]
     # `where` selects: of a weight of 0 not even a NaN is added.
     more = torch.where(counts, value.to(total.dtype), zero)
-    return total.addcmul_(more, factor) if in_place else total.add(more.mul_(factor))
+    return total.addcmul_(more, factor) if donate else total.add(more.mul_(factor))
 
 
 def detached(leaves: Sequence[Array]) -> list[Array]:

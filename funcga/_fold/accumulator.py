@@ -62,22 +62,19 @@ class Accumulation(NamedTuple):
         """The window with one more micro-batch in its tally and in the unit for it; and the weight
         that each of its leaves is to be lifted with.
         """
-        arrays, is_wide, before = (
-            self.outputs.backend.arrays,
-            len(self.tally.weight) == 1,
-            self.total,
-        )
+        arrays, before = self.outputs.backend.arrays, self.total
+        is_wide = len(self.tally.weight) == 1  # counted in 64 bits
         if isinstance(weight, int | float) and isinstance(before, float):
             # Added on the host if it sees them, as 0-d arrays are slow.
-            total = before + weight
+            number, total = weight, before + weight
             tally = Tally(arrays.addends(total, is_wide), self.tally.steps + 1)
         else:
             one = Tally(arrays.addends(weight, is_wide), 1)
             tally = self.tally.merge(one)
-            weight, total = one.total, tally.total
+            number, total = one.total, tally.total
         unit, known = unit_of(total, arrays), arrays.scalar(self.unit)
-        is_same = isinstance(known, float) and known == unit  # the usual case
-        window, share = self if is_same else self.in_unit(unit, donate), weight / unit
+        is_same = type(known) is type(unit) is float and known == unit  # the usual case
+        window, share = self if is_same else self.in_unit(unit, donate), number / unit
         weights = [
             share if fold is not None and fold.is_mean else weight for fold in self.outputs.folds
         ]
@@ -85,8 +82,8 @@ class Accumulation(NamedTuple):
 
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
         """The window in another unit; in place if `donate`."""
-        backend, total = self.outputs.backend, self.total
-        factor = backend.arrays.scalar(self.unit) / unit
+        backend, largest_limb = self.outputs.backend, self.tally.weight[0]
+        factor, total = backend.arrays.scalar(self.unit) / unit, backend.arrays.scalar(largest_limb)
         if isinstance(factor, float):
             if factor == 1:
                 return self

@@ -465,8 +465,13 @@ class MultiStepsUpdate(UpdateFunction):
         if keep is not False:
             if self.folding.observers is not None:
                 leaves = [*self.folding.measured(leaves, window, weight), *leaves]
-            in_place = owned and keep is True
+            steps = arrays.scalar(window.tally.steps)
+            has_begun = isinstance(steps, int) and steps > 0  # else sums may have no memory yet
+            in_place = owned and keep is True and has_begun
             after, weights = window.counted(weight, in_place)
+            if after.unit is not window.unit:  # what was rescaled has memory of its own
+                pairs = zip(window.accumulators, after.accumulators, strict=True)
+                in_place = in_place or not any(old is new is not None for old, new in pairs)
             sums = backend.states.add(after, leaves, weights, in_place)
             after = after._replace(accumulators=sums)
         if keep is not True:
