@@ -9,7 +9,7 @@ from jax_backend import (
     gradients,
     loop,
     replicas,
-    sums,
+    states,
     transforms,
     trees,
 )
@@ -17,7 +17,7 @@ from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.hlo import collectives as collectives
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
-from jax_backend.transforms import state_specs as state_specs
+from jax_backend.states import state_specs as state_specs
 
 # The tool loads when it is first used, and can be taken away.
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ BACKEND = Backend(
     gradients,
     loop,
     replicas,
-    sums,
+    states,
     transforms,
     optimizers=gradients,
 )

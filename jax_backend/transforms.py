@@ -1,32 +1,19 @@
-"""What `multi_steps` needs of this framework: its conditional, and windows over replicas."""
+"""What `multi_steps` needs of this framework: its conditional, and the dtypes of an update."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from funcga._backend.prefixes import leaf_paths
-from funcga._call import Memory
-from funcga._fold.accumulator import Accumulation
-from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import Dropped, MultiStepsState, Window
-from funcga._types import Array, Reduced, Scalar, Tree
-from funcga.errors import FuncgaError
+from funcga._types import Array, Scalar, Tree
 from jax_backend import _private, arrays, trees
-from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.gradients import apply_updates
-from jax_backend.merge import Folded, merge
-from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
 
 Emit: TypeAlias = Callable[..., tuple[Tree, Tree]]
 """Makes (updates, state) of a state and operands."""
-
-# -- the branch that ends a window
 
 
 def widened(
@@ -74,7 +61,7 @@ def when(
 
     def run(state: Tree, operands: Tree) -> tuple[Tree, Tree]:
         updates, after = emit(state, operands)
-        return updates, _in_dtypes_of(state, after)
+        return updates, jax.tree.map(_in_dtype_of, state, after)
 
     # A conditional in a compiled program, Python's `if` where the host sees the predicate.
     if _private.is_traced(predicate):
@@ -82,21 +69,6 @@ def when(
     if predicate:
         return *run(state, operands), predicate
     return _zero_updates(emit, state, operands, like), state, predicate
-
-
-def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
-    """The state after an update, in the dtypes of the one before. Raises FuncgaError if the
-    structure differs.
-    """
-    if trees.flatten(after)[1] != trees.flatten(before)[1]:
-        missing, new = (set(leaf_paths(tree, trees, "state")) for tree in (before, after))
-        raise FuncgaError(
-            "the wrapped transform returned a state of another structure than it was given: "
-            f"missing {sorted(missing - new) or 'nothing'}, new "
-            f"{sorted(new - missing) or 'nothing'}. A state keeps its structure from init on, or "
-            "it does not pass through jit."
-        )
-    return jax.tree.map(_in_dtype_of, before, after)
 
 
 def _in_dtype_of(before: Array, after: Array) -> Array:
@@ -116,13 +88,29 @@ def _branch(predicate: jax.Array, run: Emit, state: Tree, operands: Tree) -> tup
         lambda state: run_arrays(state, arguments)[::-1],
         jax.tree.map(arrays.without_weak_type, state),
     )
+    types = updates, jax.tree.map(jax.typeof, state)
     # Captured tracers, such as a learning rate, become operands, too.
     closed, captured = jax.closure_convert(run_arrays, state, arguments)
+
+    def taken(state: Tree, operands: list[Tree]) -> tuple[Tree, Tree]:
+        """(updates, state), sharded and varying as the zeros and the state are."""
+        result: tuple[Tree, Tree] = jax.tree.map(arrays.typed, closed(state, *operands), types)
+        return result
+
+    def untaken(state: Tree, operands: list[Tree]) -> tuple[Tree, Tree]:
+        return jax.tree.map(arrays.zeros, updates), state
+
+    @jax.custom_jvp
+    def branch(predicate: jax.Array, state: Tree, operands: list[Tree]) -> tuple[Tree, Tree]:
+        """A loop of at most one turn, whose body XLA runs in place; a cond would copy."""
+        body = lambda carry: (jnp.zeros_like(carry[0]), *taken(carry[2], operands))
+        start = predicate, *untaken(state, operands)
+        _, updates, state = lax.while_loop(lambda carry: carry[0], body, start)
+        return updates, state
+
     # A while loop has no reverse-mode derivative: a cond is used for that.
-    branch = jax.custom_jvp(partial(_as_loop, closed, updates))
-    branch.defjvp(
-        lambda primals, tangents: jax.jvp(partial(_as_cond, closed, updates), primals, tangents)
-    )
+    as_cond = lambda predicate, *operands: lax.cond(predicate, taken, untaken, *operands)
+    branch.defjvp(lambda primals, tangents: jax.jvp(as_cond, primals, tangents))
     return branch(predicate, state, [arguments, *captured])
 
 
@@ -137,52 +125,6 @@ def _zero_updates(emit: Emit, state: Tree, operands: Tree, like: Tree) -> Tree:
     )
 
 
-def _as_loop(
-    run: Emit,
-    updates: Tree,
-    predicate: jax.Array,
-    state: Tree,
-    operands: list[Tree],
-) -> tuple[Tree, Tree]:
-    """The branch as a loop of at most one iteration, whose body XLA runs in place; a cond would
-    copy.
-    """
-
-    # The predicate is the condition of the loop, False after one iteration.
-    def body(carry: tuple[jax.Array, Tree, Tree]) -> tuple[jax.Array, Tree, Tree]:
-        return jnp.zeros_like(carry[0]), *_typed(run(carry[2], *operands), carry[1:])
-
-    _, updates, state = lax.while_loop(
-        lambda carry: carry[0], body, (predicate, _zeros(updates), state)
-    )
-    return updates, state
-
-
-def _as_cond(
-    run: Emit,
-    updates: Tree,
-    predicate: jax.Array,
-    state: Tree,
-    operands: list[Tree],
-) -> tuple[Tree, Tree]:
-    """The same as a cond, which can be differentiated in reverse."""
-    # Both branches of a cond need the same types.
-    untaken = _zeros(updates), state
-    taken = lambda state: _typed(run(state, *operands), untaken)
-    updates, state = lax.cond(predicate, taken, lambda state: untaken, state)
-    return updates, state
-
-
-def _zeros(types: Tree) -> Tree:
-    return jax.tree.map(arrays.zeros, types)
-
-
-def _typed(tree: Tree, like: Tree) -> Tree:
-    """The tree sharded and varying as another one is, or as types say."""
-    types = jax.tree.map(lambda b: jax.typeof(b) if isinstance(b, jax.Array) else b, like)
-    return jax.tree.map(arrays.typed, tree, types)
-
-
 def unknown(compute: Callable[[], Tree]) -> Tree:
     """The tree of arrays that `compute` returns, with NaN in place of each number.
 
@@ -193,120 +135,3 @@ def unknown(compute: Callable[[], Tree]) -> Tree:
     # Only types are computed, as observers of nothing may divide by 0.
     types = jax.eval_shape(compute)
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, fill, leaf.dtype), types)
-
-
-# -- over replicas
-
-
-def check_gradients(
-    leaves: Sequence[Array],
-    accumulators: Sequence[Reduced],
-    paths: Callable[[], list[str]],
-    replicas: Replicas | None,
-) -> None:
-    """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-    over the replicas.
-    """
-    # Not merged, or merged already.
-    if replicas is None:
-        check_step_merges()
-        return
-    for leaf_index, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        varying = varying_axes(jax.typeof(leaf))
-        missing = tuple(name for name in replicas.names if not typed_axes((name,)) <= varying)
-        if missing:
-            raise FuncgaError(
-                f"`{paths()[leaf_index]}` is the same on all devices along {listed(missing)}, so "
-                "it is merged already: JAX sums the gradient of what does not differ between "
-                "devices. Take the gradient of the "
-                f"device's own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, "
-                'to="varying"), '
-                "...); or leave across= out, if it is merged as you want it."
-            )
-
-
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-    """The context of a call that ends a window, in which other processes are told of an error;
-    None if `across` names none of this framework.
-    """
-    return None
-
-
-def merged(
-    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array
-) -> Accumulation:
-    """The window merged over all replicas, whose states have made so many `updates`."""
-    outputs, accumulators = window.outputs, [*window.accumulators]
-    reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
-    folded = merge(outputs, Folded(reduced, window.tally, [], [], unit=window.unit), replicas)
-    # None stays.
-    for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
-        accumulators[leaf_index] = leaf
-    return window._replace(accumulators=accumulators, tally=folded.total, unit=folded.unit)
-
-
-def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
-    """The parts of a state's window that belong to this replica; without replicas all, of
-    several states.
-
-    Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
-    more devices a replica has several parts.
-    """
-    first, *others = windows
-    if others or not first.rejected.ndim:
-        raise FuncgaError(
-            "merge was given states that are not one state of multi_steps(..., across=), which in "
-            "JAX has the parts of all devices. Give that one, as it is outside of shard_map: "
-            "tx.merge([state])."
-        )
-    return [
-        jax.tree.map(lambda leaf, part=part: leaf[part], first)
-        for part in range(first.rejected.shape[0])
-    ]
-
-
-def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
-    """A window as this replica's part of a state; without replicas the whole of all parts."""
-    # Parts are stacked along a leading axis, which is sharded over the devices.
-    names = () if replicas is None else replicas.names
-    stacked: Window = jax.tree.map(
-        lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows
-    )
-    return stacked
-
-
-def state_specs(tx: MultiSteps) -> MultiStepsState:
-    """The PartitionSpecs of the state of `multi_steps(..., across=)`, as a tree prefix, for
-    shard_map.
-
-    What replicas fold apart has a leading axis, which lies over the axes that `across` names; all
-    else is the same on every device.
-
-    Args:
-        tx: What `multi_steps(..., across=)` returned.
-
-    Returns:
-        A MultiStepsState of PartitionSpecs.
-
-    Raises:
-        FuncgaError: The transform merges over no replicas.
-
-    Example:
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8, across="data")
-        >>> specs = jax_backend.state_specs(tx)
-        >>> init = jax.shard_map(tx.init, mesh=mesh, in_specs=jax.P(), out_specs=specs)
-        >>> state = init({"w": jnp.ones(2)})
-    """
-    if not isinstance(tx, MultiSteps) or tx.across is None:
-        raise FuncgaError(
-            "state_specs is for funcga.multi_steps(..., across=): only there a state differs "
-            "between replicas. Without across= it is the same on every device: "
-            "jax.sharding.PartitionSpec()."
-        )
-    replicas = read_across(tx.across)
-    spec: Callable[..., Tree] = PartitionSpec
-    whole, window = spec(), spec(replicas.names)
-    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole), whole)

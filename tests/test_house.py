@@ -13,8 +13,8 @@ MOST = {
     "files": 172,
     "tokens": 220_000,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 122_500,
-    "tokens of the core, torch": 57_000,
+    "tokens of the core": 121_500,
+    "tokens of the core, torch": 56_500,
     "tokens of tools": 97_000,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
@@ -25,7 +25,7 @@ MOST = {
     "files of tests that import what is private": 15,
 }
 # Functions entered, calls of them, and files that they are in.
-CALLS = {"torch, warm": (36, 84, 9), "JAX, first": (122, 228, 21), "torch multi_steps, warm": (49, 102, 10)}
+CALLS = {"torch, warm": (36, 84, 9), "JAX, first": (122, 228, 21), "torch multi_steps, warm": (36, 84, 9)}
 
 
 def beyond(found, limits):

@@ -11,8 +11,7 @@ from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
 from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
-from torch_backend import arrays, gradients, loop, replicas, sums, trees
-from torch_backend import multi_steps as transforms
+from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.parameters import apply_updates, assign_grads
 from torch_backend.replicas import Replicas
@@ -70,7 +69,7 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, sums, transforms)
+BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, states, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(

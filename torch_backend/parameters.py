@@ -15,9 +15,8 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, similar, uninitialised
 from torch_backend import arrays, trees
 from torch_backend.arrays import with_strides_of, without_overlap
-from torch_backend.dtensor import is_dtensor, without_partials
+from torch_backend.dtensor import is_dtensor, local, without_partials
 from torch_backend.modules.checks import nothing_to_train
-from torch_backend.sums import storages
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -95,6 +94,26 @@ def apart(params: Tree, other: Tree) -> Tree:
         elif not others.isdisjoint(storages(tensor)):
             separate[index] = tensor.clone()
     return trees.unflatten(structure, separate)
+
+
+def storages(tree: Tree) -> set[int]:
+    """The addresses of the memory of the dense tensors in a tree."""
+    addresses = set()
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        # The usual containers are walked here, which is much faster than flattening them.
+        if isinstance(node, dict):
+            nodes += node.values()
+        elif isinstance(node, tuple | list):
+            nodes += node
+        elif isinstance(node, torch.Tensor):
+            shard: torch.Tensor = node if type(node) is torch.Tensor else local(node)
+            if shard.layout is torch.strided:
+                addresses.add(shard.untyped_storage().data_ptr())
+        elif node is not None and trees.children(node) is not None:
+            nodes += trees.flatten(node)[0]
+    return addresses
 
 
 def _additions(leaves: list[Array], params: Tree, updates: Tree) -> list[Array]:

@@ -228,9 +228,10 @@ class Replicas(Protocol):
         ...
 
 
-class Sums(Protocol):
-    """How a framework adds to the accumulators of a window, scales, divides and empties them.
-    Donated arguments may be written to, and results may share their memory.
+class States(Protocol):
+    """How a framework adds to the sums of a state between calls, divides and empties them, and how
+    replicas share a window. Donated arguments may be written to, and results may share their
+    memory.
     """
 
     # Whether calls of this framework can donate. In JAX that is an option of jax.jit.
@@ -238,53 +239,71 @@ class Sums(Protocol):
 
     def add(
         self,
-        folds: Sequence[LeafFold | None],
-        accumulators: Sequence[Reduced],
+        window: Accumulation,
         leaves: Sequence[Array],
         weights: Sequence[Scalar],
         donate: bool,
-    ) -> tuple[list[Reduced], bool]:
-        """(the accumulators with one more value, whether they share memory with nothing else)."""
+    ) -> list[Reduced]:
+        """The accumulators of a window with the value of its last micro-batch, which is in its
+        tally.
+        """
         ...
 
-    def lifted(
-        self,
-        folds: Sequence[LeafFold | None],
-        leaves: Sequence[Array],
-        weights: Sequence[Scalar],
-    ) -> list[Reduced]:
-        """The value of each leaf as it is combined with the accumulator."""
+    def detached(self, leaves: Sequence[Array]) -> list[Array]:
+        """The leaves in no graph, unless what is computed is differentiated from outside."""
         ...
 
-    def finish(
-        self,
-        folds: Sequence[LeafFold | None],
-        accumulators: Sequence[Reduced],
-        tallies: Sequence[Tally],
-        donate: bool,
-    ) -> list[Reduced]:
-        """The normalised leaves, in memory of their own, or in that of donated sums."""
+    def finish(self, window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
+        """The leaves of a window, each normalised by its tally; in memory of their own, or in that
+        of donated sums.
+        """
         ...
 
     def scaled(self, leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
         """The leaves times a factor; in the same memory if that is donated."""
         ...
 
-    def emptied(
-        self,
-        folds: Sequence[LeafFold | None],
-        accumulators: Sequence[Reduced],
-        donate: bool,
-        in_use: Tree,
-    ) -> list[Reduced]:
-        """The accumulators of an empty window; in the same memory if that is donated and not in
-        use.
+    def emptied(self, window: Accumulation) -> list[Reduced]:
+        """The accumulators of an empty window like this one."""
+        ...
+
+    def check_gradients(self, leaves: Sequence[Array], window: Accumulation, replicas: Any) -> None:
+        """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+        replicas.
+        """
+        ...
+
+    # Over replicas, each of which folds a window of its own until an update.
+
+    def own_parts(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
+        """The parts of a state's window that belong to this replica; without replicas all, of
+        several states.
+
+        Raises FuncgaError if a part is missing, or is another replica's.
+        """
+        ...
+
+    def as_part(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
+        """A window as this replica's part of a state; without replicas the whole of all parts."""
+        ...
+
+    def merged(
+        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array, donate: bool
+    ) -> Accumulation:
+        """The window merged over all replicas, whose states have made so many `updates`; in the
+        same memory if that is donated.
+        """
+        ...
+
+    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+        """The context of a call that ends a window, in which other processes are told of an error;
+        None if `across` names none of this framework.
         """
         ...
 
 
 class Transforms(Protocol):
-    """What `multi_steps` needs of a framework: its conditional, and windows over replicas."""
+    """What `multi_steps` needs of a framework: its conditional, and the dtypes of an update."""
 
     def widened(
         self, params: Tree, copies: bool = False, donate: bool = False
@@ -324,44 +343,6 @@ class Transforms(Protocol):
         """The tree of arrays that `compute` returns, with NaN in place of each number."""
         ...
 
-    def check_gradients(
-        self,
-        leaves: Sequence[Array],
-        accumulators: Sequence[Reduced],
-        paths: Callable[[], list[str]],
-        replicas: Any,
-    ) -> None:
-        """Raises FuncgaError for gradients that cannot be added to these accumulators, or merged
-        over the replicas.
-        """
-        ...
-
-    # Over replicas, each of which folds a window of its own until an update.
-
-    def own_parts(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
-        """The parts of a state's window that belong to this replica; without replicas all, of
-        several states.
-
-        Raises FuncgaError if a part is missing, or is another replica's.
-        """
-        ...
-
-    def as_part(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
-        """A window as this replica's part of a state; without replicas the whole of all parts."""
-        ...
-
-    def merged(
-        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array
-    ) -> Accumulation:
-        """The window merged over all replicas, whose states have made so many `updates`."""
-        ...
-
-    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-        """The context of a call that ends a window, in which other processes are told of an error;
-        None if `across` names none of this framework.
-        """
-        ...
-
 
 class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
@@ -393,7 +374,7 @@ class Backend:
     gradients: Gradients
     loop: Loop
     replicas: Replicas
-    sums: Sums
+    states: States
     transforms: Transforms
     # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None

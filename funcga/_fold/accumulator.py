@@ -9,7 +9,7 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
 from funcga._backend.prefixes import check_initialised
 from funcga._exact import format_of
-from funcga._fold import Tally, check_narrow, check_weight, parts_of
+from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -39,11 +39,10 @@ LEAST_UNIT = 2.0**-124
 
 
 class Accumulation(NamedTuple):
-    """A window: an accumulator for each leaf, and how much has been folded.
+    """A window that is open: an accumulator for each leaf, and how much has been folded.
 
-    `Accumulator` and `multi_steps` work on their states in this form. Accumulators of means are
-    sums of w / unit * v. `rejected` counts the micro-batches that were dropped. `owned`: True if
-    nothing else shares the memory of the accumulators.
+    `Accumulator` and `multi_steps` open their states as one, and pack it again. Accumulators of
+    means are sums of w / unit * v. `rejected` counts the micro-batches that were dropped.
     """
 
     outputs: Outputs
@@ -51,7 +50,6 @@ class Accumulation(NamedTuple):
     tally: Tally
     unit: Scalar
     rejected: Scalar = 0
-    owned: bool = False
 
     @property
     def total(self) -> Scalar:
@@ -60,120 +58,100 @@ class Accumulation(NamedTuple):
         first, *rest = map(self.outputs.backend.arrays.scalar, self.tally.weight)
         return sum(rest, first)
 
-    def add(
-        self, leaves: Sequence[Array], weight: Scalar, donate: bool = False, fused: bool = True
-    ) -> "Accumulation":
-        """The window with one more micro-batch; in place if `donate`. Unless `fused`, products
-        are rounded before they are added: then the result is bitwise that of a merge with a
-        window of this micro-batch.
+    def counted(self, weight: Scalar, donate: bool = False) -> tuple["Accumulation", list[Scalar]]:
+        """The window with one more micro-batch in its tally and in the unit for it; and the weight
+        that each of its leaves is to be lifted with.
         """
-        outputs, sums, arrays = self.outputs, self.outputs.backend.sums, self.outputs.backend.arrays
-        before, is_empty, is_wide = self.total, False, len(self.tally.weight) == 1
+        arrays, before = self.outputs.backend.arrays, self.total
+        is_wide = len(self.tally.weight) == 1  # counted in 64 bits
         if isinstance(weight, int | float) and isinstance(before, float):
             # Added on the host if it sees them, as 0-d arrays are slow.
-            number, total, is_empty = weight, before + weight, not before
+            number, total = weight, before + weight
             tally = Tally(arrays.addends(total, is_wide), self.tally.steps + 1)
         else:
             one = Tally(arrays.addends(weight, is_wide), 1)
             tally = self.tally.merge(one)
             number, total = one.total, tally.total
-        unit = unit_of(total, arrays)
-        window, share = self.in_unit(unit, donate, is_empty), number / unit
-        weights = [share if fold is not None and fold.is_mean else weight for fold in outputs.folds]
-        if fused:
-            accumulators, owned = sums.add(
-                outputs.folds, window.accumulators, leaves, weights, donate or window.owned
-            )
-        else:
-            lifted = sums.lifted(outputs.folds, leaves, weights)
-            accumulators, owned = window._combined(lifted), False
-        return window._replace(accumulators=accumulators, tally=tally, owned=owned)
+        unit, known = unit_of(total, arrays), arrays.scalar(self.unit)
+        is_same = type(known) is type(unit) is float and known == unit  # the usual case
+        window, share = self if is_same else self.in_unit(unit, donate), number / unit
+        weights = [
+            share if fold is not None and fold.is_mean else weight for fold in self.outputs.folds
+        ]
+        return window._replace(tally=tally), weights
 
-    def in_unit(self, unit: Scalar, donate: bool = False, is_empty: bool = False) -> "Accumulation":
-        """The window in another unit, rescaled unless it `is_empty`; in place if `donate`."""
-        backend, folds = self.outputs.backend, self.outputs.folds
-        factor = backend.arrays.scalar(self.unit) / unit
+    def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
+        """The window in another unit; in place if `donate`."""
+        backend, largest_limb = self.outputs.backend, self.tally.weight[0]
+        factor, total = backend.arrays.scalar(self.unit) / unit, backend.arrays.scalar(largest_limb)
         if isinstance(factor, float):
             if factor == 1:
                 return self
             unit = backend.arrays.addends(unit, len(self.tally.weight) == 1)[0]
         accumulators = [*self.accumulators]
-        means = [
-            leaf_index
-            for leaf_index, fold in enumerate(folds)
-            if fold is not None and fold.is_mean and not is_empty
-        ]
-        scaled = backend.sums.scaled([accumulators[i] for i in means], factor, donate)
-        for leaf_index, accumulator in zip(means, scaled, strict=True):
-            accumulators[leaf_index] = accumulator
-        owned = len(means) == len(folds)
-        return self._replace(accumulators=accumulators, unit=unit, owned=owned)
+        # A sum of nothing is 0 in every unit.
+        if not isinstance(total, float) or total:
+            folds = enumerate(self.outputs.folds)
+            means = [leaf_index for leaf_index, fold in folds if fold is not None and fold.is_mean]
+            sums = [accumulators[leaf_index] for leaf_index in means]
+            scaled = backend.states.scaled(sums, factor, donate)
+            for leaf_index, accumulator in zip(means, scaled, strict=True):
+                accumulators[leaf_index] = accumulator
+        return self._replace(accumulators=accumulators, unit=unit)
 
     def merge(self, other: "Accumulation") -> "Accumulation":
         """The two windows merged; this one first, for folds that keep the order."""
-        tally = self.tally.merge(other.tally)
-        merged = self._replace(tally=tally, rejected=self.rejected + other.rejected)
+        rejected = self.rejected + other.rejected
+        merged = self._replace(tally=self.tally.merge(other.tally), rejected=rejected)
         unit = unit_of(merged.total, self.outputs.backend.arrays)
         first, second = self.in_unit(unit), other.in_unit(unit)
-        return merged._replace(
-            accumulators=first._combined(second.accumulators), unit=first.unit, owned=False
-        )
+        return merged._replace(accumulators=first.combined(second.accumulators), unit=first.unit)
 
-    def _combined(self, others: Sequence[Reduced]) -> list[Reduced]:
+    def combined(self, others: Sequence[Reduced]) -> list[Reduced]:
         """The accumulators combined with others. Raises FuncgaError if one would be broadcast."""
-        combined: list[Reduced] = [None] * len(others)
-        triples = zip(self.outputs.folds, self.accumulators, others, strict=True)
-        for leaf_index, (fold, first, second) in enumerate(triples):
-            if fold is None:
-                continue
-            if fold.axis is None:
-                self._check_shapes(leaf_index, first, second)
-            combined[leaf_index] = fold.combine(first, second)
+        combined = list[Reduced]()
+        for fold, first, second in zip(self.outputs.folds, self.accumulators, others, strict=True):
+            pairs = zip(parts_of(first), parts_of(second), strict=True)
+            if fold is not None and fold.axis is None and any(a.shape != b.shape for a, b in pairs):
+                describe = self.outputs.backend.arrays.describe
+                raise FuncgaError(
+                    f"{self.outputs.paths()[len(combined)]} is {describe(largest(second))}, and "
+                    f"the state was made for {describe(largest(first))}: the two cannot be "
+                    "combined. Make a state for each shape, or, if it has a row for each example, "
+                    "fold with funcga.concat()."
+                )
+            combined.append(None if fold is None else fold.combine(first, second))
         return combined
 
-    def _check_shapes(self, leaf_index: int, first: Reduced, second: Reduced) -> None:
-        describe = self.outputs.backend.arrays.describe
-        for before, added in zip(parts_of(first), parts_of(second), strict=True):
-            if before.shape != added.shape:
-                raise FuncgaError(
-                    f"{self.outputs.paths()[leaf_index]} is {describe(added)}, and the state was "
-                    f"made for {describe(before)}: the two cannot be combined. Make a state for "
-                    "each shape, or, if it has a row for each example, fold with funcga.concat()."
-                )
+    def finished(self, donate: bool = False, name: str = "output") -> list[Reduced]:
+        """The normalised leaves; in the memory of the sums if `donate`.
 
-    @property
-    def tallies(self) -> list[Tally]:
-        """The tally to normalise each leaf by: Python numbers if the host sees them, and the
-        weight of a mean in the unit of its sum.
+        Raises FuncgaError, which names the leaf in a tree of this name, if the host sees that a
+        result is lost.
         """
-        arrays, total = self.outputs.backend.arrays, self.total
+        outputs, total = self.outputs, self.total
+        if outputs.may_be_lost:
+            pairs = zip(outputs.folds, self.accumulators, strict=True)
+            for leaf_index, (fold, accumulator) in enumerate(pairs):
+                path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
+                if fold is not None:
+                    fold.check_known(accumulator, self.tally, path)
+        # A mean is divided by the weight in the unit of its sum.
+        arrays = outputs.backend.arrays
         steps, share = arrays.scalar(self.tally.steps), total / arrays.scalar(self.unit)
         whole, of_mean = Tally((total,), steps), Tally((share,), steps)
-        return [
-            of_mean if fold is not None and fold.is_mean else whole for fold in self.outputs.folds
-        ]
+        folds = outputs.folds
+        tallies = [of_mean if fold is not None and fold.is_mean else whole for fold in folds]
+        return outputs.backend.states.finish(self, tallies, donate)
 
-    def emptied(self, donate: bool = False, in_use: Tree = None) -> "Accumulation":
-        """The empty window; in the same memory if `donate`, unless arrays `in_use` share it."""
-        backend = self.outputs.backend
-        accumulators = backend.sums.emptied(self.outputs.folds, self.accumulators, donate, in_use)
-        return empty(self.outputs, accumulators)
-
-    def of_value(self) -> "Accumulation":
-        """The window of grad_fn's output, without what observers fold."""
-        return self._replace(
-            outputs=self.outputs.of_value, accumulators=self.accumulators[self.outputs.before :]
-        )
-
-    def check_known(self, name: str = "output") -> None:
-        """Raises FuncgaError if the host sees that a result is lost; it names the leaf, in a
-        tree of this name.
-        """
-        pairs = zip(self.outputs.folds, self.accumulators, strict=True)
-        for leaf_index, (fold, accumulator) in enumerate(pairs):
-            if fold is not None:
-                path = lambda leaf_index=leaf_index: self.outputs.paths(name)[leaf_index]
-                fold.check_known(accumulator, self.tally, path)
+    def restore(self, finished: Sequence[Reduced]) -> None:
+        """Multiplies back, to rounding, the sums that `finished` has divided in place."""
+        backend, total = self.outputs.backend, self.total
+        share = total / backend.arrays.scalar(self.unit)
+        triples = zip(self.outputs.folds, self.accumulators, finished, strict=True)
+        for fold, accumulator, result in triples:
+            if fold is not None and accumulator is result:
+                backend.states.scaled([result], share if fold.is_mean else total, donate=True)
 
     def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
         """Itself if the condition, a 0-d array, is true, else the other window."""
@@ -186,14 +164,9 @@ class Accumulation(NamedTuple):
             is_true = arrays.cast(condition, condition.dtype, chosen)
             return arrays.xp.where(is_true, chosen, otherwise)
 
-        (chosen, structure), (otherwise, _) = [
-            trees.flatten((tuple(window.accumulators), window.tally, window.unit, window.rejected))
-            for window in (self, other)
-        ]
-        accumulators, tally, unit, rejected = trees.unflatten(
-            structure, [*map(select, chosen, otherwise)]
-        )
-        return Accumulation(self.outputs, accumulators, tally, unit, rejected, owned=True)
+        (chosen, structure), (otherwise, _) = trees.flatten(self), trees.flatten(other)
+        window: Accumulation = trees.unflatten(structure, [*map(select, chosen, otherwise)])
+        return window
 
 
 def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
@@ -306,8 +279,13 @@ class Accumulator:
         weight = check_weight(weight, window.outputs.backend.arrays)
         if any(fold is not None and fold.is_narrow for fold in window.outputs.folds):
             check_narrow(weight)
-        leaves = window.outputs.leaves(value, "this update")
-        return _state_of(window.add(leaves, weight, fused=False), state.like)
+        outputs, leaves = window.outputs, window.outputs.leaves(value, "this update")
+        window, weights = window.counted(weight)
+        # Bit for bit a merge with the window of this value alone.
+        leaves = outputs.backend.states.detached(leaves)
+        triples = zip(outputs.folds, leaves, weights, strict=True)
+        lifted = [None if fold is None else fold.lift(*pair) for fold, *pair in triples]
+        return _state_of(window._replace(accumulators=window.combined(lifted)), state.like)
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
         """The state of what two states have folded: two halves of a window, or two replicas.
@@ -345,12 +323,7 @@ class Accumulator:
             {'w': tensor([1., 1.])}
         """
         window = self._window_of(state, backend_of([state], lambda: ["state"]))
-        window.check_known()
-        outputs, accumulators = window.outputs, window.accumulators
-        sums = outputs.backend.sums
-        return outputs.structure_of(
-            sums.finish(outputs.folds, accumulators, window.tallies, donate=False)
-        )
+        return window.outputs.structure_of(window.finished())
 
     def _window_of(self, state: AccumulatorState, backend: Backend) -> Accumulation:
         if not isinstance(state, AccumulatorState):

@@ -38,8 +38,6 @@ class Traits(NamedTuple):
 
     scales: bool = False
     """Whether gradients come multiplied by a loss scale, which it divides out."""
-    leaves_gradients: bool = False
-    """Whether no result, a state included, shares memory with the gradients."""
     takes_weight: bool = False
     """Whether it takes the weight of a window, `weight=`."""
 

@@ -215,7 +215,7 @@ def _run_unscaled(
 ) -> tuple[Tree, Tree]:
     """(result, state) of a step from unscaled gradients."""
     leaves, scale, extra = given
-    scale, scaled = step.backend.arrays.scalar(scale), step.backend.sums.scaled
+    scale, scaled = step.backend.arrays.scalar(scale), step.backend.states.scaled
     # In at least 32 bits.
     wide, _ = step.backend.transforms.widened(leaves)
     unscaled = scaled(wide, 1.0 / scale, step.owned)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +11,8 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import check_initialised
 from funcga._call import options_of
-from funcga._fold import LeafFold, check_narrow, check_weight, largest
+from funcga._fold import check_narrow, check_weight
 from funcga._fold.accumulator import Accumulation, empty
-from funcga._fold.outputs import Outputs
 from funcga._replicas import check_one_for_all, have_leaves, step_of
 from funcga._tools import load
 from funcga._transform import (
@@ -29,10 +28,8 @@ from funcga._transform.window import (
     Dropped,
     Folding,
     MultiStepsState,
-    Parts,
-    Window,
-    matched_grads,
-    matched_params,
+    matched,
+    packed,
     with_others,
 )
 from funcga._transform.window_size import (
@@ -92,8 +89,8 @@ class MultiSteps(Transform):
             >>> state = tx.accumulate(grads, state, weight=12)
         """
         update = self.update
-        window, replicas = update.window_of(state, _backend_of_state(state))
-        return update.add_microbatch(grads, window, state, weight, replicas, update.donate)[1]
+        window, replicas = update.opened(state, backend_of_state(state))
+        return update.add(grads, window, state, weight, replicas, update.donate)[1]
 
     def flush(
         self, state: MultiStepsState, params: Tree = None, **extra: Any
@@ -124,14 +121,13 @@ class MultiSteps(Transform):
         with update.telling():
             if extra:
                 _check_extra(extra)
-            backend = _backend_of_state(state)
-            window, replicas = update.window_of(state, backend)
-            arrays = backend.arrays
-            params, leaves = matched_params(
-                params, window if update.folding.observers is None else window.of_value()
-            )
-            offered = arrays.scalar(state.offered)
-            is_known = not arrays.is_array(offered)
+            backend = backend_of_state(state)
+            window, replicas = update.opened(state, backend)
+            leaves: list[Array] = []
+            if params is not None:
+                params, leaves = matched("params", params, window)
+            offered = backend.arrays.scalar(state.offered)
+            is_known = not backend.arrays.is_array(offered)
             if is_known and replicas is None and offered == 0:
                 raise FuncgaError(
                     "the window is empty: nothing was accumulated since the last update, so there "
@@ -141,7 +137,7 @@ class MultiSteps(Transform):
             # decides in the program. With replicas the others may have something.
             has_any = is_known or offered > 0
             step = Step(update.tx, backend, update.donate)
-            return update.end_window(step, leaves, step.owned, has_any, state, params, extra)
+            return update.end(step, leaves, step.owned, has_any, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -156,7 +152,7 @@ class MultiSteps(Transform):
             >>> bool(tx.has_updated(state))
             True
         """
-        return _backend_of_state(state).arrays.scalar(state.updated)
+        return backend_of_state(state).arrays.scalar(state.updated)
 
     def merge(self, states: Sequence[MultiStepsState], *, replicas: int = 1) -> MultiStepsState:
         """One state of what all replicas hold, to be saved: each can go on from it, whatever their
@@ -196,7 +192,7 @@ class MultiSteps(Transform):
             raise FuncgaError(
                 "there are no states to merge. Give those of all replicas: tx.merge(states)."
             )
-        backend, first = _backend_of_state(states[0]), states[0]
+        backend, first = backend_of_state(states[0]), states[0]
         updates = [int(state.updates) for state in states]
         if len({*updates}) > 1:
             raise FuncgaError(
@@ -206,17 +202,16 @@ class MultiSteps(Transform):
             )
         if backend.replicas.names_leaves(update.across):
             raise _of_different_experts()
+        parts = backend.states.own_parts([state.window for state in states], None)
+        opened = [update.folding.opened(part, backend) for part in parts]
+        whole = reduce(Accumulation.merge, opened)
         # One replica gets the whole window, the others empty ones: the sum is the same.
-        parts = backend.transforms.own_parts([state.window for state in states], None)
-        whole = reduce(
-            Accumulation.merge, [update.accumulation_of(part, backend) for part in parts]
-        )
-        nothing = _as_window(whole.emptied(), None)
-        windows = [_as_window(whole, None), *[nothing] * (replicas - 1)]
+        nothing = packed(empty(whole.outputs, backend.states.emptied(whole)))
+        windows = [packed(whole), *[nothing] * (replicas - 1)]
         # In a window that some replica has added to, all may flush.
         latest = max(states, key=lambda state: int(state.offered))
         return first._replace(
-            window=backend.transforms.as_part(windows, None, is_empty=False),
+            window=backend.states.as_part(windows, None, is_empty=False),
             offered=latest.offered,
             updated=latest.updated,
         )
@@ -353,18 +348,19 @@ class MultiStepsUpdate(UpdateFunction):
                 f"params are of type {type(params).__name__}: a transform takes a tree of arrays. "
                 "Give a module's by name: tx.init(torch_backend.trainable(module))."
             )
-        backend = _backend_of(params, "params")
+        backend = _backend_of(params)
         self._check_params(params, backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        leaves, structure = backend.trees.flatten(self.folding.with_placeholders(wide, backend))
-        outputs = self.folding.bound(leaves, structure, backend)
-        nothing, zero = empty(outputs, outputs.identities(leaves)), partial(arrays.integer, 0)
-        replicas = None if self.across is None else self._replicas(backend)
-        window = _as_window(nothing, replicas, is_empty=True)
-        dropped, observed = Dropped(zero(), zero()), self.folding.nan_observation(nothing)
+        nothing, zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
         return MultiStepsState(
-            self.tx.init(wide), window, zero(), zero(), arrays.as_array(False), dropped, observed
+            self.tx.init(wide),
+            packed(nothing, self._replicas(backend), is_empty=True),
+            zero(),
+            zero(),
+            arrays.as_array(False),
+            Dropped(zero(), zero()),
+            self.folding.nothing_observed(nothing),
         )
 
     def _check_params(self, params: Tree, backend: Backend) -> None:
@@ -404,6 +400,8 @@ class MultiStepsUpdate(UpdateFunction):
         """
         return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
 
+    # -- the gate
+
     def stepped(
         self,
         owned: bool,
@@ -416,60 +414,40 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state) with one more micro-batch: zeros, or unchanged params, unless it fills
         the window.
         """
-        backend = _backend_of_state(state)
-        target = self.n if type(self.n) is int else target_of(self.n, state.updates, backend.arrays)
-        with self.telling() if self._ends(state, target, backend) else nullcontext():
-            return self._stepped(target, owned, into, grads, state, params, {**extra})
+        extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
+        weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
+        target = n if type(n) is int else target_of(n, state.updates, arrays)
+        # Replicas are sure to merge where n counts calls. A TargetWeight does not tell before they
+        # have added up their weights.
+        ends = self.across is not None and not isinstance(n, TargetWeight)
+        ends = ends and is_full(n, target, state.offered + 1, float, arrays) is True
+        with self.telling() if ends else nullcontext():
+            if extra:
+                _check_extra(extra)
+            before, replicas = self.opened(state, backend)
+            param_leaves: list[Array] = []
+            trained, like = params, grads
+            if params is not None:
+                trained, param_leaves = matched("params", params, before)
+                like = trained
+            # All checks come first, so that the state is intact after an error.
+            window, state = self.add(grads, before, state, weight, replicas, owned)
+            if type(n) is int:  # the usual case
+                full = state.offered >= n
+            else:
+                total = partial(_total_weight, window, replicas)
+                full = is_full(n, target, state.offered, total, arrays)
+            # Sums that this call has made may be written to when the window ends.
+            pairs = zip(before.accumulators, window.accumulators, strict=True)
+            is_new = full is not False and not any(old is new is not None for old, new in pairs)
+            # A Python branch if the host sees the predicate, else a conditional of the program.
+            step = Step(self.tx, backend, owned, into)
+            end = partial(self.end, step, param_leaves, owned or is_new, True)
+            result, state, _ = step.when(full, end, state, trained, extra, like, views=owned)
+            is_part = into is not None and trained is not params
+            return with_others(result, params, backend) if is_part else result, state
 
-    def _ends(self, state: MultiStepsState, target: Scalar, backend: Backend) -> bool:
-        """Whether replicas are sure to merge in the next call, in which their windows get full. A
-        TargetWeight does not tell before they have added up their weights.
-        """
-        if self.across is None or isinstance(self.n, TargetWeight):
-            return False
-        return is_full(self.n, target, state.offered + 1, float, backend.arrays) is True
-
-    def _stepped(
-        self,
-        target: Scalar,
-        owned: bool,
-        into: bool | None,
-        grads: Tree,
-        state: MultiStepsState,
-        params: Tree,
-        extra: dict[str, Any],
-    ) -> tuple[Tree, MultiStepsState]:
-        """`stepped`, with a window that is full at this target."""
-        weight = extra.pop("weight", 1)
-        backend, owned = _backend_of_state(state), owned or self.donate
-        if extra:
-            _check_extra(extra)
-        window, replicas = self.window_of(state, backend)
-        trained, leaves = matched_params(
-            params, window if self.folding.observers is None else window.of_value()
-        )
-        # All checks come first, so that the state is intact after an error.
-        window, state = self.add_microbatch(grads, window, state, weight, replicas, owned)
-        # The usual case: n is a number.
-        if type(self.n) is int:
-            full = state.offered >= target
-        else:
-            full = is_full(
-                self.n,
-                target,
-                state.offered,
-                partial(_total_weight, window, replicas),
-                backend.arrays,
-            )
-        # A Python branch if the host sees the predicate, else a conditional of the program.
-        step = Step(self.tx, backend, owned, into)
-        end_window = partial(self.end_window, step, leaves, owned or window.owned, True)
-        like = grads if trained is None else trained
-        result, state, _ = step.when(full, end_window, state, trained, extra, like, views=owned)
-        is_part = into is not None and trained is not params
-        return with_others(result, params, backend) if is_part else result, state
-
-    def add_microbatch(
+    def add(
         self,
         grads: Tree,
         window: Accumulation,
@@ -479,38 +457,42 @@ class MultiStepsUpdate(UpdateFunction):
         owned: bool,
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
-        backend, observers = window.outputs.backend, self.folding.observers
-        of_value = window if observers is None else window.of_value()
-        leaves = matched_grads(grads, of_value)
-        paths = partial(of_value.outputs.paths, "grads")
-        backend.transforms.check_gradients(leaves, of_value.accumulators, paths, replicas)
-        weight = _checked_weight(weight, window, replicas)
-        keep, dropped = (
-            self.dropping is None or self.dropping.is_kept(grads, leaves, backend),
-            state.dropped,
-        )
-        after = window
+        backend, arrays = window.outputs.backend, window.outputs.backend.arrays
+        _, leaves = matched("grads", grads, window)
+        backend.states.check_gradients(leaves, window, replicas)
+        if not isinstance(weight, int | float) or weight != 1:
+            weight = _checked_weight(weight, window, replicas)
+        keep, dropped, after = True, state.dropped, window
+        if self.dropping is not None:
+            keep = self.dropping.is_kept(grads, leaves, backend)
+        # If the host does not see whether to keep it, both windows are needed: not in place.
         if keep is not False:
-            # If the host does not see whether to keep it, both windows are needed, so not in
-            # place.
-            if observers is not None:
-                value = of_value.outputs.structure_of(leaves)
-                leaves = [*self.folding.readings.measured(value, weight)[0], *leaves]
-            after = window.add(leaves, weight, owned and keep is True)
+            if self.folding.observers is not None:
+                leaves = [*self.folding.measured(leaves, window, weight), *leaves]
+            steps = arrays.scalar(window.tally.steps)
+            has_begun = isinstance(steps, int) and steps > 0  # else sums may have no memory yet
+            in_place = owned and keep is True and has_begun
+            after, weights = window.counted(weight, in_place)
+            if after.unit is not window.unit:  # what was rescaled has memory of its own
+                pairs = zip(window.accumulators, after.accumulators, strict=True)
+                in_place = in_place or not any(old is new is not None for old, new in pairs)
+            sums = backend.states.add(after, leaves, weights, in_place)
+            after = after._replace(accumulators=sums)
         if keep is not True:
             without = window._replace(rejected=window.rejected + 1)
             after = without if keep is False else after.where(keep, without)
             # With replicas the counts are summed at the end of the window.
             if replicas is None:
-                dropped = dropped._replace(
-                    microbatches=dropped.microbatches + (after.rejected - window.rejected)
-                )
-        offered, flag = state.offered + 1, backend.arrays.as_array(False)
+                more = dropped.microbatches + (after.rejected - window.rejected)
+                dropped = dropped._replace(microbatches=more)
         return after, state._replace(
-            window=_as_window(after, replicas), offered=offered, updated=flag, dropped=dropped
+            window=packed(after, replicas),
+            offered=state.offered + 1,
+            updated=arrays.as_array(False),
+            dropped=dropped,
         )
 
-    def end_window(
+    def end(
         self,
         step: Step,
         param_leaves: Sequence[Array],
@@ -526,91 +508,72 @@ class MultiStepsUpdate(UpdateFunction):
         param_leaves: for their dtypes. owned: whether the accumulators may be written to.
         has_any: whether the window has a micro-batch.
         """
+        arrays, memory = step.backend.arrays, self.folding.memory
+        window, replicas = self.opened(state, step.backend)
         # Merged first, as only the whole window shows whether there is an update.
-        window, replicas = self.window_of(state, step.backend)
-        arrays, sums, merged = step.backend.arrays, step.backend.sums, window
+        merged = window
         if replicas is not None:
-            merged = self.folding.merged(window, replicas, state.updates)
+            merged = step.backend.states.merged(window, replicas, memory, state.updates, owned)
             _check_not_empty(merged, arrays)
         keep, dropped = has_any, state.dropped
         if self.dropping is not None:
-            keep, dropped = self.dropping.at_the_end(
-                dropped, arrays.scalar(merged.tally.steps), merged.rejected, replicas, arrays
-            )
+            steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
+            keep, dropped = self.dropping.at_the_end(dropped, steps, rejected, replicas, arrays)
         # Normalised, and passed to the wrapped transform.
-        if merged.outputs.may_be_lost:
-            merged.check_known("grads")
-        folds = _result_folds(merged.outputs, param_leaves)
-        accumulators, tallies = merged.accumulators, merged.tallies
-        gradients = sums.finish(folds, accumulators, tallies, owned or replicas is not None)
-        whole = window.outputs.structure_of(gradients)
-        like = whole if self.folding.observers is None else whole[1]
-        run, carried = partial(self._run, step), (state.inner, state.observed)
-        given = whole, {**extra, "weight": merged.total} if self.inner.takes_weight else extra
+        finished = merged.finished(owned or replicas is not None, "grads")
+        gradients, folds, before = [*finished], window.outputs.folds, window.outputs.before
+        for index, param in enumerate(param_leaves, before):
+            fold, dtype = folds[index], getattr(param, "dtype", None)
+            if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
+                continue
+            wide = arrays.accumulator_dtype(dtype)  # as the wrapped transform sees the param
+            gradients[index] = arrays.cast(gradients[index], wide)
+        value = step.backend.trees.unflatten(window.outputs.structure, gradients)
+        if self.inner.takes_weight:
+            extra = {**extra, "weight": merged.total}
+
+        def run(carried: tuple[Tree, Tree], params: Tree, given: Any) -> tuple[Tree, Any]:
+            """(result, (inner, observed)) of the wrapped transform."""
+            (inner, observed), (grads, extra) = carried, given
+            if self.folding.observers is not None:
+                observed, grads = self.folding.observed(grads, inner), grads[1]
+            result, inner = step.run(inner, params, (grads, extra))
+            return result, (inner, observed)
+
+        like = value if self.folding.observers is None else value[1]
+        carried, given = (state.inner, state.observed), (value, extra)
         try:
-            result, (inner, observed), updated = step.when(keep, run, carried, params, given, like)
+            result, carried, updated = step.when(keep, run, carried, params, given, like)
         except Exception:
-            self.folding.memory.failed = True  # other replicas may have made this update
-            # Donated sums were divided in place: restored, up to rounding.
+            memory.failed = True  # other replicas may have made this update
             if step.owned and replicas is None:
-                for total, gradient, tally in zip(accumulators, gradients, tallies, strict=True):
-                    if total is gradient is not None:
-                        sums.scaled([total], tally.total, donate=True)
+                merged.restore(finished)
             raise
-        # The next window reuses the memory, unless the result or the state of the transform
-        # shares it.
-        in_use = (
-            (observed,)
-            if updated is True and self.inner.leaves_gradients
-            else (result, inner, observed)
-        )
-        return result, MultiStepsState(
-            inner,
-            _as_window(window.emptied(owned, in_use), replicas, is_empty=True),
-            arrays.integer(0),
-            state.updates + arrays.integer(updated),
-            arrays.as_array(updated),
-            dropped,
-            observed,
-        )
+        sums = step.backend.states.emptied(window)
+        nothing = packed(empty(window.outputs, sums), replicas, is_empty=True)
+        updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
+        zero, (inner, observed) = arrays.integer(0), carried
+        return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 
-    def _run(
-        self,
-        step: Step,
-        carried: tuple[Tree, Tree],
-        params: Tree,
-        given: tuple[Tree, dict[str, Any]],
-    ) -> tuple[Tree, tuple[Tree, Tree]]:
-        """(result, (inner, observed)) of the wrapped transform; `given` is (gradients of the
-        window, further arguments).
-        """
-        (inner, observed), (grads, extra) = carried, given
-        if self.folding.observers is not None:
-            observed, grads = self.folding.observed(grads, inner), grads[1]
-        result, inner = step.run(inner, params, (grads, extra))
-        return result, (inner, observed)
+    # -- windows over replicas
 
-    def window_of(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
+    def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
         """(the window of a state, of this replica; the replicas)."""
         window = state.window
-        replicas: Any = None if self.across is None else self._replicas(backend)
+        replicas = None if self.across is None else self._replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
-            return self.accumulation_of(window, backend), replicas
-        parts = [
-            self.accumulation_of(part, backend)
-            for part in backend.transforms.own_parts([window], replicas)
-        ]
+            return self.folding.opened(window, backend), None
+        own = backend.states.own_parts([window], replicas)
+        parts = [self.folding.opened(part, backend) for part in own]
         if len(parts) > 1 and have_leaves(replicas):
             raise _of_different_experts()
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
-        mine = (
-            reduce(Accumulation.merge, parts)
-            if parts
-            else self.accumulation_of(window, backend).emptied()
-        )
-        return mine, replicas
+        if not parts:
+            whole = self.folding.opened(window, backend)
+            return empty(whole.outputs, backend.states.emptied(whole)), replicas
+        return reduce(Accumulation.merge, parts), replicas
 
     def telling(self) -> AbstractContextManager[object]:
         """The context of a call that ends a window, in which other processes, which wait for its
@@ -619,14 +582,13 @@ class MultiStepsUpdate(UpdateFunction):
         if self.across is None:
             return nullcontext()
         told = (
-            backend.transforms.telling(self.across, self.folding.memory)
-            for backend in load_imported()
+            backend.states.telling(self.across, self.folding.memory) for backend in load_imported()
         )
         return next((context for context in told if context is not None), nullcontext())
 
     def _replicas(self, backend: Backend) -> Any:
-        """The replicas of `across=`."""
-        replicas = backend.replicas.replicas_of(self.across)
+        """The replicas of `across=`, if it was given."""
+        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
         if self.folding.observers is not None or self.dropping is not None:
             check_one_for_all(
                 replicas,
@@ -635,28 +597,6 @@ class MultiStepsUpdate(UpdateFunction):
                 "Leave them out.",
             )
         return replicas
-
-    def accumulation_of(self, window: Window, backend: Backend) -> Accumulation:
-        """The Accumulation of a window in a state."""
-        leaves, structure = backend.trees.flatten(
-            window.accumulated, lambda node: type(node) is Parts
-        )
-        accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
-        likes = [largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators]
-        outputs = self.folding.bound(likes, structure, backend)
-        return Accumulation(outputs, accumulators, window.tally, window.unit, window.rejected)
-
-
-def _as_window(window: Accumulation, replicas: Any, is_empty: bool = False) -> Window:
-    """The Window of a state; `is_empty` if nothing is folded."""
-    leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
-    structured = window.outputs.structure_of(leaves)
-    stored = Window(structured, window.tally, window.rejected, unit=window.unit)
-    return (
-        stored
-        if replicas is None
-        else window.outputs.backend.transforms.as_part([stored], replicas, is_empty)
-    )
 
 
 def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
@@ -674,8 +614,6 @@ def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scal
     """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
     be counted.
     """
-    if isinstance(weight, int | float) and weight == 1:
-        return 1
     if have_leaves(replicas) and any(fold.weighs for fold in window.outputs.reduced_folds):
         raise FuncgaError(
             f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
@@ -706,26 +644,6 @@ def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
     )
 
 
-def _result_folds(outputs: Outputs, param_leaves: Sequence[Array]) -> Sequence[LeafFold | None]:
-    """The folds of the gradients, with results in the dtypes of the params that the wrapped
-    transform gets.
-    """
-    results = [*outputs.folds]
-    for leaf_index, param in enumerate(param_leaves, outputs.before):
-        fold, dtype = results[leaf_index], getattr(param, "dtype", None)
-        if (
-            fold is None
-            or dtype is None
-            or dtype == fold.result_dtype
-            or fold.fold.normalizer.dtype is not None
-        ):
-            continue
-        results[leaf_index] = replace(
-            fold, result_dtype=outputs.backend.arrays.accumulator_dtype(dtype)
-        )
-    return results
-
-
 def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
@@ -737,7 +655,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
         )
 
 
-def _backend_of_state(state: MultiStepsState) -> Backend:
+def backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, by one of its leaves."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
@@ -746,17 +664,17 @@ def _backend_of_state(state: MultiStepsState) -> Backend:
             "tx.update(grads, state, params); of an optax.chain, the part of its state that is "
             "this transform's: state[0]."
         )
-    return _backend_of(state.offered, "state")
+    return backend_of([state.offered], lambda: ["state"])
 
 
-def _backend_of(tree: Tree, name: str) -> Backend:
-    """The backend that owns a tree; without arrays, as tools of optax call a transform, that of
+def _backend_of(params: Tree) -> Backend:
+    """The backend that owns params; without arrays, as tools of optax call a transform, that of
     optax.
     """
     try:
-        return backend_of([tree], lambda: [name])
+        return backend_of([params], lambda: ["params"])
     except FuncgaError:
         for backend in load_imported():
-            if backend.optimizers is not None and not backend.trees.flatten(tree)[0]:
+            if backend.optimizers is not None and not backend.trees.flatten(params)[0]:
                 return backend
         raise

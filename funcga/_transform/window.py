@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from funcga._backend import Backend
+from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, leaf_paths
 from funcga._call import Memory
 from funcga._fold import Tally, largest, parts_of
-from funcga._fold.accumulator import Accumulation
+from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Step
 from funcga._tools import load
 from funcga._transform.loss_scale import LossScaledState
-from funcga._types import Array, Scalar, Structure, Tree
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import FoldTree, sum
+from funcga.folds import FoldTree
 
 
 class Window(NamedTuple):
@@ -98,11 +98,7 @@ class MultiStepsState(NamedTuple):
 
 
 class Folding:
-    """The fold of gradients, and its cached Outputs. `step` is for replicas. With observers the
-    folded value is (what they fold, gradients).
-    """
-
-    readings: Any  # those of the tool, for gradients like the last ones
+    """The fold of gradients. With observers the folded value is (what they fold, gradients)."""
 
     def __init__(
         self,
@@ -120,144 +116,164 @@ class Folding:
                 "dropped it counts anyway: read state.dropped. Observe what is summed, as "
                 "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
+        # The memory is for merges over replicas.
         self.fold, self.memory, self.observers = fold, Memory(step, options), observers
-        # Of the last call: the types of its gradients, their Outputs, and those of (rejected,
-        # gradients).
-        self.last: tuple[list[object], Outputs, Outputs] | None = None
+        # Of the last call: the types of its gradients, their Outputs, and how they are observed.
+        self.last: tuple[list[object], Outputs, Any] | None = None
 
     def __reduce__(self) -> Any:
-        """Pickled without caches."""
+        """Pickled without what was cached."""
         return Folding, (self.fold, self.memory.step, self.observers, self.memory.options)
 
-    def bound(self, leaves: Sequence[Array], structure: Structure, backend: Backend) -> Outputs:
-        """The Outputs of a window with accumulators, or gradients, like these leaves. Raises
-        FuncgaError for folds that do not fit.
-        """
-        kinds = [
-            backend,
-            structure,
-            *[None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves],
+    def empty(self, params: Tree, backend: Backend) -> Accumulation:
+        """The empty window for gradients like these params."""
+        value = params
+        if self.observers is not None:
+            arrays = filter(backend.arrays.is_array, backend.trees.flatten(params)[0])
+            like = next(arrays, backend.arrays.as_array(0.0))
+            value = self._readings(params, backend).placeholders(like), params
+        leaves, structure = backend.trees.flatten(value)
+        outputs = self._bind([backend, structure], leaves)
+        return empty(outputs, outputs.identities(leaves))
+
+    def opened(self, window: Window, backend: Backend) -> Accumulation:
+        """The Accumulation of a window in a state."""
+        leaves, structure = backend.trees.flatten(
+            window.accumulated, lambda node: type(node) is Parts
+        )
+        accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
+        likes: list[Array] = [
+            largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators
         ]
-        if self.last is not None and self.last[0] == kinds:
-            return self.last[1]
-        grads = self.gradients_in(backend.trees.unflatten(structure, list(leaves)))
-        outputs, _ = bind_outputs(self.fold, grads, backend, name="params")
-        for leaf_index, fold in enumerate(outputs.folds):
+        types = [None if like is None else (like.dtype, like.shape) for like in likes]
+        key, last = [backend, structure, *types], self.last
+        outputs = last[1] if last is not None and last[0] == key else self._bind(key, likes)
+        return Accumulation(outputs, accumulators, window.tally, window.unit, window.rejected)
+
+    def _bind(self, key: list[Any], likes: Sequence[Array]) -> Outputs:
+        """The Outputs of a window with accumulators like these, kept for the next call. Its key
+        begins with a backend and a structure. FuncgaError for folds that do not fit.
+        """
+        backend, structure, *_ = key
+        value, fold = backend.trees.unflatten(structure, [*likes]), self.fold
+        before, readings = 0, None
+        if self.observers is not None:
+            fold, before = (self.observers.folds, fold), len(value[0])
+            readings = self._readings(value[1], backend)
+        outputs = replace(bind_outputs(fold, value, backend, name="params")[0], before=before)
+        for leaf_index, leaf_fold in enumerate(outputs.folds):
             # A state cannot grow with every call.
-            if fold is not None and fold.axis is not None:
+            if leaf_fold is not None and leaf_fold.axis is not None:
                 raise FuncgaError(
                     f"the fold of {outputs.paths('params')[leaf_index]} collects rows, and "
                     "gradients are to become one gradient. Fold them with funcga.mean(), "
                     "funcga.per_weight() or funcga.sum()."
                 )
-        folds, value = self.fold, self.with_placeholders(grads, backend)
-        if self.observers is not None:
-            folds = self.observers.folds, self.fold
-            outputs = replace(
-                bind_outputs(folds, value, backend, name="params")[0], before=len(value[0])
-            )
-        counted, _ = bind_outputs((sum(), folds), (backend.arrays.integer(0), value), backend)
-        self.last = kinds, outputs, replace(counted, before=1)
+        self.last = key, outputs, readings
         return outputs
-
-    def merged(self, window: Accumulation, replicas: Any, updates: Array) -> Accumulation:
-        """The window of all replicas, whose states have made so many `updates`. The rejected
-        micro-batches are summed as one more leaf.
-        """
-        # So that the count needs no collective of its own.
-        assert self.last is not None
-        counted = window._replace(
-            outputs=self.last[2], accumulators=[window.rejected, *window.accumulators]
-        )
-        merged: Accumulation = window.outputs.backend.transforms.merged(
-            counted, replicas, self.memory, updates
-        )
-        rejected, *accumulators = merged.accumulators
-        return merged._replace(outputs=window.outputs, accumulators=accumulators, rejected=rejected)
 
     # --- observers
 
-    def with_placeholders(self, grads: Tree, backend: Backend) -> Tree:
-        """The value that a window folds, for gradients like these: with observers, placeholders
-        and gradients.
-        """
-        if self.observers is None:
-            return grads
+    def _readings(self, grads: Tree, backend: Backend) -> Any:
+        """How gradients like these are observed."""
+        assert self.observers is not None
         leaves, structure = backend.trees.flatten(grads)
         numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
-        self.readings = load("observe.readings", "observe=").Readings(
-            self.observers, self.fold, grads, numbered, backend
-        )
-        like = next(
-            (leaf for leaf in leaves if backend.arrays.is_array(leaf)), backend.arrays.as_array(0.0)
-        )
-        return self.readings.placeholders(like), grads
+        readings = load("observe.readings", "observe=").Readings
+        return readings(self.observers, self.fold, grads, numbered, backend)
 
-    def gradients_in(self, value: Tree) -> Tree:
-        """The gradients in a folded value."""
-        return value if self.observers is None else value[1]
+    def measured(self, grads: Sequence[Array], window: Accumulation, weight: Scalar) -> list[Array]:
+        """What observers fold of a micro-batch."""
+        assert self.last is not None
+        assert self.last[2] is not None
+        measures, _ = self.last[2].measured(window.outputs.of_value.structure_of(grads), weight)
+        return [*measures]
 
     def observed(self, value: Tree, inner: Tree = None) -> Tree:
         """The observation of a finished window; `inner` is the state of the wrapped transform."""
+        assert self.last is not None
+        assert self.last[2] is not None
         # A loss scale is in the state of loss_scaled, alone or first in a chain.
         while type(inner) is tuple and inner:
             inner = inner[0]
-        folded, grads = value
-        return self.readings.observation(
-            folded, grads, inner.scale if isinstance(inner, LossScaledState) else 1.0
-        )
+        scale = inner.scale if isinstance(inner, LossScaledState) else 1.0
+        return self.last[2].observation(value[0], value[1], scale)
 
-    def nan_observation(self, empty: Accumulation) -> Tree:
-        """The observation before the first update: NaN, in the structure and dtypes of later
-        ones.
+    def nothing_observed(self, empty: Accumulation) -> Tree:
+        """What is observed before the first update: NaN, in the structure and dtypes of later
+        observations.
         """
         if self.observers is None:
             return ()
-        outputs, backend = empty.outputs, empty.outputs.backend
-
-        def of_nothing() -> Tree:
-            folded = backend.sums.finish(outputs.folds, empty.accumulators, empty.tallies, False)
-            return self.observed(outputs.structure_of(folded))
-
-        return backend.transforms.unknown(of_nothing)
+        outputs = empty.outputs
+        of_nothing = lambda: self.observed(outputs.structure_of(empty.finished()))
+        return outputs.backend.transforms.unknown(of_nothing)
 
 
-def matched_grads(grads: Tree, window: Accumulation) -> list[Array]:
-    """The leaves of the gradients, in the order of their accumulators.
+def packed(window: Accumulation, replicas: Any = None, is_empty: bool = False) -> Window:
+    """The window as it is in a state, with replicas as the part of this one; `is_empty` if nothing
+    is folded.
+    """
+    structure, backend = window.outputs.structure, window.outputs.backend
+    leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in window.accumulators]
+    tree = backend.trees.unflatten(structure, leaves)
+    whole = Window(tree, window.tally, window.rejected, unit=window.unit)
+    if replicas is None:
+        return whole
+    return backend.states.as_part([whole], replicas, is_empty)  # type: ignore[no-any-return]
+
+
+# -- what is given at a call, matched with the accumulators
+
+
+def matched(name: str, tree: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
+    """The "grads", or the "params" that the state was made for, and their leaves in the order of
+    their accumulators. In a larger tree of params, such as a whole module, None takes the place of
+    every other leaf.
 
     Raises FuncgaError, which names the leaves, if the structure, a shape or a kind of dtype
     differs.
     """
-    try:
-        leaves = window.outputs.in_order(grads, "grads")
-    except PathError as error:
-        raise _restructured("gradients", error) from None
-    _check_leaves("grads", leaves, window)
-    return leaves
-
-
-def matched_params(params: Tree, window: Accumulation) -> tuple[Tree, list[Array]]:
-    """The params that the state was made for, and their leaves, in the order of the accumulators.
-
-    In a larger tree, such as a whole module, None takes the place of every other leaf. Raises
-    FuncgaError if params have another structure or shapes.
-    """
-    outputs, trees = window.outputs, window.outputs.backend.trees
-    if params is None:
-        return params, [None] * len(window.accumulators)
-    leaves, structure = trees.flatten(params)
+    outputs, trees = window.outputs.of_value, window.outputs.backend.trees
+    leaves, structure = trees.flatten(tree)
     if structure != outputs.structure:
-        paths, trained = leaf_paths(params, trees, "params"), {*outputs.paths("params")}
-        matched = [
-            leaf if path in trained else None for path, leaf in zip(paths, leaves, strict=True)
-        ]
-        params = trees.unflatten(structure, matched)
+        if name == "params":
+            trained = {*outputs.paths(name)}
+            pairs = zip(leaf_paths(tree, trees, name), leaves, strict=True)
+            kept = [leaf if path in trained else None for path, leaf in pairs]
+            tree = trees.unflatten(structure, kept)
         try:
-            leaves = outputs.in_order(params, "params")
+            leaves = outputs.in_order(tree, name)
         except PathError as error:
-            raise _restructured("params", error) from None
-    _check_leaves("params", leaves, window)
-    return params, leaves
+            raise _restructured(name, error) from None
+    accumulators = window.accumulators[window.outputs.before :]
+    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
+        # The usual case: an array of the same type.
+        if type(leaf) is type(accumulator) and (
+            leaf is None or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
+        ):
+            continue
+        if not _fits(name, leaf, accumulator, outputs.backend.arrays):
+            describe = outputs.backend.arrays.describe
+            before = describe(None if accumulator is None else largest(accumulator))
+            raise FuncgaError(
+                f"{outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made "
+                f"for params where it is {before}: the two cannot be combined. Give what belongs "
+                "to these params; or make a state for the new ones: state = tx.init(params)."
+            )
+    return tree, leaves
+
+
+def _fits(name: str, leaf: object, accumulator: Reduced, arrays: Arrays) -> bool:
+    """Whether a leaf of grads or params belongs to an accumulator."""
+    if accumulator is None or not arrays.is_array(leaf):
+        is_number = isinstance(leaf, int | float | complex)
+        return name == "params" and (accumulator is None or is_number)
+    array: Array = leaf
+    held = parts_of(accumulator)
+    is_same_kind = arrays.kind(array.dtype) == arrays.kind(held[0].dtype)
+    has_shape = any(part.shape == array.shape for part in held)
+    return has_shape and (name == "params" or is_same_kind)
 
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
@@ -270,37 +286,15 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
     return trees.unflatten(structure, kept)
 
 
-def _check_leaves(name: str, leaves: Sequence[Array], window: Accumulation) -> None:
-    """Raises FuncgaError if a leaf differs from its accumulator in shape, or a gradient in kind
-    of dtype.
-    """
-    arrays, are_grads = window.outputs.backend.arrays, name == "grads"
-    for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, window.accumulators, strict=True)):
-        # The usual case: the types are equal.
-        if type(leaf) is type(accumulator) and (leaf is None or leaf.dtype == accumulator.dtype):
-            fits = leaf is None or leaf.shape == accumulator.shape
-        elif accumulator is None or not arrays.is_array(leaf):
-            fits = not are_grads and (
-                accumulator is None or isinstance(leaf, int | float | complex)
-            )
-        else:
-            held = parts_of(accumulator)
-            fits = any(part.shape == leaf.shape for part in held)
-            fits = fits and not (
-                are_grads and arrays.kind(leaf.dtype) != arrays.kind(held[0].dtype)
-            )
-        if not fits:
-            raise _unfit(name, leaf_index, leaf, window)
-
-
-def _restructured(what: str, error: PathError) -> FuncgaError:
-    if what == "gradients" and all(f"`grads.{part}" in str(error) for part in ("fast", "slow")):
+def _restructured(name: str, error: PathError) -> FuncgaError:
+    if name == "grads" and all(f"`grads.{part}" in str(error) for part in ("fast", "slow")):
         return FuncgaError(
             "the state was made for params.fast and params.slow, as optax.lookahead has them, and "
             "its gradients are those of params.fast alone. Let lookahead be outside, and count "
             "micro-batches: optax.lookahead(funcga.multi_steps(tx, n), n * sync_period, "
             "slow_step_size)."
         )
+    what = "gradients" if name == "grads" else name
     return FuncgaError(
         f"the {what} have another structure than the params that the state was made for: {error}. "
         "Give all of these at every call, gradients of zeros where there is nothing to add; or "
@@ -308,11 +302,4 @@ def _restructured(what: str, error: PathError) -> FuncgaError:
     )
 
 
-def _unfit(name: str, leaf_index: int, leaf: object, window: Accumulation) -> FuncgaError:
-    describe, accumulator = window.outputs.backend.arrays.describe, window.accumulators[leaf_index]
-    before = describe(None if accumulator is None else largest(accumulator))
-    return FuncgaError(
-        f"{window.outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made for "
-        f"params where it is {before}: the two cannot be combined. Give what belongs to these "
-        "params; or make a state for the new ones: state = tx.init(params)."
-    )
+# -- what is dropped

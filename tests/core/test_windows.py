@@ -230,14 +230,14 @@ def test_after_an_error_the_state_is_as_before(kit, bad):
     "fold", [funcga.mean(), {"b": funcga.mean(), "scale": funcga.max(), "w": funcga.sum()}], ids=["mean", "mixed"]
 )
 def test_nothing_given_is_changed(kit, fold):
-    """Also where a great weight changes the unit that the sums of means are in."""
+    """Also where a great weight changes the unit that the sums of means are in, and where nothing is added."""
     grads, tx, params = grads_of(kit, 3), made(kit, 3, fold=fold), tree(kit, 1)
     state = tx.accumulate(grads[1], tx.accumulate(grads[0], tx.init(params)))
     before = kit.leaves((state, params, grads))
     calls = lambda weight: [
         tx.update(grads[2], state, params, weight=weight), tx.flush(state, params), tx.accumulate(grads[2], state, weight=weight)
     ]  # fmt: skip
-    for weight in (1, 5000):
+    for weight in (1, 5000, 0):
         for leaf, other in zip(kit.leaves(calls(weight)), kit.leaves(calls(weight)), strict=True):
             np.testing.assert_array_equal(leaf, other)
     for leaf, other in zip(kit.leaves((state, params, grads)), before, strict=True):

@@ -1,5 +1,7 @@
 """`multi_steps` in torch: memory, what is given away, sparse gradients, compiled halves, saved states."""
 
+import io
+
 import pytest
 import torch
 
@@ -46,6 +48,28 @@ def test_a_pure_update_makes_what_it_returns():
     tx = funcga.multi_steps(adamw(fused=True), 4)
     assert made(tx, emits=False) == 2  # the accumulators, and zeros
     assert made(tx, emits=True) == 4  # the same, the updates and the two moments
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("fold", [funcga.mean(), funcga.per_weight(), funcga.max()], ids=["mean", "per_weight", "max"])
+def test_an_empty_window_takes_no_memory_and_goes_on_from_a_file(fold, donate):
+    """A weight of 0 begins it as well: nothing is in the sums then, and they may be added to."""
+    sgd, params = Transform(lambda p: (), lambda g, s, p=None: (g, s)), tree(0)
+    tx, found = funcga.multi_steps(sgd, 3, fold=fold, donate=donate), []
+    _, empty = tx.flush(tx.accumulate(tree(1), tx.init(params)), params)
+    of_nothing = empty.window.accumulated["w"].untyped_storage().nbytes()
+    assert of_nothing == (32 * 32 * 4 if fold == funcga.max() else 4)
+    file = io.BytesIO()
+    torch.save(empty, file)
+    file.seek(0)
+    for state in (empty, torch.load(file, weights_only=True), tx.init(params)):
+        for seed, weight in ((2, 0), (3, 5), (4, 1)):
+            updates, state = tx.update(tree(seed), state, params, weight=weight)
+        found.append(updates)
+    assert difference(TORCH, found[0], found[1]) == difference(TORCH, found[0], found[2]) == 0
+    if fold == funcga.mean():
+        expected = {name: (5 * tree(3)[name] + tree(4)[name]) / 6 for name in params}
+        assert difference(TORCH, found[0], expected) < 1e-6
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.Parameter, lambda t: t.view(-1)], ids=["parameter", "view"])

@@ -183,11 +183,11 @@ class _Update(UpdateFunction):
 
     @property
     def traits(self) -> Traits:
-        """Its traits: torch's own optimizers copy what they keep of the gradients."""
+        """Its traits."""
         # What groups(name) returns is not known here.
         functions = filter(callable, self.options.options.values())
         takes = self.options.groups is not None or any(map(takes_weight, functions))
-        return Traits(leaves_gradients=self.is_stock, takes_weight=takes)
+        return Traits(takes_weight=takes)
 
     @cached_property
     def is_stock(self) -> bool:

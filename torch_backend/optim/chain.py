@@ -86,15 +86,8 @@ class _Chain(UpdateFunction):
     def traits(self) -> Traits:
         """What it says of itself."""
         traits = [*map(traits_of, self.links)]
-        # Before the last link there may be clipping too, whose state is a number in memory of its
-        # own.
-        pairs = zip(self.links, traits, strict=True)
-        leave_gradients = [
-            link_traits.leaves_gradients or _is_clipping(link) for link, link_traits in pairs
-        ]
         return Traits(
             scales=traits[0].scales,
-            leaves_gradients=all(leave_gradients) and traits[-1].leaves_gradients,
             takes_weight=any(link_traits.takes_weight for link_traits in traits),
         )
 

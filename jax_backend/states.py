@@ -1,0 +1,201 @@
+"""States between calls: how their sums are added to, divided and emptied, out of place; the part of
+a window that each replica has, and their merge.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from funcga._call import Memory
+from funcga._fold import LeafFold, Tally
+from funcga._fold.accumulator import Accumulation
+from funcga._transform.multi_steps import MultiSteps
+from funcga._transform.window import Dropped, MultiStepsState, Window
+from funcga._types import Array, Reduced, Scalar, Tree
+from funcga.errors import FuncgaError
+from jax_backend import merge as merging
+from jax_backend.arrays import as_varying, typed_axes, varying_axes
+from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
+
+# In JAX callers donate by jax.jit(donate_argnums=...). A donated array is matched with the first
+# result of its shape: if results have another order than arguments, XLA copies.
+donates = False
+
+# -- sums
+
+
+def add(
+    window: Accumulation, leaves: Sequence[Array], weights: Sequence[Scalar], donate: bool
+) -> list[Reduced]:
+    """The accumulators of a window with the value of its last micro-batch, which is in its
+    tally.
+    """
+    lanes = zip(window.outputs.folds, window.accumulators, leaves, weights, strict=True)
+    return [
+        None if fold is None else fold.combine(before, fold.lift(leaf, weight))
+        for fold, before, leaf, weight in lanes
+    ]
+
+
+def detached(leaves: Sequence[Array]) -> list[Array]:
+    """The leaves in no graph, unless what is computed is differentiated from outside."""
+    return [*leaves]
+
+
+def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
+    """The leaves of a window, each normalised by its tally; in memory of their own, or in that of
+    donated sums.
+    """
+    normalized = LeafFold.normalize if donate else LeafFold.result
+    triples = zip(window.outputs.folds, window.accumulators, tallies, strict=True)
+    return [
+        None if fold is None else normalized(fold, reduced, tally)
+        for fold, reduced, tally in triples
+    ]
+
+
+def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
+    """The leaves times a factor; in the same memory if that is donated."""
+    return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in leaves]
+
+
+def emptied(window: Accumulation) -> list[Reduced]:
+    """The accumulators of an empty window like this one."""
+    return [
+        None
+        if fold is None
+        else _sharded_as(fold.fold.reducer.monoid.identity(jnp, accumulator), accumulator)
+        for fold, accumulator in zip(window.outputs.folds, window.accumulators, strict=True)
+    ]
+
+
+def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
+    """The constant, sharded as the accumulator is. The compiler would replicate a constant."""
+    # A selection that is opaque to the compiler: its result has the sharding of both operands.
+    never = lax.optimization_barrier(jnp.asarray(False))
+    return jax.tree.map(lambda part, other: jnp.where(never, other, part), constant, like)
+
+
+# -- over replicas
+
+
+def check_gradients(
+    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
+) -> None:
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+    replicas.
+    """
+    # Not merged, or merged already.
+    if replicas is None:
+        check_step_merges()
+        return
+    for leaf_index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        varying = varying_axes(jax.typeof(leaf))
+        missing = tuple(name for name in replicas.names if not typed_axes((name,)) <= varying)
+        if missing:
+            path = window.outputs.of_value.paths("grads")[leaf_index]
+            raise FuncgaError(
+                f"`{path}` is the same on all devices along {listed(missing)}, so "
+                "it is merged already: JAX sums the gradient of what does not differ between "
+                "devices. Take the gradient of the "
+                f"device's own copy, jax.grad(loss)(jax.lax.pcast(params, {spelled(missing)}, "
+                'to="varying"), '
+                "...); or leave across= out, if it is merged as you want it."
+            )
+
+
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+    """The context of a call that ends a window, in which other processes are told of an error;
+    None if `across` names none of this framework.
+    """
+    return None
+
+
+def merged(
+    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array, donate: bool
+) -> Accumulation:
+    """The window merged over all replicas, whose states have made so many `updates`; in the same
+    memory if that is donated.
+    """
+    outputs, accumulators = window.outputs, [*window.accumulators]
+    reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
+    dropped = merging.Dropped(window.rejected, [])
+    folded = merging.Folded(reduced, window.tally, [], [], dropped, window.unit)
+    folded = merging.merge(outputs, folded, replicas)
+    # None stays.
+    for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
+        accumulators[leaf_index] = leaf
+    assert folded.dropped is not None
+    return Accumulation(outputs, accumulators, folded.total, folded.unit, folded.dropped.rejected)
+
+
+def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+    """The parts of a state's window that belong to this replica; without replicas all, of
+    several states.
+
+    Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
+    more devices a replica has several parts.
+    """
+    first, *others = windows
+    if others or not first.rejected.ndim:
+        raise FuncgaError(
+            "merge was given states that are not one state of multi_steps(..., across=), which in "
+            "JAX has the parts of all devices. Give that one, as it is outside of shard_map: "
+            "tx.merge([state])."
+        )
+    return [
+        jax.tree.map(lambda leaf, part=part: leaf[part], first)
+        for part in range(first.rejected.shape[0])
+    ]
+
+
+def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+    """A window as this replica's part of a state; without replicas the whole of all parts."""
+    # Parts are stacked along a leading axis, which is sharded over the devices.
+    names = () if replicas is None else replicas.names
+    stacked: Window = jax.tree.map(
+        lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows
+    )
+    return stacked
+
+
+def state_specs(tx: MultiSteps) -> MultiStepsState:
+    """The PartitionSpecs of the state of `multi_steps(..., across=)`, as a tree prefix, for
+    shard_map.
+
+    What replicas fold apart has a leading axis, which lies over the axes that `across` names; all
+    else is the same on every device.
+
+    Args:
+        tx: What `multi_steps(..., across=)` returned.
+
+    Returns:
+        A MultiStepsState of PartitionSpecs.
+
+    Raises:
+        FuncgaError: The transform merges over no replicas.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8, across="data")
+        >>> specs = jax_backend.state_specs(tx)
+        >>> init = jax.shard_map(tx.init, mesh=mesh, in_specs=jax.P(), out_specs=specs)
+        >>> state = init({"w": jnp.ones(2)})
+    """
+    if not isinstance(tx, MultiSteps) or tx.across is None:
+        raise FuncgaError(
+            "state_specs is for funcga.multi_steps(..., across=): only there a state differs "
+            "between replicas. Without across= it is the same on every device: "
+            "jax.sharding.PartitionSpec()."
+        )
+    replicas = read_across(tx.across)
+    spec: Callable[..., Tree] = PartitionSpec
+    whole, window = spec(), spec(replicas.names)
+    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole), whole)

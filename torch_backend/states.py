@@ -1,0 +1,385 @@
+"""States between calls: how their sums are added to, divided and emptied; the part of a window
+that each replica has, and their merge.
+
+What funcga's mathematics says leaf by leaf is one kernel here for all leaves that are treated
+alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from funcga._call import Memory
+from funcga._fold import LeafFold, Tally, largest
+from funcga._fold.accumulator import Accumulation
+from funcga._transform.window import Window
+from funcga._types import Array, Reduced, Scalar
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
+from torch_backend.arrays import without_overlap
+from torch_backend.dtensor import as_dtensor, local_tensors
+from torch_backend.engine.sums import Folding, Sums
+from torch_backend.loop import untraced
+from torch_backend.reduce import Reduction
+from torch_backend.reduce.agreement import Progress, progress_of
+from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.replicas import Replicas, are_processes, replicas_of
+
+donates = True  # a call may write to memory that it is given
+
+# -- sums
+
+
+def add(
+    window: Accumulation, leaves: Sequence[Array], weights: Sequence[Scalar], donate: bool
+) -> list[Reduced]:
+    """The accumulators of a window with the value of its last micro-batch, which is in its tally.
+
+    Those that are equally weighted are added in one kernel.
+    """
+    after, pure = dict(enumerate(window.accumulators)), arrays.in_transform()
+    steps = arrays.scalar(window.tally.steps)
+    is_first = isinstance(steps, int) and steps == 1
+    masks: dict[Any, tuple[torch.Tensor, ...]] = {}
+    groups: dict[float, list[int]] = {}  # sums of dense tensors, by the factor of what is added
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
+        for index, (fold, value) in enumerate(zip(window.outputs.folds, leaves, strict=True)):
+            if fold is None:
+                continue
+            total, factor = after[index], 1 if fold.adds == "plain" else weights[index]
+            if pure or not (fold.adds and _is_addable(value, total)):
+                value = value if pure else value.detach()
+                after[index] = _combined(fold, total, value, weights[index])
+            elif isinstance(factor, torch.Tensor):
+                after[index] = _masked_sum(total, value, factor, masks, donate)
+            else:
+                groups.setdefault(factor, []).append(index)
+        for factor, group in groups.items():
+            sums, values = [after[index] for index in group], [leaves[index] for index in group]
+            totals = _sums(sums, values, factor, is_first, donate)
+            after.update(zip(group, totals, strict=True))
+    return [*after.values()]
+
+
+def _combined(fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar) -> Reduced:
+    """The accumulator of a leaf that torch does not add to."""
+    combined = fold.combine(total, fold.lift(value, weight))
+    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+    return combined.clone() if combined is value else combined
+
+
+def _is_addable(value: torch.Tensor, total: Reduced) -> bool:
+    """Whether torch adds the value to its sum: both are dense, and the sum has as many bits."""
+    if not type(value) is type(total) is torch.Tensor or value.layout is not torch.strided:
+        return False
+    if value.dtype is total.dtype:
+        return True
+    return value.dtype in (torch.bfloat16, torch.float16) and total.is_floating_point()
+
+
+def _sums(
+    sums: list[torch.Tensor],
+    values: list[torch.Tensor],
+    factor: float,
+    is_first: bool,
+    donate: bool,
+) -> Sequence[torch.Tensor]:
+    """Each sum with factor * value added, in place if `donate`."""
+    if not factor:  # adds nothing, not even a NaN
+        return [*map(torch.zeros_like, sums)] if is_first else sums
+    if is_first and not sums[0].is_cpu and [v.dtype for v in values] == [s.dtype for s in sums]:
+        # On a device it is one kernel, where adding to zeros without memory is one for each.
+        return torch._foreach_mul(values, factor)
+    if not donate:
+        return torch._foreach_add(sums, values, alpha=factor)
+    torch._foreach_add_(sums, values, alpha=factor)
+    return sums
+
+
+def _masked_sum(
+    total: torch.Tensor,
+    value: torch.Tensor,
+    weight: torch.Tensor,
+    masks: dict[Any, tuple[torch.Tensor, ...]],
+    donate: bool,
+) -> torch.Tensor:
+    """A sum with weight * value added, for a weight on a device. `masks`: what is made of the
+    weight for each device and dtype.
+    """
+    kind = value.device, total.dtype
+    if kind not in masks:
+        factor = weight.to(*kind)
+        masks[kind] = factor, factor != 0, torch.zeros_like(factor)
+    factor, counts, zero = masks[kind]
+    # `where` selects: of a weight of 0 not even a NaN is added.
+    more = torch.where(counts, value.to(total.dtype), zero)
+    return total.addcmul_(more, factor) if donate else total.add(more.mul_(factor))
+
+
+def detached(leaves: Sequence[Array]) -> list[Array]:
+    """The leaves in no graph, unless what is computed is differentiated from outside."""
+    if arrays.in_transform():
+        return [*leaves]
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
+    """The leaves of a window, each normalised by its tally; in memory of their own, or in that of
+    donated sums.
+    """
+    folds, accumulators = window.outputs.folds, window.accumulators
+    pure = arrays.in_transform()
+    finished: list[Reduced] = [None] * len(folds)
+    # Where the host knows the total weight, all means are divided in one kernel. The others are
+    # normalised one by one.
+    groups: dict[float, list[int]] = {}
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
+        for index, (fold, reduced, tally) in enumerate(
+            zip(folds, accumulators, tallies, strict=True)
+        ):
+            if fold is None:
+                continue
+            total = tally.weight[0]
+            is_divided = fold.fold.normalizer.divides_by == "weight" and isinstance(total, float)
+            is_same = type(reduced) is torch.Tensor and reduced.dtype is fold.result_dtype
+            if is_divided and is_same and not pure:
+                groups.setdefault(total, []).append(index)
+            else:
+                finished[index] = fold.result(reduced, tally)
+        for total, group in groups.items():
+            quotients = [accumulators[index] for index in group]
+            if not total:  # nothing was folded, or nothing that counts
+                quotients = [*map(torch.zeros_like, quotients)]
+            elif donate:
+                arrays.divide(quotients, total)
+            else:
+                quotients = [*torch._foreach_div(quotients, total)]
+            for index, quotient in zip(group, quotients, strict=True):
+                finished[index] = quotient
+    return finished
+
+
+def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
+    """The leaves times a factor; in the same memory if that is donated."""
+    pure = arrays.in_transform()
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
+        donate = donate and not pure
+        # In place an element that two leaves share would be multiplied twice.
+        separate = without_overlap(leaves) if donate else [*leaves]
+        multiplicands = local_tensors([leaf for leaf in separate if leaf is not None])
+        if not multiplicands:
+            return separate
+        if isinstance(factor, torch.Tensor):  # of the device of each leaf, and under vmap
+            multiply = torch.Tensor.mul_ if donate else torch.mul
+            factors = [arrays.cast(factor, leaf.dtype, leaf) for leaf in multiplicands]
+            products = [*map(multiply, multiplicands, factors)]
+        elif donate:
+            torch._foreach_mul_(multiplicands, factor)
+        else:
+            products = [*torch._foreach_mul(multiplicands, factor)]
+        if donate:
+            return separate
+        rest = iter(products)
+        return [leaf if leaf is None else as_dtensor(next(rest), leaf) for leaf in separate]
+
+
+def emptied(window: Accumulation) -> list[Reduced]:
+    """The accumulators of an empty window like this one."""
+    # Sums take no memory before their first value.
+    shared: dict[Any, torch.Tensor] | None = None if arrays.in_transform() else {}
+    empty: list[Reduced] = []
+    for fold, reduced in zip(window.outputs.folds, window.accumulators, strict=True):
+        if fold is not None and fold.adds and type(reduced) is torch.Tensor:
+            empty.append(zeros_of(shared, reduced, reduced.dtype))
+        else:
+            identity = None if fold is None else fold.fold.reducer.monoid.identity(torch, reduced)
+            empty.append(identity)
+    return empty
+
+
+def zeros_of(
+    shared: dict[Any, torch.Tensor] | None, like: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Zeros in the shape of a tensor. With `shared`, the 0 of each dtype and device so far, they
+    are views of it, so that nobody can write to them.
+    """
+    is_plain = type(like) in (torch.Tensor, torch.nn.Parameter) and like.numel() > 1
+    if shared is not None and is_plain:
+        kind = dtype, like.device
+        if kind not in shared:
+            shared[kind] = torch.zeros((), dtype=dtype, device=like.device)
+        return shared[kind].expand(like.shape)
+    if like.layout is not torch.strided:
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+
+
+# -- over replicas
+
+
+def check_gradients(
+    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
+) -> None:
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+    replicas.
+    """
+    # Where they have been merged before cannot be seen: a tensor does not say whether other
+    # processes have it, too.
+    accumulators = window.accumulators[window.outputs.before :]
+    for index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
+        if type(accumulator) is torch.Tensor and accumulator.device != leaf.device:
+            path = window.outputs.of_value.paths("grads")[index]
+            raise FuncgaError(
+                f"`{path}`, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made "
+                f"for params on {accumulator.device}. Move it: "
+                f"grad.to({str(accumulator.device)!r}); or make a state where the params are now."
+            )
+
+
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
+    """The context of a call that ends a window, in which other processes are told of an error;
+    None if `across` names none of this framework.
+    """
+    if not are_processes(across):
+        return None
+    progress = progress_of(memory)
+    begin = partial(_window_without_result, progress, across)
+    context: AbstractContextManager[object] = untraced(telling_windows)([(progress, begin)])
+    return context
+
+
+@contextmanager
+def _window_without_result(progress: Progress, across: Any) -> Iterator[None]:
+    """A window that is counted, and given up at the end."""
+    reduction = Reduction(progress, replicas_of(across))
+    try:
+        yield
+    finally:
+        reduction.abort()
+
+
+def merged(
+    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array, donate: bool
+) -> Accumulation:
+    """The window merged over all replicas, whose states have made so many `updates`; in the same
+    memory if that is donated.
+    """
+    reduction = Reduction(progress_of(memory), replicas)
+    reduction.updates = arrays.scalar(updates)
+    if memory.failed:
+        # The others have made the last update, and this replica has not: its header says so.
+        reduction.history.finished -= 1
+        memory.failed = False
+    # What merges has all weighted sums in one unit, which the host knows.
+    if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
+        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
+    ):
+        window = window.in_unit(1.0)
+    total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
+    # The merge of a window of one call does the rest, in place: these accumulators become its sums.
+    sums = Sums(Folding(window.outputs))
+    is_empty = isinstance(steps, int) and not steps
+    copied = map(_copied, window.accumulators)
+    accumulators = window.accumulators if donate and not is_empty else copied
+    sums.of.update(enumerate(accumulators))
+    sums.total, sums.steps, sums.rejected = total, steps, arrays.scalar(window.rejected)
+    sums.unit = None if is_empty else unit
+    if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
+        sums.total = sum(limb.to(torch.float64) for limb in window.tally.weight)
+        sums.steps = window.tally.steps
+    reduction.propose(sums, [*map(largest, sums.of.values())])
+    reduction.merge([])
+    return Accumulation(
+        window.outputs, [*sums.of.values()], sums.tally, sums.unit or 1.0, sums.rejected
+    )
+
+
+def _copied(accumulator: Reduced) -> Reduced:
+    if isinstance(accumulator, tuple):
+        return tuple([part.clone() for part in accumulator])
+    return accumulator if accumulator is None else accumulator.clone()
+
+
+def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+    """The parts of a state's window that belong to this replica; without replicas all, of
+    several states.
+
+    Raises FuncgaError if a part is missing, or is another replica's.
+    """
+    saved = [_part(window) for window in windows]
+    if any(isinstance(window.part, tuple) for window in windows[1:]):
+        raise FuncgaError(
+            f"{len(windows)} states were given to merge, and multi_steps was made without "
+            "across=: each is a window of its own. Pass across= on every replica; or save one "
+            "state, tx.merge([state])."
+        )
+    if {*saved} == {_WHOLE}:
+        # It is continued by the first replica; an empty one is the same for everybody.
+        is_empty = not (int(windows[0].tally.steps) or int(windows[0].rejected))
+        return [*windows[:1]] if replicas is None or replicas.rank == 0 or is_empty else []
+    if replicas is not None:
+        if saved != [(replicas.rank, replicas.count)]:
+            raise _incomplete(saved, f"this is replica {replicas.rank} of {replicas.count}")
+        return [*windows]
+    return _parts_of_all(windows, saved)
+
+
+def _parts_of_all(windows: Sequence[Window], saved: Sequence[tuple[int, int]]) -> list[Window]:
+    """The parts that the states of all replicas have, in the order of these, on the devices of the
+    first: each has saved its window on its own.
+    """
+    parts = {mark: window for mark, window in zip(saved, windows, strict=True) if mark != _WHOLE}
+    count = max(count for _, count in parts)
+    # A replica that has added nothing to the window still has what all began with. The first
+    # replica goes on from that, so it is counted once, unless the part of the first has it.
+    began_with = [window for mark, window in zip(saved, windows, strict=True) if mark == _WHOLE]
+    if (
+        len(windows) != count
+        or len(parts) + len(began_with) != count
+        or {*parts} - {(rank, count) for rank in range(count)}
+    ):
+        raise _incomplete(saved, "an update takes the state of every replica, each once")
+    if (0, count) not in parts:
+        parts[0, count] = began_with[0]
+    first, *others = [parts[mark] for mark in sorted(parts)]
+    return [first, *(_beside(window, first) for window in others)]
+
+
+_WHOLE = (0, 0)
+
+
+def _incomplete(saved: Sequence[tuple[int, int]], instead: str) -> FuncgaError:
+    listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in saved)
+    return FuncgaError(
+        f"the state was saved in the middle of a window, as the part of replica {listed}, and "
+        f"{instead}: it would lack what the others have folded. Merge the states of all replicas, "
+        "state = tx.merge(states), and load that one on every replica, whatever their number. "
+        "Gather them when you save: torch.distributed.all_gather_object(states, state)."
+    )
+
+
+def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+    """A window as this replica's part of a state; without replicas the whole of all parts."""
+    part = _WHOLE if is_empty or replicas is None else (replicas.rank, replicas.count)
+    return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
+
+
+def _part(window: Window) -> tuple[int, int]:
+    """(rank, count) of the replica whose part it is; _WHOLE for a window of all replicas, or
+    without any.
+    """
+    if isinstance(window.part, tuple):
+        return _WHOLE
+    rank, count = window.part.tolist()
+    return rank, count
+
+
+def _beside(window: Window, first: Window) -> Window:
+    """The window on the devices of the first one."""
+    leaves, structure = trees.flatten(window)
+    pairs = zip(leaves, trees.flatten(first)[0], strict=True)
+    beside = [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs]
+    return trees.unflatten(structure, beside)  # type: ignore[no-any-return]
