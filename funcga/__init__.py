@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from funcga._fold.accumulator import Accumulator
     from funcga._pack import pack
     from funcga._plan import plan
-    from funcga._reproducible import reproducible
     from funcga._transform.multi_steps import multi_steps
     from funcga._trees import to_jax, to_numpy, to_torch
     from funcga._verify import verify
     from funcga.observers import dropped, gradient_noise, gradient_norms
     from funcga.tools.coupled import coupled
+    from funcga.tools.reproducible import reproducible
 else:
     _LATER = {
         "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
@@ -48,7 +48,7 @@ else:
         "funcga._fold.accumulator": ("Accumulator",),
         "funcga._pack": ("pack",),
         "funcga._plan": ("plan",),
-        "funcga._reproducible": ("reproducible",),
+        "funcga.tools.reproducible": ("reproducible",),
         "funcga._transform.multi_steps": ("multi_steps",),
         "funcga._trees": ("to_jax", "to_numpy", "to_torch"),
         "funcga._verify": ("verify",),

@@ -42,6 +42,12 @@ class Fold:
                 )
 
     @property
+    def plain(self) -> "Fold":
+        """The fold whose sums `reproducible` has made exact; any other as it is."""
+        of_exact = getattr(self.reducer.lift, "plain", None)
+        return self if of_exact is None else of_exact(self)
+
+    @property
     def name(self) -> str:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part
         of your own.

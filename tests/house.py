@@ -35,6 +35,7 @@ TOOLS = {
     "observe": (("funcga/tools/observe/", "funcga/observers.py"), ()),
     "dropping": (("funcga/tools/dropping/",), ()),
     "totals": (("funcga/tools/totals/",), ()),
+    "reproducible": (("funcga/tools/reproducible/",), ()),
     "example keys": (("funcga/tools/example_keys/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
     "FSDP1": (("funcga/tools/fsdp1/",), ()),

@@ -20,12 +20,12 @@ from tests import house
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "_tools", "_pack", "_tables", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_reproducible", "_call", "_grad", "_plan", "_accumulate",
+LAYERS = ["errors", "_tools", "_pack", "_tables", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_plan", "_accumulate",
           "_transform", "transforms", "_stream", "statistics", "tools", "observers", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
 # alone: tests/test_removable.py takes them away.
 TYPES = {
-    "", "errors", "_tools", "monoids", "_exact", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold",
+    "", "errors", "_tools", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold",
     "_call", "_grad", "_transform", "statistics", "tools",
 }  # fmt: skip
 

@@ -13,9 +13,9 @@ MOST = {
     "files": 172,
     "tokens": 220_000,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 121_500,
+    "tokens of the core": 119_000,
     "tokens of the core, torch": 56_500,
-    "tokens of tools": 97_000,
+    "tokens of tools": 99_000,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,

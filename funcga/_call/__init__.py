@@ -17,7 +17,6 @@ from funcga._call.supported import ANY, MODULE, check_supported
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Step, check_one_for_all, step_of
-from funcga._reproducible import plain
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
@@ -203,7 +202,7 @@ class Program:
         if self.observers is not None:
             return True
         of_leaves = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
-        folds = [plain(fold) for fold in of_leaves if isinstance(fold, Fold)]
+        folds = [fold.plain for fold in of_leaves if isinstance(fold, Fold)]
         return not all(
             (fold.reducer.unweighted or fold.reducer.lift in _WITHOUT_WEIGHT)
             and (fold.normalizer.divides_by == "steps" or fold.normalizer.apply in _WITHOUT_WEIGHT)

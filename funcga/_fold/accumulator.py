@@ -8,7 +8,6 @@ from typing import NamedTuple
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
 from funcga._backend.prefixes import check_initialised
-from funcga._exact import format_of
 from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -27,10 +26,12 @@ def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
         return max(16.0 ** ((math.frexp(total)[1] - 1) // 4), LEAST_UNIT)
     # The exponent bits of the float, rounded down to a power of 16. The bias is one below a
     # multiple of 4. For 0 the result is negative, and clipped.
-    form = format_of(arrays.xp, total.dtype)
-    one = 1 << (form.mantissa - 1)
-    bits = ((total.view(form.integers) + one) & (-4 * one)) - one
-    unit: Scalar = arrays.xp.clip(bits.view(form.floats), LEAST_UNIT)
+    xp = arrays.xp
+    is_double = total.dtype == xp.float64
+    integers, mantissa = (xp.int64, 52) if is_double else (xp.int32, 23)
+    one = 1 << mantissa
+    bits = ((total.view(integers) + one) & (-4 * one)) - one
+    unit: Scalar = xp.clip(bits.view(total.dtype), LEAST_UNIT)
     return unit
 
 

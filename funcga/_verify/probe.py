@@ -23,7 +23,6 @@ from funcga._call import Program
 from funcga._call.arguments import argument_names
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._reproducible import plain
 from funcga._trees import to_numpy
 from funcga._types import Array, Namespace, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -182,7 +181,7 @@ class Probe:
         if self.program.totals is not None:
             del kwargs["totals"]
             options["totals"] = self.program.totals.function
-        fold = self.each_fold(lambda fold: _leaf_for_leaf(plain(fold)))
+        fold = self.each_fold(lambda fold: _leaf_for_leaf(fold.plain))
         step = self.step(fold=fold, weight=self.program.weight, **options)
         return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
 
@@ -321,7 +320,7 @@ class Probe:
         """The Fold of every leaf; exact sums are replaced by plain ones."""
         fold = self.program.fold if self.job is None else sum()
         of_leaves = broadcast_folds(fold, self.output, len(self.whole), self.backend)
-        return [plain(at_leaf.value) for at_leaf in of_leaves]
+        return [at_leaf.value.plain for at_leaf in of_leaves]
 
     @cached_property
     def paths(self) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from funcga import folds
 from funcga._call.arguments import argument_names, as_parameters
-from funcga._reproducible import plain
 from funcga._types import Tree
 from funcga._verify.probe import Probe
 from funcga.folds import Fold
@@ -20,7 +19,7 @@ def fold_line(probe: Probe, better: str, leaves: Collection[int]) -> str:
     text = _tree_of(probe, probe.output, texts)
     own = probe.backend.trees.flatten(probe.program.fold, lambda node: isinstance(node, Fold))[0]
     # All of them are exact, if one is, as with one fold around all.
-    if len({*texts}) == 1 and all(plain(fold) is not fold for fold in own):
+    if len({*texts}) == 1 and all(fold.plain is not fold for fold in own):
         text = f"funcga.reproducible({text})"
     return f"fold={text}"
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 from funcga._backend import Arrays, Backend
 from funcga._fold import as_number
 from funcga._fold.outputs import Outputs
-from funcga._reproducible import plain
 from funcga._types import Array, DropTest, Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -118,7 +117,7 @@ class DroppingStep(Dropping):
         ]
         folds = [outputs.folds[leaf_index] for leaf_index in tested]
         return Tested(
-            tested, all(fold is not None and plain(fold.fold).reducer.linear for fold in folds)
+            tested, all(fold is not None and fold.fold.plain.reducer.linear for fold in folds)
         )
 
     def keeps(

@@ -10,7 +10,6 @@ from funcga._backend import Backend
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._call import KnownGradient, Program
 from funcga._call.arguments import Arguments
-from funcga._exact import Finish, Lift
 from funcga._fold.outputs import broadcast_folds
 from funcga._types import Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError, listed
@@ -311,11 +310,7 @@ def _kind(folds: Sequence[Fold]) -> tuple[bool, str | None]:
     """
     kinds = set[tuple[bool, str | None]]()
     for fold in folds:
-        reducer, normalizer = fold.reducer, fold.normalizer
-        if isinstance(reducer.lift, Lift) and isinstance(normalizer.apply, Finish):
-            # The same as an exact sum.
-            kinds.add((reducer.lift.is_weighted, normalizer.apply.divides_by))
-            continue
+        reducer, normalizer = fold.plain.reducer, fold.plain.normalizer
         is_plain = (
             normalizer.divides_by is not None or normalizer.apply is normalizers.identity.apply
         )

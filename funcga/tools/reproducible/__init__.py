@@ -3,12 +3,13 @@
 import math
 from dataclasses import replace
 
-from funcga import _exact, monoids, normalizers, reducers
-from funcga._exact import GREATEST, LEAST, Finish, Lift
+from funcga import monoids, normalizers
 from funcga._fold import check_quantity
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.reducers import Reducer
+from funcga.tools.reproducible import exact
+from funcga.tools.reproducible.exact import GREATEST, LEAST, Finish, Lift
 
 
 def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
@@ -81,21 +82,6 @@ def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
     kinds = tuple([kind for kind in reducer.kinds if kind != "complex"])
     lift = Lift(reducer.lift, limit, reducer.linear)
     return Fold(
-        Reducer(lift, _exact.monoid, reducer.dtype, kinds, per_element=True, of_bits=True),
+        Reducer(lift, exact.monoid, reducer.dtype, kinds, per_element=True, of_bits=True),
         replace(normalizer, apply=finish, divides_by=None, lost=finish.lost),
     )
-
-
-def plain(fold: Fold) -> Fold:
-    """The fold whose sums `reproducible` has made exact; any other as it is."""
-    lift, finish = fold.reducer.lift, fold.normalizer.apply
-    if not (isinstance(lift, Lift) and isinstance(finish, Finish)):
-        return fold
-    dtype, out_dtype = fold.reducer.dtype, fold.normalizer.dtype
-    reducer = reducers.weighted if lift.is_weighted else reducers.sum
-    stock = {
-        "weight": normalizers.by_weight,
-        "steps": normalizers.by_steps,
-        None: normalizers.identity,
-    }
-    return Fold(replace(reducer, dtype=dtype), replace(stock[finish.divides_by], dtype=out_dtype))

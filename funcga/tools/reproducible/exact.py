@@ -42,10 +42,12 @@ Design note: docs/concepts/inside_exact.md.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from funcga import normalizers, reducers
 from funcga._types import Array, Dtype, Namespace, Reduced, Scalar
+from funcga.folds import Fold
 from funcga.monoids import Monoid
 from funcga.monoids import sum as plain_sum
 
@@ -280,7 +282,23 @@ class Lift:
         """What it is called among folds."""
         return f"exact {'weighted' if self.is_weighted else 'sum'} below {self.limit:g}"
 
+    def plain(self, fold: Fold) -> Fold:
+        """The same fold without exact sums."""
+        finish = fold.normalizer.apply
+        if not isinstance(finish, Finish):
+            return fold
+        dtype, out_dtype = fold.reducer.dtype, fold.normalizer.dtype
+        reducer = reducers.weighted if self.is_weighted else reducers.sum
+        stock = {
+            "weight": normalizers.by_weight,
+            "steps": normalizers.by_steps,
+            None: normalizers.identity,
+        }
+        normalizer = stock[finish.divides_by]
+        return Fold(replace(reducer, dtype=dtype), replace(normalizer, dtype=out_dtype))
+
     def __call__(self, xp: Namespace, value: Array, weight: Scalar) -> Reduced:
+        """The exact sum of one term."""
         term = self.lift(xp, value, weight)
         return expanded(xp, term, self.limit) if "float" in str(term.dtype) else term
 
@@ -313,6 +331,7 @@ class Finish:
         return "identity" if self.divides_by is None else f"by_{self.divides_by}"
 
     def __call__(self, xp: Namespace, total: Reduced, tally: Any) -> Array:
+        """The result, rounded once."""
         if not isinstance(total, tuple):
             return total
         number = rounded(xp, total, self.limit)
