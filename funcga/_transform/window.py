@@ -100,6 +100,8 @@ class MultiStepsState(NamedTuple):
 class Folding:
     """The fold of gradients. With observers the folded value is (what they fold, gradients)."""
 
+    readings: Any  # how gradients are observed that are like those of the last call
+
     def __init__(
         self,
         fold: FoldTree,
@@ -118,8 +120,8 @@ class Folding:
             )
         # The memory is for merges over replicas.
         self.fold, self.memory, self.observers = fold, Memory(step, options), observers
-        # Of the last call: the types of its gradients, their Outputs, and how they are observed.
-        self.last: tuple[list[object], Outputs, Any] | None = None
+        # Of the last call: the types of its gradients, and their Outputs.
+        self.last: tuple[list[object], Outputs] | None = None
 
     def __reduce__(self) -> Any:
         """Pickled without what was cached."""
@@ -155,11 +157,10 @@ class Folding:
         begins with a backend and a structure. FuncgaError for folds that do not fit.
         """
         backend, structure, *_ = key
-        value, fold = backend.trees.unflatten(structure, [*likes]), self.fold
-        before, readings = 0, None
+        value, fold, before = backend.trees.unflatten(structure, [*likes]), self.fold, 0
         if self.observers is not None:
             fold, before = (self.observers.folds, fold), len(value[0])
-            readings = self._readings(value[1], backend)
+            self.readings = self._readings(value[1], backend)
         outputs = replace(bind_outputs(fold, value, backend, name="params")[0], before=before)
         for leaf_index, leaf_fold in enumerate(outputs.folds):
             # A state cannot grow with every call.
@@ -169,7 +170,7 @@ class Folding:
                     "gradients are to become one gradient. Fold them with funcga.mean(), "
                     "funcga.per_weight() or funcga.sum()."
                 )
-        self.last = key, outputs, readings
+        self.last = key, outputs
         return outputs
 
     # --- observers
@@ -184,20 +185,16 @@ class Folding:
 
     def measured(self, grads: Sequence[Array], window: Accumulation, weight: Scalar) -> list[Array]:
         """What observers fold of a micro-batch."""
-        assert self.last is not None
-        assert self.last[2] is not None
-        measures, _ = self.last[2].measured(window.outputs.of_value.structure_of(grads), weight)
-        return [*measures]
+        value = window.outputs.of_value.structure_of(grads)
+        return [*self.readings.measured(value, weight)[0]]
 
     def observed(self, value: Tree, inner: Tree = None) -> Tree:
         """The observation of a finished window; `inner` is the state of the wrapped transform."""
-        assert self.last is not None
-        assert self.last[2] is not None
         # A loss scale is in the state of loss_scaled, alone or first in a chain.
         while type(inner) is tuple and inner:
             inner = inner[0]
         scale = inner.scale if isinstance(inner, LossScaledState) else 1.0
-        return self.last[2].observation(value[0], value[1], scale)
+        return self.readings.observation(value[0], value[1], scale)
 
     def nothing_observed(self, empty: Accumulation) -> Tree:
         """What is observed before the first update: NaN, in the structure and dtypes of later
