@@ -159,7 +159,8 @@ def _proposal(
 
 def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:
     shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(leaves))]
-    specs = [spec_of(leaf) if is_dtensor(leaf) else None for leaf in leaves]
+    reduced = [(leaf_index, leaves[leaf_index]) for leaf_index in outputs.reduced]
+    specs = {leaf_index: spec_of(leaf) for leaf_index, leaf in reduced if is_dtensor(leaf)}
     return outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
 
 

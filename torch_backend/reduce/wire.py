@@ -57,7 +57,7 @@ def plan_of(
     forms = {leaf: (like.shape, like.device) for leaf, like in likes.items()}
     device = next((like.device for like in likes.values()), torch.device("cpu"))
     folds = folding.folds
-    added = {leaf for leaf, like in likes.items() if _is_added(folds[leaf], like)}
+    added = {leaf for leaf, like in likes.items() if _is_added(folding, leaf, like)}
     numbers = {leaf for leaf in added if _is_number(likes[leaf], folds[leaf])}
     if may_be_numbers and len(numbers) == len(likes) <= ROOM:
         return Plan([], [], sorted(likes), forms, torch.device("cpu"))
@@ -93,11 +93,12 @@ def _buckets(likes: Mapping[int, torch.Tensor], bucket_bytes: int) -> list[list[
     return buckets or [[]]
 
 
-def _is_added(fold: LeafFold, like: torch.Tensor) -> bool:
+def _is_added(folding: Folding, leaf: int, like: torch.Tensor) -> bool:
     """Whether a leaf's sum is one array of its shape, and is merged by adding it."""
-    if fold.fold.reducer.monoid.collective != "sum":
-        return False
-    identity = fold.identity(torch.empty_like(like, requires_grad=False, device="meta"))
+    fold, is_usual = folding.folds[leaf], folding.kinds[leaf] is not None
+    if is_usual or fold.fold.reducer.monoid.collective != "sum":
+        return is_usual
+    identity = fold.identity(torch.zeros_like(like, requires_grad=False))
     kind = like.shape, fold.accumulator_dtype
     return isinstance(identity, torch.Tensor) and (identity.shape, identity.dtype) == kind
 
