@@ -198,15 +198,19 @@ class Reduction:
         """
         try:
             self.agree()
-            of, on_meshes = self.sums.of, {**self.agreement.specs}
-            tuples = {leaf: of[leaf] for leaf in on_meshes if isinstance(of[leaf], tuple)}
+            of = self.sums.of
+            # What is a tuple tells the placements of each part by itself.
+            likes = {
+                leaf: of[leaf] if isinstance(of[leaf], tuple) else spec
+                for leaf, spec in self.agreement.specs.items()
+            }
             with self._same_on_all():
                 self._send()
                 state = self._receive(state)
         except BaseException:
             self.abort()
             raise
-        for leaf, like in {**on_meshes, **tuples}.items():
+        for leaf, like in likes.items():
             of[leaf] = as_dtensor(of[leaf], like)
         self.end()
         return state
@@ -301,20 +305,7 @@ class Reduction:
         self._count()
         marks = [mark for receive in self.unreceived if (mark := receive()) is not None]
         for mark in marks:
-            # Reading it from a device makes the host wait. Instead the weight becomes NaN there,
-            # and so does every mean of the window. But before another exchange between hosts it
-            # has to be read: a replica that has given up would not answer.
-            may_wait = mark.is_cpu or collects or state
-            if may_wait and self.replicas.channel.is_marked(mark):
-                raise FuncgaError(
-                    "another replica has raised an error, or was interrupted, when the others had "
-                    "begun to merge this window: nothing of it can be used. See what that process "
-                    "says, and let the error end all of them; or leave this window out on every "
-                    "rank."
-                )
-            if not mark.is_cpu:
-                unknown = torch.where(mark[0] != 0, float("nan"), 0.0)
-                sums.total = sums.total + unknown.to(torch.float64)
+            self._look_at(mark, may_wait=bool(mark.is_cpu or collects or state))
         if collects:
             gather(sums, plan, self.replicas)()
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
@@ -324,6 +315,21 @@ class Reduction:
         told = self.replicas.channel.broadcast_from(folded[-1], [*map(_portable, state)])
         told = [each.to(plan.device) if isinstance(each, torch.Tensor) else each for each in told]
         return [mine if each is None else each for mine, each in zip(state, told, strict=True)]
+
+    def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
+        """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
+        # Reading the mark from a device makes the host wait. Instead the weight becomes NaN there,
+        # and so does every mean of the window. But before another exchange between hosts it has to
+        # be read: a replica that has given up would not answer.
+        if may_wait and self.replicas.channel.is_marked(mark):
+            raise FuncgaError(
+                "another replica has raised an error, or was interrupted, when the others had "
+                "begun to merge this window: nothing of it can be used. See what that process "
+                "says, and let the error end all of them; or leave this window out on every rank."
+            )
+        if not mark.is_cpu:
+            unknown = torch.where(mark[0] != 0, float("nan"), 0.0)
+            self.sums.total = self.sums.total + unknown.to(torch.float64)
 
     def _count(self) -> None:
         """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""

@@ -118,6 +118,17 @@ def propose(
         None if fold is None or leaf is None else arrays.as_array(leaf)
         for fold, leaf in zip(outputs.folds, leaves, strict=True)
     ]
+    history.agreements.append(_proposal(key, folding, likes, replicas))
+    return history.agreements[-1]
+
+
+def _proposal(
+    key: tuple[object, ...],
+    folding: Folding,
+    likes: Sequence[torch.Tensor | None],
+    replicas: Replicas,
+) -> Agreement:
+    outputs = folding.outputs
     reduced = {leaf: like for leaf in outputs.reduced if (like := likes[leaf]) is not None}
     specs = {leaf: spec_of(like) for leaf, like in reduced.items() if is_dtensor(like)}
     for spec in specs.values():
@@ -143,13 +154,13 @@ def propose(
         for like in likes
     ]
     digest = digest_of([*description.items()])
-    history.agreements.append(Agreement(key, outputs, metas, plan, specs, description, digest))
-    return history.agreements[-1]
+    return Agreement(key, outputs, metas, plan, specs, description, digest)
 
 
 def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:
     shapes = [_shape(outputs, leaf_index) for leaf_index in range(len(leaves))]
-    specs = [spec_of(leaf) if is_dtensor(leaf) else None for leaf in leaves]
+    reduced = [(leaf_index, leaves[leaf_index]) for leaf_index in outputs.reduced]
+    specs = {leaf_index: spec_of(leaf) for leaf_index, leaf in reduced if is_dtensor(leaf)}
     return outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
 
 
@@ -215,22 +226,27 @@ def agree(
         mine = mine or history.agreed(max(digests))[-1]
         if mine.steps == steps:
             return mine
-    statement = _Statement(history.step, steps_made())
-    if mine is not None:
-        # Descriptions are long, so they are sent only where digests differ; and the structure only
-        # where a replica has nothing to fold, and so cannot know it.
-        description = None if are_alike else mine.description
-        structure = _pickled(mine) if 0 in digests else None
-        statement = statement._replace(description=description, structure=structure)
+    statement = _statement_of(history.step, mine, digests)
     said = _compare(replicas, statement, _STRUCTURES, is_mixed_up=is_known)
-    for structure in [each.structure for each in said if each.structure is not None][:1]:
-        mine = _of_all(mine or _rebuilt(history, structure, rebuild, replicas), replicas)
+    structures = [each.structure for each in said if each.structure is not None]
+    if structures:
+        found = mine or _rebuilt(history, structures[0], rebuild, replicas)
+        mine = _of_all(found, replicas)
     assert mine is not None
     mine.steps = steps
     return mine
 
 
 _STRUCTURES = "fold different structures"
+
+
+def _statement_of(step: Step | None, mine: Agreement | None, digests: set[float]) -> _Statement:
+    if mine is None:
+        return _Statement(step, steps_made())
+    # Descriptions are long, so they are sent only where digests differ; and the structure only
+    # where a replica has nothing to fold, and so cannot know it.
+    description = mine.description if len(digests - {0}) > 1 else None
+    return _Statement(step, steps_made(), description, _pickled(mine) if 0 in digests else None)
 
 
 def check_options(history: History, replicas: Replicas) -> None:

@@ -57,39 +57,48 @@ def plan_of(
     forms = {leaf: (like.shape, like.device) for leaf, like in likes.items()}
     device = next((like.device for like in likes.values()), torch.device("cpu"))
     folds = folding.folds
-    added = {leaf for leaf, like in likes.items() if _is_added(folds[leaf], like)}
+    added = {leaf for leaf, like in likes.items() if _is_added(folding, leaf, like)}
     numbers = {leaf for leaf in added if _is_number(likes[leaf], folds[leaf])}
-    if may_be_numbers and numbers == {*likes} and len(numbers) <= ROOM:
+    if may_be_numbers and len(numbers) == len(likes) <= ROOM:
         return Plan([], [], sorted(likes), forms, torch.device("cpu"))
-    sent = [leaf for leaf in likes if folds[leaf].fold.reducer.monoid.sent is not None]
-    if len(added) + len(sent) < len(likes):
-        # A few counts in a dtype of their own go with what is gathered anyway: a message is one
-        # collective more.
-        few = {leaf for leaf in added if likes[leaf].numel() <= _FEW}
-        added -= {leaf for leaf in few if folds[leaf].fold.reducer.unweighted}
-    # Complex numbers come first: a view of pairs has to begin at an even element.
-    order = lambda leaf: (not likes[leaf].is_complex(), likes[leaf].ndim == 0, leaf)
-    summed = sorted(added.union(sent), key=order)
+    summed = added.union([leaf for leaf in likes if folds[leaf].fold.reducer.monoid.sent])
+    if len(summed) < len(likes):
+        summed -= {leaf for leaf in added if _is_few_counts(likes[leaf], folds[leaf])}
+    buckets = _buckets({leaf: likes[leaf] for leaf in summed}, replicas.bucket_bytes)
+    return Plan(buckets, sorted({*likes} - summed), [], forms, device)
+
+
+def _is_few_counts(like: torch.Tensor, fold: LeafFold) -> bool:
+    """Whether a sum goes with what is gathered, if anything is: in a dtype of its own it would be
+    one collective more.
+    """
+    return like.numel() <= _FEW and fold.fold.reducer.unweighted
+
+
+def _buckets(likes: Mapping[int, torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Leaves that are added together, by at most so many bytes; the smallest last."""
     buckets: list[list[int]] = []
-    # Leaves of at most so many bytes go together. The first one begins a bucket even if it has no
-    # elements.
+    # Complex numbers come first: a view of pairs has to begin at an even element. The first leaf
+    # begins a bucket even if it has no elements.
     room = -1
-    for leaf in summed:
+    order = lambda leaf: (not likes[leaf].is_complex(), likes[leaf].ndim == 0, leaf)
+    for leaf in sorted(likes, key=order):
         if likes[leaf].nbytes > room:
             buckets.append([])
-            room = replicas.bucket_bytes
+            room = bucket_bytes
         buckets[-1].append(leaf)
         room -= likes[leaf].nbytes
-    # The mark of an error is copied with all of the last bucket, so that is the smallest one.
+    # The mark of an error is copied with all of the last one.
     buckets.sort(key=lambda bucket: -sum([likes[leaf].numel() for leaf in bucket]))
-    return Plan(buckets or [[]], sorted({*likes}.difference(summed)), [], forms, device)
+    return buckets or [[]]
 
 
-def _is_added(fold: LeafFold, like: torch.Tensor) -> bool:
+def _is_added(folding: Folding, leaf: int, like: torch.Tensor) -> bool:
     """Whether a leaf's sum is one array of its shape, and is merged by adding it."""
-    if fold.fold.reducer.monoid.collective != "sum":
-        return False
-    identity = fold.identity(torch.empty_like(like, requires_grad=False, device="meta"))
+    fold, is_usual = folding.folds[leaf], folding.kinds[leaf] is not None
+    if is_usual or fold.fold.reducer.monoid.collective != "sum":
+        return is_usual
+    identity = fold.identity(torch.zeros_like(like, requires_grad=False))
     kind = like.shape, fold.accumulator_dtype
     return isinstance(identity, torch.Tensor) and (identity.shape, identity.dtype) == kind
 
@@ -183,8 +192,8 @@ def _total(sums: Sums, leaf: int, layout: torch.Tensor | None, total: Reduced) -
         total = torch.view_as_complex(total)
     if layout is not None:
         return torch.empty_like(layout, device=total.device).copy_(total)
-    is_gradient = leaf in sums.folding.grads
-    return total.clone() if total.nbytes <= _SMALL and not is_gradient else total
+    is_kept = total.nbytes > _SMALL or leaf in sums.folding.grads
+    return total if is_kept else total.clone()
 
 
 # --- what is gathered

@@ -27,11 +27,13 @@ class Wrapper:
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
-    is supported. `knows_outer`: whether sync="outer" is for it. `remedy`: what to do where sums in
-    16 bits are refused. `sync`: when it reduces, as module_value_and_grad says.
+    is supported. `knows_outer`: whether sync="outer" is for it. `searches`: whether unused
+    parameters are marked ready before the backward pass begins, as with
+    find_unused_parameters=True. `remedy`: what to do where sums in 16 bits are refused. `sync`:
+    when it reduces, as module_value_and_grad says.
     """
 
-    fresh = in_step = knows_outer = False
+    fresh = in_step = knows_outer = searches = False
     kind = supported.WRAPPED
     remedy: str
 
@@ -42,13 +44,6 @@ class Wrapper:
 
     def __init__(self, wrapped: Sequence[nn.Module], name: str, sync: str):
         self.wrapped, self.name, self.sync = wrapped, name, sync
-
-    @property
-    def searches(self) -> bool:
-        """True if unused parameters are marked ready before the backward pass begins, as with
-        find_unused_parameters=True.
-        """
-        return False
 
     @property
     def meets_in_every_pass(self) -> bool:
@@ -173,11 +168,6 @@ class DDP(Wrapper):
             for ddp in self.wrapped
         )
 
-    @property
-    def searches(self) -> bool:
-        """Whether one of them looks for unused parameters."""
-        return any(ddp.find_unused_parameters for ddp in self.wrapped)
-
     def covered(self) -> set[int]:
         """All parameters but those that DDP was told to ignore."""
         return {
@@ -192,6 +182,7 @@ class DDP(Wrapper):
         which sums in 16 bits.
         """
         super().check()
+        self.searches = any(ddp.find_unused_parameters for ddp in self.wrapped)
         for ddp in self.wrapped:
             if ddp.static_graph and self.sync == "last":
                 raise FuncgaError(
@@ -258,9 +249,8 @@ class DDP(Wrapper):
                 "lambda module, x, y: F.mse_loss(module(x), y)."
             )
         if not is_finished or (missed and len(missed) == len(params)):
-            listed = ", ".join([f"`{name}`" for name in missed[:4]] + ["..."] * (len(missed) > 4))
             raise FuncgaError(
-                f"the last micro-batch has no gradient for {listed or 'some parameters'}, so that "
+                f"the last micro-batch has no gradient for {_some(missed)}, so that "
                 f"{self.name} did not synchronise, nor what earlier micro-batches had summed: it "
                 "waits for every parameter in that backward pass. Use all parameters in every "
                 "micro-batch, or wrap the module with find_unused_parameters=True."
@@ -333,3 +323,8 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
     # A sparse tensor has no single address.
     address = _private.storage_key(grad) if grad.layout is torch.strided else id(grad)
     return address, _private.version(grad)
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join([f"`{name}`" for name in names[:4]]) + (", ..." if names[4:] else "")
+    return listed or "some of the parameters"

@@ -369,7 +369,8 @@ class ModuleWindow(OwnGrads):
                 f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
-        inputs, others = self._inputs_and_others(loss)
+        replaced = self.wrapper.leaves()
+        inputs, others = self._inputs_and_others(loss, replaced)
         run: Any = graphs.run  # what is reduced in this pass is to see each gradient
         with ExitStack() as stack:
             if others:
@@ -384,21 +385,19 @@ class ModuleWindow(OwnGrads):
             elif self.wrapper.meets_in_every_pass:
                 self._meet(False)
             elif self.wrapper.sync == "last":
-                run = run_of([*self.inputs, *self.wrapper.leaves()], False) or run
+                run = run_of([*self.inputs, *replaced], False) or run
             stack.enter_context(self.opened.outside)
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
 
     def _inputs_and_others(
-        self, loss: torch.Tensor
+        self, loss: torch.Tensor, replaced: list[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
         others that it reaches).
 
         It runs unrestricted if the graph has functions written in Python, which may run passes of
-        their own; or if it does not end in the parameters, because FSDP has put other tensors in
-        their place.
+        their own; or if it does not end in the parameters, which FSDP has `replaced` by others.
         """
-        replaced = self.wrapper.leaves()
         if not (replaced or EVERY or functions_alive()):
             return (*self.inputs,), []
         ids = {*map(id, (*self.inputs, *replaced))}
