@@ -226,14 +226,13 @@ def _of_module(module: nn.Module, grads: Tree) -> tuple[list[str], list[Array], 
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not trained and not grads:
         raise nothing_to_train(module)
-    missing, _ = paths_apart(trained, [*grads])
-    _, unknown = paths_apart([*parameters], [*grads])
-    if unknown:
-        raise FuncgaError(
-            f"`grads[{unknown[0]!r}]` is of no parameter of the "
-            f"module{similar(unknown[0], parameters)}. Their names are those of "
-            "dict(module.named_parameters())."
-        )
+    for name in grads:
+        if name not in parameters:
+            raise FuncgaError(
+                f"`grads[{name!r}]` is of no parameter of the module{similar(name, parameters)}. "
+                "Their names are those of dict(module.named_parameters())."
+            )
+    missing = [name for name in trained if name not in grads]
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise FuncgaError(

@@ -137,27 +137,27 @@ def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[st
 def _mixed(
     trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend], grad_fn: object
 ) -> FuncgaError:
-    # The path of the first array of each framework, and the arguments that hold some.
-    first: dict[str, str] = {}
-    holding: dict[str, list[str]] = {}
-    for name, tree in zip(names, trees, strict=True):
-        for backend in loaded:
-            leaves = backend.trees.flatten(tree)[0]
-            for path, leaf in zip(leaf_paths(tree, backend.trees, name), leaves, strict=True):
-                if backend.arrays.owns(leaf):
-                    first.setdefault(backend.name, path)
-                    if name not in holding.setdefault(backend.name, []):
-                        holding[backend.name].append(name)
+    # The framework, the path and the argument of each array.
+    arrays = [
+        (backend.name, path, name)
+        for name, tree in zip(names, trees, strict=True)
+        for backend in loaded
+        for path, leaf in zip(
+            leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True
+        )
+        if backend.arrays.owns(leaf)
+    ]
+    first = {framework: path for framework, path, _ in reversed(arrays)}
     articles = {"torch": "a torch tensor", "jax": "a JAX array"}
     what = " and ".join(
-        f"`{first[backend.name]}` is {articles[backend.name]}"
-        for backend in loaded
-        if backend.name in first
+        f"`{first[framework]}` is {article}"
+        for framework, article in articles.items()
+        if framework in first
     )
     # What runs grad_fn; or the framework of the first argument, which are the parameters.
-    target = _framework_of(grad_fn) or next(iter(first))
-    others = [name for framework, found in holding.items() if framework != target for name in found]
-    lines = " and ".join(f"`funcga.to_{target}({name})`" for name in dict.fromkeys(others))
+    target = _framework_of(grad_fn) or arrays[0][0]
+    others = dict.fromkeys(name for framework, _, name in arrays if framework != target)
+    lines = " and ".join(f"`funcga.to_{target}({name})`" for name in others)
     return FuncgaError(
         f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
         f"{lines}."

@@ -244,7 +244,7 @@ def closed_over(function: types.FunctionType) -> list[object]:
         return []
     # Cells hold the variables of enclosing functions. The names in the code are those of globals
     # and of attributes alike: looking up one too many does no harm.
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
     named = [
         function.__globals__[name]
         for name in _names(function.__code__)
@@ -258,12 +258,7 @@ def closed_over(function: types.FunctionType) -> list[object]:
     ]
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if the variable is not set yet
-    except ValueError:
-        return False
-    return True
+_EMPTY = types.CellType()  # of a variable that is not set yet
 
 
 def _names(code: types.CodeType) -> set[str]:
