@@ -8,9 +8,10 @@ begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -29,6 +30,7 @@ from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
 from funcga._grad import GradientFunction, bound
+from funcga._observe.readings import Readings
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, sharding, trees
@@ -43,7 +45,6 @@ from jax_backend.replicas import (
     requiring_across,
     varying,
 )
-from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, partition, split
 
@@ -317,14 +318,34 @@ class Carry(NamedTuple):
     dropped: Dropped | None = None
 
 
+class Into(NamedTuple):
+    """An accumulator, and the fold that a value of this weight is added to it by. Before that it
+    is multiplied by the factor, if there is one.
+    """
+
+    accumulator: Tree
+    fold: LeafFold
+    weight: Scalar
+    factor: Scalar = None
+
+    def combine(self, before: Reduced, value: jax.Array) -> Reduced:
+        """The accumulator, or a row of it, with a value."""
+        if self.factor is not None:
+            before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
+        return self.fold.combine(before, self.fold.lift(value, self.weight))
+
+
 class _Step(NamedTuple):
     """How one more micro-batch is folded.
 
-    `weights` has one for each reduced leaf, if they are known before the loop.
+    `weights` has one for each reduced leaf, if they are known before the loop. `in_scans`: as the
+    tool for scans over layers makes it, if it is installed and there are any.
     """
 
     outputs: Outputs
-    gradient: Gradient
+    evaluate: Callable[..., Tree]
+    in_scans: Callable[..., "tuple[list[Tree], dict[int, jax.Array]] | None"] | None
+    readings: Readings | None
     weigh: Callable[..., Weighed]
     weights: list[Scalar] | None = None
     dropping: DroppingStep | None = None
@@ -351,12 +372,16 @@ def _step(
     )
     if dropping is not None:
         evaluate = _differentiable_if_kept(evaluate, partial(_is_kept, outputs, dropping))
+    in_scans = None
     # If some may be dropped, all leaves are tested before one is folded.
-    gradient = gradient_of(outputs, evaluate, traced, value, readings, may_fold=dropping is None)
+    if dropping is None:
+        with suppress(ModuleNotFoundError):  # the tool may be missing
+            tool = import_module("funcga.tools.scan_layers.in_jax")
+            in_scans = tool.folding(outputs, traced, value, readings)
     weights = None
     if weight is not None:
         weights = [weight / unit if fold.is_mean else weight for fold in outputs.reduced_folds]
-    return _Step(outputs, gradient, weigh, weights, dropping)
+    return _Step(outputs, evaluate, in_scans, readings, weigh, weights, dropping)
 
 
 def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
@@ -383,12 +408,26 @@ def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Arra
             outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
         )
     }
-    leaves, in_place = step.gradient(into, start, carry.state, weight)
+    operands = (start, carry.state, weight)
+    folded = None if step.in_scans is None else step.in_scans(into, *operands)
+    if folded is None:
+        folded = outputs.leaves(step.evaluate(*operands), "a later micro-batch"), {}
+    leaves, measured = folded
+    if step.readings is not None:
+        # The first leaf has the counts, whose fold gets the weight unscaled.
+        rows = [
+            measured[leaf_index]
+            if leaf_index in measured
+            else step.readings.measures_of([leaves[leaf_index]])[0]
+            for leaf_index in step.readings.leaf_indices
+        ]
+        observed = step.readings.leaves_for(jnp.stack(rows), into[0].weight)
+        leaves = [*observed, *leaves[len(observed) :]]
     keep: jax.Array | None = None
     if dropping is not None:
         keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
     for leaf_index, part in into.items():
-        if leaf_index not in in_place:
+        if leaf_index not in measured:
             leaves[leaf_index] = part.combine(part.accumulator, leaves[leaf_index])
     reduced, state, collected = (
         [leaves[leaf_index] for leaf_index in leaf_indices]

@@ -1,6 +1,6 @@
-"""Gradients that a scan over layers would stack, folded layer by layer instead.
+"""The program of a gradient, with accumulators in place of what its scans would stack.
 
-Only JAX has this file: XLA adds the result of an operation in place, but not that of a loop. The
+XLA adds the result of an operation in place, but not that of a loop. The
 backward pass of a `lax.scan` over layers stacks their gradients in an array of the parameters'
 size, which the fold adds afterwards. So if a scan stacks an output of grad_fn, and nothing else
 reads it, the program is evaluated with another scan, which carries the accumulator and combines
@@ -12,7 +12,7 @@ Design note: docs/concepts/inside_scan_layers.md.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -22,110 +22,79 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
 from funcga._observe.readings import Readings
-from funcga._types import Dtype, Reduced, Scalar, Tree
+from funcga._types import Dtype, Reduced, Tree
+from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend import _private
 from jax_backend.arrays import as_varying, varying_axes
+from jax_backend.loop import Into
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
-class Into(NamedTuple):
-    """An accumulator, and the fold that a value of this weight is added to it by. Before that it
-    is multiplied by the factor, if there is one.
-    """
-
-    accumulator: Tree
-    fold: LeafFold
-    weight: Scalar
-    factor: Scalar = None
-
-    def combine(self, before: Reduced, value: jax.Array) -> Reduced:
-        """The accumulator, or a row of it, with a value."""
-        if self.factor is not None:
-            before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
-        return self.fold.combine(before, self.fold.lift(value, self.weight))
-
-
-Gradient: TypeAlias = Callable[..., tuple[list[Tree], Collection[int]]]
-"""`gradient(into, *operands)`: the leaves that grad_fn returns, and the indices of those that
-are folded already: there the leaf is the new accumulator, of that in `into`.
+Folded: TypeAlias = tuple[list[Tree], dict[int, jax.Array]]
+"""The leaves of grad_fn's output, with the new accumulator in place of each that is folded, and the
+measures of these, [measures], by leaf index.
 """
 
 
-def gradient_of(
-    outputs: Outputs,
-    evaluate: Callable[..., Tree],
-    program: "ClosedJaxpr",
-    value: Tree,
-    readings: Readings | None = None,
-    may_fold: bool = True,
-) -> Gradient:
-    """The Gradient for `evaluate`, which folds stacks of scans over layers layer by layer.
-    `program` is the jaxpr of `evaluate`, with the leaves of its operands, and `value` its output
-    types. With `readings` the first leaves are measures of the others. Unless `may_fold`, no
-    leaf is folded.
+def folding(
+    outputs: Outputs, program: "ClosedJaxpr", value: Tree, readings: Readings | None
+) -> Callable[..., Folded | None] | None:
+    """Makes `fold(into, *operands)`, which evaluates a program and folds stacks of scans over
+    layers layer by layer; None if there are none.
+
+    `program` is the jaxpr of grad_fn, with the leaves of its operands, and `value` its output
+    types. With `readings` the first leaves are measures of the others. `into` has an Into for each
+    reduced leaf. `fold` returns None for operands of other types.
     """
-    reducible = {
+    elementwise = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
         if fold.fold.reducer.elementwise
         # A reducer may treat a leaf without axes, as a row would be here, in another way.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
-    stacks = _stacks(program.jaxpr) if may_fold else {}
-    stacked = [leaf_index for leaf_index in stacks if leaf_index in reducible]
+    stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
     # If structure or types differ, `outputs.leaves` raises the error, or reorders.
-    if jax.tree.structure(value) != outputs.structure or any(
-        (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
-        != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
-        for leaf_index in stacked
+    if (
+        not stacked
+        or jax.tree.structure(value) != outputs.structure
+        or any(
+            (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
+            != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
+            for leaf_index in stacked
+        )
     ):
-        stacked = []
-    paths = outputs.paths() if stacked else []
+        return None
+    paths = outputs.paths()
     observed = () if readings is None else readings.leaf_indices
 
-    def gradient(into: Mapping[int, Into], *operands: Tree) -> tuple[list[Tree], Collection[int]]:
-        args, in_place = jax.tree.leaves(operands), stacked
+    def fold(into: Mapping[int, Into], *operands: Tree) -> Folded | None:
+        args = jax.tree.leaves(operands)
         # Threaded state may vary over mesh axes only after the first micro-batch: then the
         # program is another one.
-        if in_place and any(
+        if any(
             varying_axes(variable.aval) != varying_axes(jax.typeof(arg))
             for variable, arg in zip(program.jaxpr.invars, args, strict=True)
         ):
-            in_place = []
-        measured = {}
-        if in_place:
-            parts = {
-                leaf_index: _Part(
-                    into[leaf_index],
-                    paths[leaf_index],
-                    readings if leaf_index in observed else None,
-                )
-                for leaf_index in in_place
-            }
-            leaves = _evaluate(program.jaxpr, program.consts, args, parts)
-            for leaf_index in in_place:
-                leaves[leaf_index], measured[leaf_index] = leaves[leaf_index]
-        else:
-            leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
-        if readings is not None:
-            # The first leaf has the counts, whose fold gets the weight unscaled.
-            rows = [
-                measured[leaf_index]
-                if leaf_index in measured
-                else readings.measures_of([leaves[leaf_index]])[0]
-                for leaf_index in observed
-            ]
-            before = readings.leaves_for(jnp.stack(rows), into[0].weight)
-            leaves = [*before, *leaves[len(before) :]]
-        return leaves, in_place
+            return None
+        parts = {
+            leaf_index: _Part(
+                into[leaf_index], paths[leaf_index], readings if leaf_index in observed else None
+            )
+            for leaf_index in stacked
+        }
+        leaves = _evaluate(program.jaxpr, program.consts, args, parts)
+        measures = {}
+        for leaf_index in stacked:
+            leaves[leaf_index], measures[leaf_index] = leaves[leaf_index]
+        return leaves, measures
 
-    return gradient
+    return fold
 
 
 def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
@@ -167,7 +136,7 @@ def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
     """The paths in named scopes of `_scan` in a program."""
     for equation in _private.equations(jaxpr):
         if equation.primitive.name == "scan":
-            yield from _MARK.findall(_private.scope_of(equation))
+            yield from _MARK.findall(jaxprs.scope_of(equation))
 
 
 # -- which outputs a scan stacks
@@ -182,12 +151,12 @@ class _Stack(NamedTuple):
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     """The outputs of a program that a scan stacks, and nothing else reads, by output index."""
     # Effects, such as prints, would be reordered.
-    if not _private.LITERAL or _private.has_effects(jaxpr):
+    if not jaxprs.LITERAL or jaxprs.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
     # How often each variable is read.
     operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    reads = Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
+    reads = Counter(variable for variable in operands if not isinstance(variable, jaxprs.LITERAL))
     # In order, as stacks may be cast before they are outputs.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
@@ -197,9 +166,7 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
-        if not isinstance(variable, _private.LITERAL)
-        and reads[variable] == 1
-        and variable in stacks
+        if not isinstance(variable, jaxprs.LITERAL) and reads[variable] == 1 and variable in stacks
     }
 
 
@@ -215,7 +182,7 @@ def _stacked(equation: "JaxprEqn") -> "list[Var]":
     """The results of a scan, or of a call of a jitted function, that are stacks of a scan."""
     if equation.primitive.name == "scan":
         return equation.outvars[_carried(equation) :] if _is_known(equation) else []
-    if not _private.is_inlineable(equation):
+    if not jaxprs.is_inlineable(equation):
         return []
     return [equation.outvars[leaf_index] for leaf_index in _stacks(equation.params["jaxpr"].jaxpr)]
 
@@ -224,9 +191,9 @@ def _is_known(scan: "JaxprEqn") -> bool:
     """Whether it is a scan of arrays with parameters that `_scan` supports."""
     return (
         bool(scan.params["length"])
-        and _private.can_repeat(scan)
-        and all(_private.is_array_type(variable.aval) for variable in (*scan.invars, *scan.outvars))
-        and scan.params.keys() <= _private.SCAN_PARAMETERS
+        and jaxprs.can_repeat(scan)
+        and all(jaxprs.is_array_type(variable.aval) for variable in (*scan.invars, *scan.outvars))
+        and scan.params.keys() <= jaxprs.SCAN_PARAMETERS
     )
 
 
@@ -256,7 +223,7 @@ def _reshards(conversion: "JaxprEqn") -> bool:
 # -- the program with accumulators in place of stacks
 
 
-class _Folded(NamedTuple):
+class _FoldedStack(NamedTuple):
     """In place of a stack that is folded: the new accumulator, and the measures of all layers."""
 
     accumulator: Tree
@@ -288,7 +255,7 @@ class _Part(NamedTuple):
         measures: jax.Array = self.readings.measures_of([self.cast(value)])[0]
         return measures
 
-    def begin(self, layer: "ShapedArray") -> _Folded:
+    def begin(self, layer: "ShapedArray") -> _FoldedStack:
         """The accumulator and the measures before the first layer, which has this type. They
         vary over mesh axes as the layer does, as a carry keeps its type.
         """
@@ -297,14 +264,16 @@ class _Part(NamedTuple):
         )
         measures = jax.eval_shape(self.measure, layer)
         # Not zeros_like, as a type may have mesh axes, without its mesh.
-        before = _Folded(self.into.accumulator, jnp.zeros(measures.shape, measures.dtype))
-        after = _Folded(jax.eval_shape(self.combine, row, layer), measures)
-        begun: _Folded = jax.tree.map(
+        before = _FoldedStack(self.into.accumulator, jnp.zeros(measures.shape, measures.dtype))
+        after = _FoldedStack(jax.eval_shape(self.combine, row, layer), measures)
+        begun: _FoldedStack = jax.tree.map(
             lambda array, like: as_varying(array, varying_axes(like)), before, after
         )
         return begun
 
-    def fold_layer(self, before: _Folded, layer_index: jax.Array, value: jax.Array) -> _Folded:
+    def fold_layer(
+        self, before: _FoldedStack, layer_index: jax.Array, value: jax.Array
+    ) -> _FoldedStack:
         """The accumulator and the measures after one more layer: the value is combined with its
         row, and its measures are added.
         """
@@ -317,7 +286,7 @@ class _Part(NamedTuple):
             accumulator,
             self.combine(row, value),
         )
-        return _Folded(accumulator, measures + self.measure(value))
+        return _FoldedStack(accumulator, measures + self.measure(value))
 
 
 def _evaluate(
@@ -326,13 +295,13 @@ def _evaluate(
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
 ) -> list[Tree]:
-    """The outputs of a program; a _Folded for those in `into`, which are stacks."""
+    """The outputs of a program; a _FoldedStack for those in `into`, which are stacks."""
     values: dict[Var, Tree] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
     )
 
     def read(variable: Any) -> Tree:
-        is_literal = isinstance(variable, _private.LITERAL)
+        is_literal = isinstance(variable, jaxprs.LITERAL)
         return variable.val if is_literal else values[variable]
 
     stacks = _stacks(jaxpr) if into else {}
@@ -348,11 +317,11 @@ def _evaluate(
             for output_index, variable in enumerate(equation.outvars)
             if variable in parts
         }
-        with _private.context(equation), _private.named_scope(equation):
-            if any(isinstance(operand, _Folded) for operand in operands):
+        with jaxprs.context(equation), jaxprs.named_scope(equation):
+            if any(isinstance(operand, _FoldedStack) for operand in operands):
                 results = operands  # a cast, applied to each layer already
             elif not inside:
-                results = _private.repeated(equation, operands)
+                results = jaxprs.repeated(equation, operands)
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
             else:  # a call of a jitted function, inlined
@@ -363,7 +332,7 @@ def _evaluate(
 
 
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
-    """The outputs of the scan, with a _Folded in place of each stack in `into`."""
+    """The outputs of the scan, with a _FoldedStack in place of each stack in `into`."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
     assert _private.AS_FUNCTION is not None  # or no scan is known
     run = _private.AS_FUNCTION(body)
