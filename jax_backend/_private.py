@@ -7,21 +7,16 @@ away to see that. Everything else that this package uses of JAX is documented.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
-import numpy as np
 from jax import lax
 
 from funcga._types import Array
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
-
-if TYPE_CHECKING:
-    pass
 
 # -- traces
 
@@ -59,18 +54,6 @@ def is_traced(leaf: object) -> bool:
         return True
 
 
-def address(array: jax.Array) -> int:
-    """Where the memory of an array on one device begins.
-
-    Without `unsafe_buffer_pointer`, that of NumPy's array of the same numbers, which is the same
-    on a CPU; on another device an array that another framework shares is reported as copied.
-    """
-    try:
-        return int(array.unsafe_buffer_pointer())
-    except AttributeError:
-        return int(np.asarray(array).__array_interface__["data"][0])
-
-
 # -- types of arrays
 
 
@@ -102,12 +85,6 @@ def cast_varying(array: Array, names: Sequence[str]) -> Array:
 
 # -- programs
 
-# A program as a function. Without it the derivative of a step that drops a micro-batch is NaN.
-try:
-    AS_FUNCTION: Callable[[Any], Callable[..., list[Array]]] | None = jax.extend.core.jaxpr_as_fun
-except AttributeError:
-    AS_FUNCTION = None
-
 
 def equations(jaxpr: "Jaxpr") -> "Iterator[JaxprEqn]":
     """All operations of a program, with those of programs inside of it."""
@@ -123,25 +100,3 @@ def equations(jaxpr: "Jaxpr") -> "Iterator[JaxprEqn]":
 
 def _is_program(value: object) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
-
-
-# -- compiling
-
-# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter
-# of the time. They may go as they came, as the second one did with jaxlib 0.12, and XLA refuses
-# options that it does not know: those are left out, and compiling takes longer.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-
-
-@cache
-def quick_to_compile() -> dict[str, int | bool]:
-    """The `compiler_options` for a jitted function that is small and seldom called."""
-    return {name: value for name, value in QUICK.items() if _is_option({name: value})}
-
-
-def _is_option(option: dict[str, int | bool]) -> bool:
-    try:
-        jax.jit(lambda: 0, compiler_options=option).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True

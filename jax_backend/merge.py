@@ -6,7 +6,7 @@ Small arrays that have to be gathered are part of it: each replica fills its row
 zeros, [replicas, ...].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,25 +29,19 @@ if TYPE_CHECKING:
 
 
 class Folded(NamedTuple):
-    """The result of a loop, before it is normalised; `dropped` as in a Carry, `unit` that of the
-    weights of means.
+    """What has been folded, before it is normalised: the carry of a loop, and what replicas merge.
+
+    The loop carries neither `collected` nor the `unit` of weights in means. With drop="window" it
+    counts the micro-batches that it `rejected`, and keeps the threaded state from before the first.
     """
 
     reduced: list[Tree]
     total: Tally
     state: list[jax.Array]
-    collected: list[jax.Array]
-    dropped: "Dropped | None" = None
-    unit: Scalar = 1.0
-
-
-class Dropped(NamedTuple):
-    """How many micro-batches of a window were dropped, and the threaded state before the first
-    one.
-    """
-
-    rejected: jax.Array
-    state: list[jax.Array]
+    collected: Sequence[jax.Array] = ()
+    unit: Scalar = None
+    rejected: jax.Array | None = None
+    state_before: Sequence[jax.Array] = ()
 
 
 def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
@@ -72,7 +66,10 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     # Replicas have the rows of a batch in order, so its final state is that of the last replica.
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [collectives.gather(leaf) for leaf in folded.collected]
-    dropped = _merge_dropped(collectives, folded.dropped, folded.total)
+    rejected = None
+    if folded.rejected is not None:  # a count, sent as a float, with the weights
+        rejected = collectives.sum(folded.rejected.astype(folded.total.weight[0].dtype))
+    state_before = [collectives.last(leaf) for leaf in folded.state_before]
     for each in of_axes.values():
         each.run()
     rows = [
@@ -84,8 +81,9 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
         total(),
         [later() for later in state],
         rows,
-        dropped(),
         folded.unit,
+        None if rejected is None else rejected().astype(jnp.int32),
+        [later() for later in state_before],
     )
 
 
@@ -207,17 +205,6 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
         return merged
 
     return later
-
-
-def _merge_dropped(
-    collectives: "_Collectives", dropped: Dropped | None, total: Tally
-) -> Callable[[], Dropped | None]:
-    """What all replicas have dropped. The count is sent as a float, with the weights."""
-    if dropped is None:
-        return lambda: None
-    rejected = collectives.sum(dropped.rejected.astype(total.weight[0].dtype))
-    state = [collectives.last(leaf) for leaf in dropped.state]
-    return lambda: Dropped(rejected().astype(jnp.int32), [later() for later in state])
 
 
 def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree]:

@@ -21,7 +21,7 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
 from jax_backend.arrays import axis_names
-from jax_backend.loop import compiled
+from jax_backend.compiled import compiled
 from jax_backend.replicas import listed, requiring_across, spelled
 
 Axes: TypeAlias = str | tuple[str, ...]

@@ -36,6 +36,7 @@ TOOLS = {
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "scans over layers": (("funcga/tools/scan_layers/",), ()),
     "what XLA has made": (("funcga/tools/hlo/", "jax_backend/hlo.py"), ("scans over layers",)),
+    "random numbers of examples": (("funcga/tools/example_keys/",), ()),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),

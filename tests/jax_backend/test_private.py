@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcga
 import jax_backend
+from funcga._parity import in_jax
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend import _private
 from tests.kits import JAX, LIMITS, difference
@@ -97,11 +98,10 @@ def test_without_the_state_of_traces_every_call_counts_as_traced(monkeypatch):
 
 
 def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
-    monkeypatch.setattr(_private, "QUICK", {**_private.QUICK, "xla_no_such_option": 0})
-    _private.quick_to_compile.cache_clear()
-    options = _private.quick_to_compile()
-    assert "xla_no_such_option" not in options
-    assert jax.jit(lambda x: 2 * x, compiler_options=options)(3) == 6
+    monkeypatch.setattr(in_jax, "QUICK", {**in_jax.QUICK, "xla_no_such_option": 0})
+    in_jax._quick_to_compile.cache_clear()
+    assert "xla_no_such_option" not in in_jax._quick_to_compile()
+    assert in_jax.unoptimised(lambda x: 2 * x)(3) == 6
 
 
 def test_all_that_is_private_stands_in_two_files():

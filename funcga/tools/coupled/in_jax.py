@@ -15,8 +15,9 @@ from funcga._coupled import Cotangents, Coupled, Summaries
 from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from jax_backend import arrays, sharding, trees
+from jax_backend.compiled import Numbers, compiled
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, Numbers, compiled, nan_if_overflown, tally_of, with_totals
+from jax_backend.loop import accumulated, fold_batch, nan_if_overflown, tally_of, with_totals
 from jax_backend.sharding import Spread
 
 
@@ -54,9 +55,11 @@ class _Step:
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.
         first = job.first()
-        outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
+        outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
-        summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, of_fold)
+        summaries = Summaries(
+            job, outputs, folded.reduced, [*folded.collected], folded.state, of_fold
+        )
 
         # The loss, its gradient by parameters that it uses itself, and the cotangents of the
         # summaries.
@@ -81,9 +84,8 @@ class _Step:
         pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes, folded.unit)
         fold = (summed(), job.program.fold) if outputs.threads else summed()
         second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
-        result = Accumulate(second, backend).traced(
-            spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs
-        )
+        indices = jnp.arange(rows, dtype=jnp.int32)
+        result, _ = accumulated(second, backend, spread, (*args, indices), kwargs)
         grads = result[0] if outputs.threads else result
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]

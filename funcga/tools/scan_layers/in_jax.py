@@ -334,8 +334,8 @@ def _evaluate(
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
     """The outputs of the scan, with a _FoldedStack in place of each stack in `into`."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
-    assert _private.AS_FUNCTION is not None  # or no scan is known
-    run = _private.AS_FUNCTION(body)
+    assert jaxprs.AS_FUNCTION is not None  # or no scan is known
+    run = jaxprs.AS_FUNCTION(body)
     # Operands are constants, the carry, and scanned arrays, which have one axis more than in the
     # body.
     first_scanned = _of_body_shape(scan.invars, body.jaxpr.invars)

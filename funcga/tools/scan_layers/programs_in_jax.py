@@ -5,7 +5,7 @@ Without any of these scans over layers are left as they are: a scan stacks the g
 layers, and then they are added. `tests/jax_backend/test_private.py` takes each away to see that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import jax
 import jax.extend.core
 
 from funcga._types import Array
-from jax_backend import _private
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -29,6 +28,12 @@ def is_array_type(aval: object) -> bool:
     """Whether this is the type of an array: not that of a reference to one, or of a token."""
     return ARRAY_TYPE is not None and isinstance(aval, ARRAY_TYPE)
 
+
+# A program as a function.
+try:
+    AS_FUNCTION: Callable[[Any], Callable[..., list[Array]]] | None = jax.extend.core.jaxpr_as_fun
+except AttributeError:
+    AS_FUNCTION = None
 
 # The constants of a program.
 try:
@@ -54,7 +59,7 @@ def can_repeat(equation: "JaxprEqn") -> bool:
     """Whether this version of JAX lets an operation of a program be done again:
     `get_bind_params`, `ctx.manager`.
     """
-    if not LITERAL or _private.AS_FUNCTION is None:
+    if not LITERAL or AS_FUNCTION is None:
         return False
     try:
         return callable(equation.primitive.get_bind_params) and equation.ctx.manager is not None

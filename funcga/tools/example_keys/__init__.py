@@ -1,0 +1,1 @@
+"""Random numbers of each example, whatever the micro-batch that it is in."""
