@@ -5,18 +5,15 @@ Without any of these the numbers are right still, and `tests/jax_backend/test_pr
 away to see that. Everything else that this package uses of JAX is documented.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.extend.core
 from jax import lax
 
 from funcga._types import Array
-
-if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, JaxprEqn
 
 # -- traces
 
@@ -81,22 +78,3 @@ def cast_varying(array: Array, names: Sequence[str]) -> Array:
         with suppress(ValueError):
             array = lax.pcast(array, name, to="varying")
     return array
-
-
-# -- programs
-
-
-def equations(jaxpr: "Jaxpr") -> "Iterator[JaxprEqn]":
-    """All operations of a program, with those of programs inside of it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        # Programs inside of it, such as the body of a loop, are among its parameters: closed ones
-        # have one within.
-        for value in jax.tree.leaves(equation.params, is_leaf=_is_program):
-            if _is_program(value):
-                program: Any = getattr(value, "jaxpr", value)
-                yield from equations(program)
-
-
-def _is_program(value: object) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")

@@ -33,12 +33,10 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
 from jax_backend.compiled import Numbers, checked, compiled, jitted
-from jax_backend.merge import Folded, check_unmixed, merge
+from jax_backend.merge import Folded, merge
 from jax_backend.replicas import (
     REPLICATED,
     Replicas,
-    names_leaves,
-    read_across,
     replicas_of,
     requiring_across,
     varying,
@@ -417,8 +415,6 @@ def _step(
     unit: Scalar = None,
 ) -> Step:
     """The Step for micro-batches like the traced one."""
-    if program.weight is not None and names_leaves(program.across):
-        check_unmixed(outputs, traced.program, read_across(program.across))
     readings = None
     if program.observers is not None:
         readings = program.readings(traced.value[1], arguments)

@@ -26,7 +26,6 @@ from funcga._fold.outputs import Outputs
 from funcga._observe.readings import Readings
 from funcga._types import Dtype, Reduced, Tree
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
-from jax_backend import _private
 from jax_backend.arrays import as_varying, varying_axes
 from jax_backend.loop import Into
 
@@ -134,7 +133,7 @@ _MARK, _BETWEEN = re.compile("folded in place<(.*?)>"), "; "
 
 def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
     """The paths in named scopes of `_scan` in a program."""
-    for equation in _private.equations(jaxpr):
+    for equation in jaxprs.equations(jaxpr):
         if equation.primitive.name == "scan":
             yield from _MARK.findall(jaxprs.scope_of(equation))
 

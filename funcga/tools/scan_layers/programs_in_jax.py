@@ -5,7 +5,7 @@ Without any of these scans over layers are left as they are: a scan stacks the g
 layers, and then they are added. `tests/jax_backend/test_private.py` takes each away to see that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,22 @@ def named_scope(equation: "JaxprEqn") -> AbstractContextManager[Any]:
     """
     names = scope_of(equation)
     return jax.named_scope(names) if names else nullcontext()
+
+
+def equations(jaxpr: "Jaxpr") -> "Iterator[JaxprEqn]":
+    """All operations of a program, with those of programs inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        # Programs inside of it, such as the body of a loop, are among its parameters: closed ones
+        # have one within.
+        for value in jax.tree.leaves(equation.params, is_leaf=_is_program):
+            if _is_program(value):
+                program: Any = getattr(value, "jaxpr", value)
+                yield from equations(program)
+
+
+def _is_program(value: object) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def scope_of(equation: "JaxprEqn") -> str:
