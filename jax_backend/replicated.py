@@ -138,10 +138,7 @@ def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
             f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
     names = mesh.axis_names if axis is None else axis_names(axis)
-    missing = [name for name in names if name not in mesh.axis_names]
-    if len({*names}) < len(names):
-        raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")
-    if missing or not names:
+    if not names or not {*names} <= {*mesh.axis_names}:
         raise FuncgaError(
             f"axis={axis!r} is no axis of the mesh, which has {listed(mesh.axis_names)}. Write "
             f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
@@ -211,41 +208,26 @@ def _spelled(count: int, names: tuple[str, ...]) -> str:
 def _check_rows(
     args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]
 ) -> None:
-    """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
+    """Raises FuncgaError, which names the argument, if rows do not divide among the devices."""
+    # All else that does not fit a PartitionSpec shard_map refuses itself.
     for leaf_index, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
-        for axis, entry in enumerate(spec):
-            if entry is None or not arrays.is_array(leaf):
+        for axis, rows in enumerate(leaf.shape[: len(spec)] if arrays.is_array(leaf) else ()):
+            count = prod(mesh.shape.get(name, 1) for name in axis_names(spec[axis]))
+            if rows % count == 0:
                 continue
-            names = _entry(tuple(spec), axis)
-            if unknown := [name for name in names if name not in mesh.axis_names]:
-                raise FuncgaError(
-                    f"in_specs names the axis {unknown[0]!r}, and the mesh has "
-                    f"{' and '.join(map(repr, mesh.axis_names))}. Write P({mesh.axis_names[0]!r}), "
-                    "or P() for what is passed whole."
-                )
-            count = prod(mesh.shape[name] for name in names)
-            if axis < len(leaf.shape) and leaf.shape[axis] % count == 0:
-                continue
-            arg_names = argument_names(step, len(args))
             # An argument without leaves, such as None, has a path, too.
             paths = [
                 path
-                for name, arg in zip(arg_names, args, strict=True)
+                for name, arg in zip(argument_names(step, len(args)), args, strict=True)
                 if trees.flatten(arg)[0]
                 for path in leaf_paths(arg, trees, name)
             ]
-            described = f"`{paths[leaf_index]}` is {arrays.describe(leaf)}"
-            if axis >= len(leaf.shape):
-                raise FuncgaError(
-                    f"{described}: it has no axis {axis} to be cut among {count} devices. Pass it "
-                    "by keyword, which passes it whole, or say so: in_specs with P() in its place."
-                )
-            rows = leaf.shape[axis]
             raise FuncgaError(
-                f"{described}: its {rows} rows do not divide among {count} devices. Take "
-                f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with "
-                'rows that count for nothing, with weight=lambda batch: batch["mask"].sum(). Or '
-                "pass it whole: in_specs with P() in its place."
+                f"`{paths[leaf_index]}` is {arrays.describe(leaf)}: its {rows} rows do not divide "
+                f"among {count} devices. Take {rows - rows % count} rows, or fill up to "
+                f"{rows - rows % count + count} with rows that count for nothing, with "
+                'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in '
+                "its place."
             )
 
 
