@@ -134,16 +134,15 @@ def _fold_batch(
     chunks: list[list[jax.Array]] = []
     first = 0
     for count, size in sizes:  # one or two sizes, and a scan for each
-        microbatch = Microbatch(program, arguments, kwargs, size, narrow)
+        microbatch = partial(_microbatch, program, arguments, kwargs, size, narrow)
         # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that no
         # call remains.
-        weigh = jax.jit(microbatch.weigh, inline=True)
-        evaluate = jax.jit(microbatch.evaluate, inline=True)
+        run = jax.jit(microbatch, inline=True)
         if folded is None:
             state = [*map(arrays.without_weak_type, arguments.state)]
         else:
             state = folded.state
-        traced = _traced(program, arguments, weigh, evaluate, jnp.int32(0), state)
+        traced = _traced(run, jnp.int32(0), state)
         if folded is None:
             outputs, _ = program.bind(traced.value, arguments)
             # The outputs show whether micro-batches may take other rows.
@@ -188,7 +187,7 @@ def _unit_of_rows(program: Program, size: Scalar, is_only_size: bool) -> Scalar:
     """The unit of weights in means where micro-batches weigh their rows; None where their weights
     are seen in the loop alone.
     """
-    if program.weight is not None or program.dropping is not None:
+    if not _weighs_rows(program):
         return None
     # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient in
     # place. Else a power of 2, by which division is exact.
@@ -215,48 +214,48 @@ def _scan(
 # -- a micro-batch
 
 
-@dataclass(frozen=True, eq=False)
-class Microbatch:
-    """One micro-batch, as functions of its first row and of threaded state."""
-
-    program: Program
-    arguments: Arguments
-    kwargs: Kwargs
-    size: int | None = None  # None: it has all rows
-    narrow: Callable[..., jax.Array] | None = None
-
-    def weigh(self, start: Scalar, state: State) -> Tally:
-        """Its tally."""
-        args = self.arguments.cut(start, self.size, state, self.narrow)
-        rows: Any = None if self.size is None else _rows(self.size)
-        weight = self.program.weigh(self.arguments, args, rows)
+def _microbatch(
+    program: Program,
+    arguments: Arguments,
+    kwargs: Kwargs,
+    size: int | None,
+    narrow: Callable[..., jax.Array] | None,
+    start: Scalar,
+    state: State,
+) -> tuple[Tree, Tally | None]:
+    """The output of grad_fn for `size` rows from row `start` on, or for all, and its tally; None if
+    it weighs its rows and is kept in any case. With observers the output is (placeholders for what
+    they fold, output).
+    """
+    backend = arguments.backend
+    args = arguments.cut(start, size, state, narrow)
+    tally, remake = None, lambda leaf: leaf
+    if size is None or not _weighs_rows(program):
+        weight = program.weigh(arguments, args, None if size is None else _rows(size))
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
-        return arrays.tally(weight)
+        tally = arrays.tally(weight)
+        is_seen = isinstance(weight, int | float)
+        if program.weight is not None and not is_seen and program.weighs_all(backend):
+            remake = partial(_constant_if_weightless, tally.total)
+    # tree.map also copies containers into the running trace, to which an object of nnx belongs.
+    args, kwargs = jax.tree.map(remake, (args, kwargs))
+    whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
+    with trees.check_unchanged((whole, kwargs)):
+        value = program.grad_fn(*args, **kwargs)
+    # Checked here, as the error of jit would not mention funcga.
+    for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
+        if not isinstance(leaf, jax.Array):
+            trees.check_registered(leaf, "output")
+            as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
+    if program.observers is not None:
+        value = program.readings(value, arguments).placeholders(jnp.zeros(())), value
+    return value, tally
 
-    def evaluate(self, start: Scalar, state: State, weight: jax.Array | None = None) -> Tree:
-        """The output of grad_fn; with observers, (placeholders for what they fold, output).
-        `weight` is given if a micro-batch of weight 0 adds nothing.
-        """
-        program, backend = self.program, self.arguments.backend
-        args = self.arguments.cut(start, self.size, state, self.narrow)
-        remake = lambda leaf: leaf
-        if weight is not None:
-            remake = partial(_constant_if_weightless, weight)
-        # tree.map also copies containers into the running trace, to which an object of nnx
-        # belongs.
-        args, kwargs = jax.tree.map(remake, (args, self.kwargs))
-        whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
-        with trees.check_unchanged((whole, kwargs)):
-            value = program.grad_fn(*args, **kwargs)
-        # Checked here, as the error of jit would not mention funcga.
-        for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
-            if not isinstance(leaf, jax.Array):
-                trees.check_registered(leaf, "output")
-                as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
-        if program.observers is None:
-            return value
-        return program.readings(value, self.arguments).placeholders(jnp.zeros(())), value
+
+def _weighs_rows(program: Program) -> bool:
+    """Whether each micro-batch of a batch weighs its rows, known before the loop."""
+    return program.weight is None and program.dropping is None
 
 
 def _constant_if_weightless(weight: jax.Array, leaf: Tree) -> Tree:
@@ -274,34 +273,19 @@ def is_float(leaf: Tree) -> bool:
 
 
 class Traced(NamedTuple):
-    """A micro-batch as functions of its first row and of threaded state, which are traced once:
-    `weigh`, and `evaluate` with its program and the types of its value. `evaluate` takes the weight
-    if it `masks` what weighs 0.
+    """A micro-batch as a function `run` of its first row and of threaded state, which is traced
+    once: its program, and the types of its value and of its tally.
     """
 
-    weigh: Callable[..., Tally]
-    evaluate: Callable[..., Tree]
-    masks: bool
+    run: Callable[..., tuple[Tree, Tally | None]]
     program: "ClosedJaxpr"
     value: Tree
+    tally: Tally | None
 
 
-def _traced(
-    program: Program,
-    arguments: Arguments,
-    weigh: Callable[..., Tally],
-    evaluate: Callable[..., Tree],
-    start: Scalar,
-    state: State,
-) -> Traced:
-    operands: tuple[Tree, ...] = (start, state)
-    masks = program.weight is not None and program.weighs_all(arguments.backend)
-    if masks:
-        # Not of eval_shape, whose type may vary over mesh axes, without their mesh.
-        types = jax.make_jaxpr(lambda *args: weigh(*args).total)(*operands).out_avals
-        operands = (*operands, arrays.zeros(types[0]))
-    traced, value = jax.make_jaxpr(evaluate, return_shape=True)(*operands)
-    return Traced(weigh, evaluate, masks, traced, value)
+def _traced(run: Callable[..., tuple[Tree, Tally | None]], start: Scalar, state: State) -> Traced:
+    program, (value, tally) = jax.make_jaxpr(run, return_shape=True)(start, state)
+    return Traced(run, program, value, tally)
 
 
 # -- the fold of a micro-batch
@@ -324,6 +308,22 @@ class Into(NamedTuple):
         return self.fold.combine(before, self.fold.lift(value, self.weight))
 
 
+class Weighed(NamedTuple):
+    """A micro-batch weighed: where each reduced leaf is added, by leaf index, and the tally of the
+    window after it. `keep`: whether it is folded, if it may be dropped.
+    """
+
+    into: dict[int, Into]
+    total: Tally
+    keep: jax.Array | None
+
+
+Leaves: TypeAlias = tuple[list[Tree], Weighed, dict[int, jax.Array]]
+"""The leaves of grad_fn's output, with the new accumulator in place of each that is folded in
+place; what they weigh; and the measures of those that are folded in place, by leaf index.
+"""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """How one more micro-batch is folded. `in_scans` is of the tool for scans over layers, if there
@@ -331,27 +331,55 @@ class Step:
     """
 
     outputs: Outputs
-    traced: Traced
-    evaluate: Callable[..., Tree]
-    in_scans: Callable[..., "Leaves | None"] | None
+    run: Callable[..., tuple[Any, ...]]
+    in_scans: Callable[..., Leaves | None] | None
     readings: Readings | None
-    dropping: DroppingStep | None
-    rows: Scalar = None
-    unit: Scalar = None
+    rows: Scalar
+    unit: Scalar
 
     def add(self, before: Folded, start: Scalar) -> tuple[Folded, list[jax.Array]]:
         """What is folded after one more micro-batch, and its collected leaves."""
-        outputs, dropping = self.outputs, self.dropping
-        # Weighed before the gradient, as scans over layers fold in place, with the weight.
-        operands: tuple[Tree, ...] = (start, before.state)
-        total, factor = before.total, None
-        if self.unit is not None:
+        outputs = self.outputs
+        leaves, weighed, in_place = self._leaves(before, start)
+        for leaf_index, addend in weighed.into.items():
+            if leaf_index not in in_place:
+                leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])
+        reduced, state, collected = (
+            [leaves[leaf_index] for leaf_index in leaf_indices]
+            for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
+        )
+        after = before._replace(reduced=reduced, total=weighed.total, state=state)
+        if weighed.keep is None:
+            return after, collected
+        return _unless_dropped(weighed.keep, before, after, collected)
+
+    def _leaves(self, before: Folded, start: Scalar) -> Leaves:
+        weigh, leaves = partial(self._weigh, before), None
+        if self.in_scans is not None:
+            leaves = self.in_scans(weigh, start, before.state)
+        if leaves is None:
+            value, *weight = self.run(start, before.state)
+            leaves = self.outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
+        if self.readings is None:
+            return leaves
+        values, weighed, measures = leaves
+        # The first leaf has the counts, whose fold gets the weight unscaled.
+        rows = [
+            measures[leaf_index]
+            if leaf_index in measures
+            else self.readings.measures_of([values[leaf_index]])[0]
+            for leaf_index in self.readings.leaf_indices
+        ]
+        observed = self.readings.leaves_for(jnp.stack(rows), weighed.into[0].weight)
+        return [*observed, *values[len(observed) :]], weighed, measures
+
+    def _weigh(self, before: Folded, own: Tally | None, keep: jax.Array | None = None) -> Weighed:
+        outputs, total, factor = self.outputs, before.total, None
+        if own is None:
             folds = outputs.reduced_folds
             weights = [self.rows / self.unit if fold.is_mean else self.rows for fold in folds]
         else:
-            own = self.traced.weigh(*operands)
-            operands = (*operands, own.total) if self.traced.masks else operands
-            total = before.total.merge(own)
+            total = total.merge(own)
             # The unit follows the total, so that no sum is much larger than its mean.
             unit = unit_of(total.total, arrays)
             factor = unit_of(before.total.total, arrays) / unit
@@ -363,47 +391,7 @@ class Step:
             leaf_index: Into(accumulator, fold, weight, factor if fold.is_mean else None)
             for leaf_index, accumulator, fold, weight in quadruples
         }
-        leaves, in_place = self._leaves(into, operands)
-        if dropping is not None:
-            keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, own.total)
-        for leaf_index, addend in into.items():
-            if leaf_index not in in_place:
-                leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])
-        reduced, state, collected = (
-            [leaves[leaf_index] for leaf_index in leaf_indices]
-            for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
-        )
-        after = before._replace(reduced=reduced, total=total, state=state)
-        if dropping is None:
-            return after, collected
-        return _unless_dropped(jnp.asarray(keep), before, after, collected)
-
-    def _leaves(self, into: dict[int, Into], operands: tuple[Tree, ...]) -> "Leaves":
-        """The leaves of grad_fn's output, with the new accumulators in place of those that are
-        folded in place, and the measures of these.
-        """
-        leaves = None if self.in_scans is None else self.in_scans(into, *operands)
-        if leaves is None:
-            value = self.evaluate(*operands)
-            leaves = self.outputs.leaves(value, "a later micro-batch"), {}
-        if self.readings is None:
-            return leaves
-        values, measures = leaves
-        # The first leaf has the counts, whose fold gets the weight unscaled.
-        rows = [
-            measures[leaf_index]
-            if leaf_index in measures
-            else self.readings.measures_of([values[leaf_index]])[0]
-            for leaf_index in self.readings.leaf_indices
-        ]
-        observed = self.readings.leaves_for(jnp.stack(rows), into[0].weight)
-        return [*observed, *values[len(observed) :]], measures
-
-
-Leaves: TypeAlias = tuple[list[Tree], dict[int, jax.Array]]
-"""The leaves of grad_fn's output, with the new accumulator in place of each that is folded in
-place, and the measures of these, [measures], by leaf index.
-"""
+        return Weighed(into, total, keep)
 
 
 def _step(
@@ -418,17 +406,52 @@ def _step(
     readings = None
     if program.observers is not None:
         readings = program.readings(traced.value[1], arguments)
-    evaluate, in_scans, dropping = traced.evaluate, None, program.dropping
-    if dropping is not None:
-        evaluate = _differentiable_if_kept(evaluate, partial(_is_kept, outputs, dropping))
-    else:  # if some may be dropped, all leaves are tested before one is folded
+    run: Callable[..., tuple[Any, ...]] = traced.run
+    in_scans = None
+    if program.dropping is not None:  # all leaves are tested before one is folded
+        run = _tested(run, outputs, program.dropping)
+    else:
         with suppress(ModuleNotFoundError):  # the tool may be missing
             tool = import_module("funcga.tools.scan_layers.in_jax")
-            in_scans = tool.folding(outputs, traced.program, traced.value, readings)
-    return Step(outputs, traced, evaluate, in_scans, readings, dropping, rows, unit)
+            in_scans = tool.folding(outputs, traced, readings)
+    return Step(outputs, run, in_scans, readings, rows, unit)
 
 
 # -- what is dropped
+
+
+def _tested(
+    run: Callable[..., tuple[Tree, Tally]], outputs: Outputs, dropping: DroppingStep
+) -> Callable[..., tuple[Tree, Tally, jax.Array]]:
+    """`run`, which returns (value, tally, whether it is kept), with a derivative only where the
+    value counts: that of a NaN would be NaN, even times 0.
+    """
+
+    def kept(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
+        value, tally = run(*operands)
+        leaves = outputs.leaves(value, "a later micro-batch")
+        keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, tally.total)
+        return value, tally, jnp.asarray(keep)
+
+    def differentiable(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
+        # With all that it depends on as arguments, as custom_jvp requires.
+        function, captured = jax.closure_convert(kept, *operands)
+        run = jax.custom_jvp(function)
+
+        @run.defjvp
+        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
+            (value, tally, keep), derivative = jax.linearize(function, *primals)
+            counts = keep & (tally.total != 0)
+            # On both sides, for forward and reverse mode.
+            only = partial(
+                jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0) if is_float(leaf) else leaf
+            )
+            return (value, tally, keep), only(derivative(*only(tangents)))
+
+        result: tuple[Tree, Tally, jax.Array] = run(*operands, *captured)
+        return result
+
+    return differentiable
 
 
 def _unless_dropped(
@@ -442,39 +465,6 @@ def _unless_dropped(
         rejected = before.rejected + (~keep).astype(jnp.int32)
         chosen = chosen._replace(rejected=rejected)
     return chosen, collected
-
-
-def _is_kept(outputs: Outputs, dropping: DroppingStep, value: Tree) -> jax.Array:
-    """Whether a micro-batch with this value, of weight above 0, is folded."""
-    leaves = outputs.leaves(value, "a later micro-batch")
-    return jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, 1.0))
-
-
-def _differentiable_if_kept(
-    evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]
-) -> Callable[..., Tree]:
-    """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN,
-    even times 0.
-    """
-
-    def value_of(*operands: Tree) -> Tree:
-        # With all that it depends on as arguments, as custom_jvp requires.
-        function, captured = jax.closure_convert(evaluate, *operands)
-        run = jax.custom_jvp(function)
-
-        @run.defjvp
-        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-            value, derivative = jax.linearize(function, *primals)
-            keep = keeps(value)
-            # On both sides, for forward and reverse mode.
-            only = partial(
-                jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf
-            )
-            return value, only(derivative(*only(tangents)))
-
-        return run(*operands, *captured)
-
-    return value_of
 
 
 # -- the beginning and the end of a window
@@ -613,9 +603,8 @@ class _Stream:
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
         self.numbers = Numbers(program.grad_fn)
-        # Each is traced once for both the shapes and the steps.
-        self.weigh = jitted(self._weigh, inline=True)
-        self.evaluate = jitted(self._evaluate, inline=True)
+        # Traced once for both the shapes and the steps.
+        self.run = jitted(self._run, inline=True)
         # keep_unused, as its devices are those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=0, donate_argnums=1)
@@ -663,10 +652,10 @@ class _Stream:
         return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 
     def _begin(self, spread: Spread, *call: Tree) -> "tuple[Folded, Bound]":
-        arguments = self._microbatch(call).arguments
+        arguments = self._arguments(call)
         # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
-        traced = self._traced(arguments, call, state)
+        traced = self._traced(call, state)
         outputs, _ = self.program.bind(traced.value, arguments)
         return _begin(outputs, spread, traced, state, self.program.dropping), Bound(outputs)
 
@@ -679,9 +668,9 @@ class _Stream:
     ) -> tuple[Folded, list[jax.Array]]:
         outputs, spread, whole, cut = settings
         call = (*whole.tree(arrays_whole), cut.tree(arrays_cut))
-        arguments = self._microbatch(call).arguments
-        traced = self._traced(arguments, call, folded.state)
-        folded, collected = _step(self.program, arguments, outputs, traced).add(folded, None)
+        traced = self._traced(call, folded.state)
+        step = _step(self.program, self._arguments(call), outputs, traced)
+        folded, collected = step.add(folded, None)
         return spread.pinned(outputs, folded), collected
 
     def _finish(
@@ -696,20 +685,16 @@ class _Stream:
 
     # A call is (leading arguments, keyword arguments, the item of the iterable).
 
-    def _microbatch(self, call: tuple[Tree, ...]) -> Microbatch:
-        leading, kwargs, item = call
-        return Microbatch(self.program, self.program.read((*leading, *item), self.backend), kwargs)
+    def _arguments(self, call: tuple[Tree, ...]) -> Arguments:
+        leading, _, item = call
+        return self.program.read((*leading, *item), self.backend)
 
-    def _weigh(self, call: tuple[Tree, ...], state: State) -> Tally:
-        return self._microbatch(call).weigh(0, state)
+    def _run(self, call: tuple[Tree, ...], state: State) -> tuple[Tree, Tally | None]:
+        arguments, (_, kwargs, _) = self._arguments(call), call
+        return _microbatch(self.program, arguments, kwargs, None, None, 0, state)
 
-    def _evaluate(self, call: tuple[Tree, ...], state: State, *weight: jax.Array) -> Tree:
-        return self._microbatch(call).evaluate(0, state, *weight)
-
-    def _traced(self, arguments: Arguments, call: tuple[Tree, ...], state: State) -> Traced:
-        weigh = lambda start, *operands: self.weigh((), call, *operands)
-        evaluate = lambda start, *operands: self.evaluate((), call, *operands)
-        return _traced(self.program, arguments, weigh, evaluate, None, state)
+    def _traced(self, call: tuple[Tree, ...], state: State) -> Traced:
+        return _traced(lambda start, state: self.run((), call, state), None, state)
 
 
 @jax.tree_util.register_static

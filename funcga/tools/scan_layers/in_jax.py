@@ -13,7 +13,7 @@ Design note: docs/concepts/inside_scan_layers.md.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -27,29 +27,23 @@ from funcga._observe.readings import Readings
 from funcga._types import Dtype, Reduced, Tree
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend.arrays import as_varying, varying_axes
-from jax_backend.loop import Into
+from jax_backend.loop import Into, Leaves, Traced, Weighed
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-
-
-Folded: TypeAlias = tuple[list[Tree], dict[int, jax.Array]]
-"""The leaves of grad_fn's output, with the new accumulator in place of each that is folded, and the
-measures of these, [measures], by leaf index.
-"""
+    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 
 def folding(
-    outputs: Outputs, program: "ClosedJaxpr", value: Tree, readings: Readings | None
-) -> Callable[..., Folded | None] | None:
-    """Makes `fold(into, *operands)`, which evaluates a program and folds stacks of scans over
-    layers layer by layer; None if there are none.
+    outputs: Outputs, traced: Traced, readings: Readings | None
+) -> Callable[..., Leaves | None] | None:
+    """Makes `fold(weigh, *operands)`, which runs a micro-batch like the traced one, and folds
+    stacks of scans over layers layer by layer; None if there are none.
 
-    `program` is the jaxpr of grad_fn, with the leaves of its operands, and `value` its output
-    types. With `readings` the first leaves are measures of the others. `into` has an Into for each
-    reduced leaf. `fold` returns None for operands of other types.
+    With `readings` the first leaves are measures of the others. `weigh` makes a Weighed of the
+    tally. `fold` returns None for operands of other types.
     """
+    program = traced.program
     elementwise = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
@@ -61,7 +55,7 @@ def folding(
     # If structure or types differ, `outputs.leaves` raises the error, or reorders.
     if (
         not stacked
-        or jax.tree.structure(value) != outputs.structure
+        or jax.tree.structure(traced.value) != outputs.structure
         or any(
             (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
             != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
@@ -69,10 +63,11 @@ def folding(
         )
     ):
         return None
-    paths = outputs.paths()
+    paths, count = outputs.paths(), len(outputs.folds)
+    of_tally = jax.tree.structure(traced.tally)
     observed = () if readings is None else readings.leaf_indices
 
-    def fold(into: Mapping[int, Into], *operands: Tree) -> Folded | None:
+    def fold(weigh: Callable[[Tree], Weighed], *operands: Tree) -> Leaves | None:
         args = jax.tree.leaves(operands)
         # Threaded state may vary over mesh axes only after the first micro-batch: then the
         # program is another one.
@@ -81,17 +76,27 @@ def folding(
             for variable, arg in zip(program.jaxpr.invars, args, strict=True)
         ):
             return None
-        parts = {
-            leaf_index: _Part(
-                into[leaf_index], paths[leaf_index], readings if leaf_index in observed else None
-            )
-            for leaf_index in stacked
-        }
-        leaves = _evaluate(program.jaxpr, program.consts, args, parts)
+        values: Values = {}
+
+        # Where the first stack is made: a micro-batch is weighed before its gradient is computed.
+        @cache
+        def weighed() -> Weighed:
+            tally = [
+                jnp.asarray(_read(values, variable)) for variable in program.jaxpr.outvars[count:]
+            ]
+            return weigh(jax.tree.unflatten(of_tally, tally))
+
+        def part_of(leaf_index: int) -> _Part:
+            is_observed = leaf_index in observed
+            into = lambda: weighed().into[leaf_index]
+            return _Part(into, paths[leaf_index], readings if is_observed else None)
+
+        parts = {leaf_index: part_of(leaf_index) for leaf_index in stacked}
+        leaves = _evaluate(program.jaxpr, program.consts, args, parts, values)[:count]
         measures = {}
         for leaf_index in stacked:
             leaves[leaf_index], measures[leaf_index] = leaves[leaf_index]
-        return leaves, measures
+        return leaves, weighed(), measures
 
     return fold
 
@@ -230,11 +235,11 @@ class _FoldedStack(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An Into for the layers of a stack, the path of its leaf, its Readings if it is observed,
-    and its casts.
+    """What makes the Into for the layers of a stack, the path of its leaf, its Readings if it is
+    observed, and its casts.
     """
 
-    into: Into
+    into: Callable[[], Into]
     path: str
     readings: Readings | None = None
     casts: tuple[Dtype, ...] = ()
@@ -245,7 +250,7 @@ class _Part(NamedTuple):
 
     def combine(self, row: Reduced, value: jax.Array) -> Reduced:
         """A row of the accumulator with the value of a layer."""
-        return self.into.combine(row, self.cast(value))
+        return self.into().combine(row, self.cast(value))
 
     def measure(self, value: jax.Array) -> jax.Array:
         """The measures of a layer, [measures]; empty if it is not observed."""
@@ -259,11 +264,11 @@ class _Part(NamedTuple):
         vary over mesh axes as the layer does, as a carry keeps its type.
         """
         row = jax.tree.map(
-            partial(lax.index_in_dim, index=0, keepdims=False), self.into.accumulator
+            partial(lax.index_in_dim, index=0, keepdims=False), self.into().accumulator
         )
         measures = jax.eval_shape(self.measure, layer)
         # Not zeros_like, as a type may have mesh axes, without its mesh.
-        before = _FoldedStack(self.into.accumulator, jnp.zeros(measures.shape, measures.dtype))
+        before = _FoldedStack(self.into().accumulator, jnp.zeros(measures.shape, measures.dtype))
         after = _FoldedStack(jax.eval_shape(self.combine, row, layer), measures)
         begun: _FoldedStack = jax.tree.map(
             lambda array, like: as_varying(array, varying_axes(like)), before, after
@@ -293,16 +298,12 @@ def _evaluate(
     consts: Sequence[jax.Array],
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
+    values: "Values",
 ) -> list[Tree]:
-    """The outputs of a program; a _FoldedStack for those in `into`, which are stacks."""
-    values: dict[Var, Tree] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
-    )
-
-    def read(variable: Any) -> Tree:
-        is_literal = isinstance(variable, jaxprs.LITERAL)
-        return variable.val if is_literal else values[variable]
-
+    """The outputs of a program; a _FoldedStack for those in `into`, which are stacks. `values` gets
+    what its variables are.
+    """
+    values.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     stacks = _stacks(jaxpr) if into else {}
     parts = {
         stacks[leaf_index].variable: part._replace(casts=(*stacks[leaf_index].casts, *part.casts))
@@ -310,7 +311,7 @@ def _evaluate(
     }
     # Operation by operation, except for those that make the stacks.
     for equation in jaxpr.eqns:
-        operands = [read(variable) for variable in equation.invars]
+        operands = [_read(values, variable) for variable in equation.invars]
         inside = {
             output_index: parts[variable]
             for output_index, variable in enumerate(equation.outvars)
@@ -325,9 +326,17 @@ def _evaluate(
                 results = _scan(equation, operands, inside)
             else:  # a call of a jitted function, inlined
                 inner = equation.params["jaxpr"]
-                results = _evaluate(inner.jaxpr, inner.consts, operands, inside)
+                results = _evaluate(inner.jaxpr, inner.consts, operands, inside, {})
         values.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+    return [_read(values, variable) for variable in jaxpr.outvars]
+
+
+Values: TypeAlias = "dict[Var, Tree]"
+
+
+def _read(values: Values, variable: Any) -> Tree:
+    is_literal = isinstance(variable, jaxprs.LITERAL)
+    return variable.val if is_literal else values[variable]
 
 
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
