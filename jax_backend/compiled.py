@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import jax
 
@@ -14,55 +15,38 @@ from jax_backend._private import is_tracing
 from jax_backend.trees import Static, split
 
 
-def jitted(
+def compiled(
     function: Callable[..., Tree],
     *,
-    inline: bool = False,
     keep_unused: bool = False,
     numbers: "Numbers | None" = None,
+    is_checked: bool = False,
 ) -> Callable[..., Tree]:
-    """`f(settings, *args)`: `function(*settings, *args)`, jitted. Settings are static. In args,
-    arrays are traced and all else is static. Raises FuncgaError for an argument that is neither
-    an array nor hashable. `numbers`: those among args, which are (args, kwargs).
+    """`f(settings, *args)`: `function(*settings, *args)`, jitted for calls outside of any trace,
+    and unchanged inside of jit, vmap, grad or shard_map.
+
+    Settings are static. In args, arrays are traced and all else is static; `numbers` are those
+    among args, which are (args, kwargs). If it `is_checked`, `function` returns (result,
+    conditions for it to be lost). Raises FuncgaError for an argument that is neither an array nor
+    hashable, and if the host sees that a result is lost.
     """
 
     def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
         return function(*settings, *static.tree(arrays))
 
-    of_arrays = jax.jit(run, static_argnums=(0, 1), inline=inline, keep_unused=keep_unused)
+    of_arrays = jax.jit(run, static_argnums=(0, 1), keep_unused=keep_unused)
 
     def call(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+        if is_tracing():
+            result = function(*settings, *args)
+            return result[0] if is_checked else result
         static, leaves = split(args)
         result = of_arrays(settings, static, leaves)
         if numbers is not None and static.others:
             numbers.note(static, *args)
-        return result
-
-    return call
-
-
-def compiled(
-    function: Callable[..., Tree], *, keep_unused: bool = False, numbers: "Numbers | None" = None
-) -> Callable[..., Tree]:
-    """The function, `jitted` for calls outside of any trace, and unchanged inside of jit, vmap,
-    grad or shard_map.
-    """
-    outside = jitted(function, keep_unused=keep_unused, numbers=numbers)
-    return lambda settings, *args: (
-        function(*settings, *args) if is_tracing() else outside(settings, *args)
-    )
-
-
-def checked(
-    function: Callable[..., tuple[Tree, list[jax.Array]]], *, numbers: "Numbers | None" = None
-) -> Callable[..., Tree]:
-    """The result of a `compiled` function that returns (result, conditions for it to be lost);
-    FuncgaError if the host sees that it is.
-    """
-    run = compiled(function, numbers=numbers)
-
-    def call(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
-        result, lost = run(settings, *args)
+        if not is_checked:
+            return result
+        result, lost = result
         # The host does not wait for an accelerator. The same call without jit raises, with the
         # path of the leaf.
         if any(arrays.scalar(is_lost) is True for is_lost in lost):
@@ -72,18 +56,32 @@ def checked(
     return call
 
 
+def inlined(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The function, jitted as `compiled` is, of which no call remains in a program: it is traced
+    once for all programs that it is in.
+    """
+
+    def run(static: Static, arrays: Sequence[jax.Array]) -> Tree:
+        return function(*static.tree(arrays))
+
+    of_arrays = jax.jit(run, static_argnums=0, inline=True)
+    return lambda *args: of_arrays(*split(args))
+
+
 # -- numbers, of which each value makes a program
 
 # How many programs are compiled for the values of one number before a warning.
 _MOST_PROGRAMS = 5
 
 
+@dataclass
 class Numbers:
-    """The Python numbers among the arguments that a step was called with."""
+    """The Python numbers among the arguments that a step was called with: those that were seen at
+    an index of a structure, as they are written.
+    """
 
-    def __init__(self, grad_fn: GradFn):
-        self.grad_fn = grad_fn
-        self.seen: dict[tuple[Hashable, int], set[str]] = {}
+    grad_fn: GradFn
+    seen: dict[tuple[Hashable, int], set[str]] = field(default_factory=dict)
 
     def note(self, static: Static, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         """Warns, once, of an argument that has had five values; `static` is of (args, kwargs)."""

@@ -32,7 +32,7 @@ from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.compiled import Numbers, checked, compiled, jitted
+from jax_backend.compiled import Numbers, compiled, inlined
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import (
     REPLICATED,
@@ -70,26 +70,23 @@ class _Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         step = partial(accumulated, bound(program, backend), backend)
-        self.step = checked(step, numbers=Numbers(program.grad_fn))
+        self.step = compiled(step, numbers=Numbers(program.grad_fn), is_checked=True)
 
 
 def accumulated(
     program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
 ) -> Result:
     """The result of the fold over a batch, traced."""
-    kwargs = with_totals(program, backend, spread, args, kwargs)
+    if program.totals is not None:
+        kwargs = {**kwargs, "totals": totals_of(program, backend, spread, args)}
     outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
     return _finished(program, outputs, folded, kwargs)
 
 
-def with_totals(
-    program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
-) -> Kwargs:
-    """The keyword arguments of grad_fn, with the totals of the window if there are any."""
-    if program.totals is None:
-        return kwargs
+def totals_of(program: Program, backend: Backend, spread: Spread, args: Args) -> Tree:
+    """The totals of the window."""
     totals, _ = accumulated(program.counting(backend), backend, spread, args, {})
-    return {**kwargs, "totals": totals}
+    return totals
 
 
 def fold_batch(
@@ -130,11 +127,16 @@ def _fold_batch(
     narrow = None
     if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
         narrow = partial(sharding.rows_of_blocks, spread.blocks)
+    # Each micro-batch weighs its rows, unless some may be dropped.
+    is_known = program.weight is None and program.dropping is None
     folded: Folded | None = None
     chunks: list[list[jax.Array]] = []
+    unit: Scalar = None
     first = 0
     for count, size in sizes:  # one or two sizes, and a scan for each
-        microbatch = partial(_microbatch, program, arguments, kwargs, size, narrow)
+        # A Python number, which XLA fuses with the addition.
+        weight = jnp.asarray(size) if is_symbolic_dim(size) else size
+        microbatch = _microbatch(program, arguments, kwargs, is_known, size, narrow)
         # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that no
         # call remains.
         run = jax.jit(microbatch, inline=True)
@@ -142,19 +144,22 @@ def _fold_batch(
             state = [*map(arrays.without_weak_type, arguments.state)]
         else:
             state = folded.state
-        traced = _traced(run, jnp.int32(0), state)
+        traced = Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
         if folded is None:
-            outputs, _ = program.bind(traced.value, arguments)
+            outputs, _ = program.bind(traced.types[0], arguments)
             # The outputs show whether micro-batches may take other rows.
             if narrow is not None and not sharding.may_reorder_rows(outputs, size):
                 spread = replace(spread, blocks=1)
                 return _fold_batch(program, backend, spread, replicas, args, kwargs)
-            unit = _unit_of_rows(program, size, len(sizes) == 1)
+            # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
+            # in place. Else a power of 2, by which division is exact.
+            if is_known:
+                unit = weight * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
             folded = _begin(outputs, spread, traced, state, program.dropping)
-        step = _step(program, arguments, outputs, traced, _rows(size), unit)
+        step = _step(program, arguments, outputs, traced, weight, unit)
         starts = first + size * jnp.arange(count, dtype=jnp.int32)
         folded, collected = _scan(step, folded, traced.program, starts)
-        if unit is not None:  # known before the loop, so not counted in it
+        if is_known:  # so not counted in the loop
             total = folded.total.merge(arrays.tally(count * size, count))
             folded = folded._replace(total=total)
         pairs = zip(outputs.collected_folds, collected, strict=True)
@@ -176,22 +181,6 @@ def _check_divides(rows: Scalar, program: Program) -> None:
             f"{divisor} divides it. "
             f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
         )
-
-
-def _rows(size: Scalar) -> Scalar:
-    """A number of rows as a weight: a Python number, which XLA fuses with the addition."""
-    return jnp.asarray(size) if is_symbolic_dim(size) else size
-
-
-def _unit_of_rows(program: Program, size: Scalar, is_only_size: bool) -> Scalar:
-    """The unit of weights in means where micro-batches weigh their rows; None where their weights
-    are seen in the loop alone.
-    """
-    if not _weighs_rows(program):
-        return None
-    # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient in
-    # place. Else a power of 2, by which division is exact.
-    return _rows(size) * 1.0 if is_only_size else 2.0 ** (size.bit_length() - 1)
 
 
 def _scan(
@@ -218,44 +207,44 @@ def _microbatch(
     program: Program,
     arguments: Arguments,
     kwargs: Kwargs,
-    size: int | None,
-    narrow: Callable[..., jax.Array] | None,
-    start: Scalar,
-    state: State,
-) -> tuple[Tree, Tally | None]:
-    """The output of grad_fn for `size` rows from row `start` on, or for all, and its tally; None if
-    it weighs its rows and is kept in any case. With observers the output is (placeholders for what
-    they fold, output).
+    is_known: bool = False,
+    size: int | None = None,
+    narrow: Callable[..., jax.Array] | None = None,
+) -> Callable[..., tuple[Tree, Tally | None]]:
+    """`run(start, state)`: the output of grad_fn for `size` rows from row `start` on, or for all,
+    and its tally unless that is known. With observers the output is (placeholders for what they
+    fold, output).
     """
     backend = arguments.backend
-    args = arguments.cut(start, size, state, narrow)
-    tally, remake = None, lambda leaf: leaf
-    if size is None or not _weighs_rows(program):
-        weight = program.weigh(arguments, args, None if size is None else _rows(size))
-        if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-            check_narrow(weight)
-        tally = arrays.tally(weight)
-        is_seen = isinstance(weight, int | float)
-        if program.weight is not None and not is_seen and program.weighs_all(backend):
-            remake = partial(_constant_if_weightless, tally.total)
-    # tree.map also copies containers into the running trace, to which an object of nnx belongs.
-    args, kwargs = jax.tree.map(remake, (args, kwargs))
-    whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
-    with trees.check_unchanged((whole, kwargs)):
-        value = program.grad_fn(*args, **kwargs)
-    # Checked here, as the error of jit would not mention funcga.
-    for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
-        if not isinstance(leaf, jax.Array):
-            trees.check_registered(leaf, "output")
-            as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
-    if program.observers is not None:
-        value = program.readings(value, arguments).placeholders(jnp.zeros(())), value
-    return value, tally
+    rows: Any = jnp.asarray(size) if size is not None and is_symbolic_dim(size) else size
 
+    def run(start: Scalar, state: State) -> tuple[Tree, Tally | None]:
+        args = arguments.cut(start, size, state, narrow)
+        tally, remake = None, lambda leaf: leaf
+        if not is_known:
+            weight = program.weigh(arguments, args, rows)
+            if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+                check_narrow(weight)
+            tally = arrays.tally(weight)
+            is_seen = isinstance(weight, int | float)
+            if program.weight is not None and not is_seen and program.weighs_all(backend):
+                remake = partial(_constant_if_weightless, tally.total)
+        # tree.map also copies containers into the running trace, to which an object of nnx
+        # belongs.
+        args, own_kwargs = jax.tree.map(remake, (args, kwargs))
+        whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
+        with trees.check_unchanged((whole, own_kwargs)):
+            value = program.grad_fn(*args, **own_kwargs)
+        # Checked here, as the error of jit would not mention funcga.
+        for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
+            if not isinstance(leaf, jax.Array):
+                trees.check_registered(leaf, "output")
+                as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
+        if program.observers is not None:
+            value = program.readings(value, arguments).placeholders(jnp.zeros(())), value
+        return value, tally
 
-def _weighs_rows(program: Program) -> bool:
-    """Whether each micro-batch of a batch weighs its rows, known before the loop."""
-    return program.weight is None and program.dropping is None
+    return run
 
 
 def _constant_if_weightless(weight: jax.Array, leaf: Tree) -> Tree:
@@ -279,13 +268,7 @@ class Traced(NamedTuple):
 
     run: Callable[..., tuple[Tree, Tally | None]]
     program: "ClosedJaxpr"
-    value: Tree
-    tally: Tally | None
-
-
-def _traced(run: Callable[..., tuple[Tree, Tally | None]], start: Scalar, state: State) -> Traced:
-    program, (value, tally) = jax.make_jaxpr(run, return_shape=True)(start, state)
-    return Traced(run, program, value, tally)
+    types: tuple[Tree, Tally | None]
 
 
 # -- the fold of a micro-batch
@@ -405,7 +388,7 @@ def _step(
     """The Step for micro-batches like the traced one."""
     readings = None
     if program.observers is not None:
-        readings = program.readings(traced.value[1], arguments)
+        readings = program.readings(traced.types[0][1], arguments)
     run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
     if program.dropping is not None:  # all leaves are tested before one is folded
@@ -474,9 +457,18 @@ def _begin(
     outputs: Outputs, spread: Spread, traced: Traced, state: State, dropping: DroppingStep | None
 ) -> Folded:
     """What is folded before the first micro-batch, if it is like the traced one."""
-    types = traced.program.out_avals
-    pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    identities = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
+    identities = []
+    for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
+        aval: ShapedArray = traced.program.out_avals[leaf_index]
+        identity = fold.identity(arrays.zeros(aval))
+        if not aval.sharding.mesh.empty:  # sharded and varying alike
+            identity = jax.tree.map(
+                lambda part, aval=aval: (
+                    arrays.typed(part, aval) if part.shape == aval.shape else part
+                ),
+                identity,
+            )
+        identities.append(identity)
     folded = Folded(identities, arrays.tally(0, steps=0), state)
     if dropping is not None and dropping.scope == "window":
         # Copied, as what is carried may be donated.
@@ -484,16 +476,6 @@ def _begin(
         folded = folded._replace(rejected=jnp.int32(0), state_before=before)
     pinned: Folded = spread.pinned(outputs, folded)
     return pinned
-
-
-def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
-    """The identity of a fold for leaves of this type, sharded and varying alike."""
-    reduced = fold.identity(arrays.zeros(aval))
-    if aval.sharding.mesh.empty:
-        return reduced
-    return jax.tree.map(
-        lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced
-    )
 
 
 def _merged(
@@ -604,11 +586,11 @@ class _Stream:
         self.program, self.backend = bound(program, backend), backend
         self.numbers = Numbers(program.grad_fn)
         # Traced once for both the shapes and the steps.
-        self.run = jitted(self._run, inline=True)
+        self.run = inlined(self._run)
         # keep_unused, as its devices are those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=0, donate_argnums=1)
-        self.finish = checked(self._finish)
+        self.finish = compiled(self._finish, is_checked=True)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches; each is released once it is folded."""
@@ -656,7 +638,7 @@ class _Stream:
         # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
         traced = self._traced(call, state)
-        outputs, _ = self.program.bind(traced.value, arguments)
+        outputs, _ = self.program.bind(traced.types[0], arguments)
         return _begin(outputs, spread, traced, state, self.program.dropping), Bound(outputs)
 
     def _add(
@@ -691,10 +673,12 @@ class _Stream:
 
     def _run(self, call: tuple[Tree, ...], state: State) -> tuple[Tree, Tally | None]:
         arguments, (_, kwargs, _) = self._arguments(call), call
-        return _microbatch(self.program, arguments, kwargs, None, None, 0, state)
+        result: tuple[Tree, Tally | None] = _microbatch(self.program, arguments, kwargs)(0, state)
+        return result
 
     def _traced(self, call: tuple[Tree, ...], state: State) -> Traced:
-        return _traced(lambda start, state: self.run((), call, state), None, state)
+        run = lambda start, state: self.run(call, state)
+        return Traced(run, *jax.make_jaxpr(run, return_shape=True)(None, state))
 
 
 @jax.tree_util.register_static

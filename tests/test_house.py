@@ -13,9 +13,9 @@ MOST = {
     "files": 165,
     "tokens": 225_000,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 144_000,
+    "tokens of the core": 137_500,
     "tokens of the core, torch": 68_500,
-    "tokens of tools": 82_000,
+    "tokens of tools": 84_500,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,
@@ -25,7 +25,7 @@ MOST = {
     "files of tests that import what is private": 15,
 }
 # Functions entered, calls of them, and files that they are in.
-CALLS = {"torch, warm": (36, 84, 9), "JAX, first": (122, 228, 21), "torch multi_steps, warm": (49, 102, 10)}
+CALLS = {"torch, warm": (36, 84, 9), "JAX, first": (118, 222, 23), "torch multi_steps, warm": (49, 102, 10)}
 
 
 def beyond(found, limits):

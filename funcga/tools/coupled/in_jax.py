@@ -17,7 +17,7 @@ from funcga.folds import sum as summed
 from jax_backend import arrays, sharding, trees
 from jax_backend.compiled import Numbers, compiled
 from jax_backend.gradients import depends
-from jax_backend.loop import accumulated, fold_batch, nan_if_overflown, tally_of, with_totals
+from jax_backend.loop import accumulated, fold_batch, nan_if_overflown, tally_of, totals_of
 from jax_backend.sharding import Spread
 
 
@@ -41,7 +41,8 @@ class _Step:
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""
         job, backend = self.job, self.backend
-        kwargs = with_totals(job.program, backend, spread, args, kwargs)
+        if job.program.totals is not None:
+            kwargs = {**kwargs, "totals": totals_of(job.program, backend, spread, args)}
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(args)
         job.check_whole(arguments, arg_indices)

@@ -43,7 +43,7 @@ def folding(
     With `readings` the first leaves are measures of the others. `weigh` makes a Weighed of the
     tally. `fold` returns None for operands of other types.
     """
-    program = traced.program
+    program, (value, tally_type) = traced.program, traced.types
     elementwise = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
@@ -55,7 +55,7 @@ def folding(
     # If structure or types differ, `outputs.leaves` raises the error, or reorders.
     if (
         not stacked
-        or jax.tree.structure(traced.value) != outputs.structure
+        or jax.tree.structure(value) != outputs.structure
         or any(
             (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
             != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
@@ -64,7 +64,7 @@ def folding(
     ):
         return None
     paths, count = outputs.paths(), len(outputs.folds)
-    of_tally = jax.tree.structure(traced.tally)
+    of_tally = jax.tree.structure(tally_type)
     observed = () if readings is None else readings.leaf_indices
 
     def fold(weigh: Callable[[Tree], Weighed], *operands: Tree) -> Leaves | None:
