@@ -5,15 +5,11 @@ Without any of these the numbers are right still, and `tests/jax_backend/test_pr
 away to see that. Everything else that this package uses of JAX is documented.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.extend.core
-from jax import lax
-
-from funcga._types import Array
 
 # -- traces
 
@@ -63,18 +59,3 @@ def varying(aval: Any) -> frozenset[str] | None:
         return frozenset(aval.manual_axis_type.varying)
     except AttributeError:
         return None
-
-
-def cast_varying(array: Array, names: Sequence[str]) -> Array:
-    """The array marked as varying along mesh axes of shard_map, along some of which it may vary
-    already.
-    """
-    varies_along = varying(jax.typeof(array))
-    if varies_along is not None:
-        missing = tuple(name for name in names if name not in varies_along)
-        return lax.pcast(array, missing, to="varying") if missing else array
-    for name in names:
-        # The error is that it varies along this one already.
-        with suppress(ValueError):
-            array = lax.pcast(array, name, to="varying")
-    return array

@@ -155,35 +155,21 @@ def _specs(
     # A step of funcga has in_axes.
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
+    whole, rows = PartitionSpec(), PartitionSpec(cut)
     if in_specs is None:
-        in_specs = (PartitionSpec(), *[PartitionSpec(cut)] * (len(args) - 1))[: len(args)]
-    elif isinstance(in_specs, PartitionSpec):
-        in_specs = (in_specs,) * len(args)
-    if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
-        raise FuncgaError(
-            f"in_specs is {in_specs!r}, and the call has {len(args)} positional arguments. Give "
-            f"one entry each, such as in_specs={_spelled(len(args), names)}; keyword arguments are "
-            "passed whole."
-        )
-    specs = []
-    # Each entry is a prefix of its argument.
-    for arg_index, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
-        leaves = len(trees.flatten(arg)[0])
-        try:
-            leaf_specs = broadcast(
-                prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees
-            )
-        except PrefixError as error:
-            raise error.refusal(
-                "in_specs is no prefix of the arguments",
-                "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
-                "a container with the same keys.",
-                trees,
-                arrays.describe,
-                root=argument_names(step, len(args))[arg_index],
-            ) from error
-        specs += [spec for spec, _ in leaf_specs]
-    return specs
+        in_specs = (whole, *[rows] * (len(args) - 1))[: len(args)]
+    is_spec = lambda spec: isinstance(spec, PartitionSpec)
+    try:
+        leaf_specs = broadcast(in_specs, args, len(trees.flatten(args)[0]), is_spec, trees, "args")
+    except PrefixError as error:
+        raise error.refusal(
+            "in_specs is no prefix of the positional arguments",
+            "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
+            "a container with the same keys. Keyword arguments are passed whole.",
+            trees,
+            arrays.describe,
+        ) from error
+    return [spec for spec, _ in leaf_specs]
 
 
 def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[PartitionSpec]:
@@ -198,11 +184,6 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
                 PartitionSpec(*[None] * (axis % leaf.ndim), cut) if splits else PartitionSpec()
             )
     return specs
-
-
-def _spelled(count: int, names: tuple[str, ...]) -> str:
-    cut = f"P({spelled(names)})"
-    return f"({', '.join(['P()', *[cut] * (count - 1)])})"
 
 
 def _check_rows(

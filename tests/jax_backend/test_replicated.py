@@ -152,8 +152,8 @@ NO_ACROSS = (
         ),
         (
             lambda: merged(in_specs=(P(), P("data"))),
-            'the call has 3 positional arguments. Give one entry each, such as in_specs=(P(), P("data"), P("data")); '
-            "keyword arguments are passed whole.",
+            "in_specs is no prefix of the positional arguments: at args it has tuple([0]: P(), [1]: P('data',)), and there "
+            "is tuple([0]: ",
         ),
         (
             lambda: merged(in_specs=({"w": P()}, P("data"), P("data"))),
