@@ -129,47 +129,48 @@ def _fold_batch(
         narrow = partial(sharding.rows_of_blocks, spread.blocks)
     # Each micro-batch weighs its rows, unless some may be dropped.
     is_known = program.weight is None and program.dropping is None
-    folded: Folded | None = None
-    chunks: list[list[jax.Array]] = []
-    unit: Scalar = None
-    first = 0
-    for count, size in sizes:  # one or two sizes, and a scan for each
-        # A Python number, which XLA fuses with the addition.
-        weight = jnp.asarray(size) if is_symbolic_dim(size) else size
+
+    def trace(size: int, state: State) -> Traced:
         microbatch = _microbatch(program, arguments, kwargs, is_known, size, narrow)
         # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that no
         # call remains.
         run = jax.jit(microbatch, inline=True)
-        if folded is None:
-            state = [*map(arrays.without_weak_type, arguments.state)]
-        else:
-            state = folded.state
-        traced = Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
-        if folded is None:
-            outputs, _ = program.bind(traced.types[0], arguments)
-            # The outputs show whether micro-batches may take other rows.
-            if narrow is not None and not sharding.may_reorder_rows(outputs, size):
-                spread = replace(spread, blocks=1)
-                return _fold_batch(program, backend, spread, replicas, args, kwargs)
-            # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
-            # in place. Else a power of 2, by which division is exact.
-            if is_known:
-                unit = weight * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
-            folded = _begin(outputs, spread, traced, state, program.dropping)
-        step = _step(program, arguments, outputs, traced, weight, unit)
+        return Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
+
+    first, (_, size) = 0, sizes[0]
+    state = [*map(arrays.without_weak_type, arguments.state)]
+    traced = trace(size, state)
+    outputs, _ = program.bind(traced.types[0], arguments)
+    # The outputs show whether micro-batches may take other rows.
+    if narrow is not None and not sharding.may_reorder_rows(outputs, size):
+        spread = replace(spread, blocks=1)
+        return _fold_batch(program, backend, spread, replicas, args, kwargs)
+    # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient in
+    # place. Else a power of 2, by which division is exact.
+    unit: Scalar = None
+    if is_known:
+        unit = _weight(size) * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
+    folded = _begin(outputs, spread, traced, state, program.dropping)
+    chunks = []
+    for count, size in sizes:  # one or two sizes, and a scan for each
+        traced = trace(size, folded.state) if first else traced
+        step = _step(program, arguments, outputs, traced, _weight(size), unit)
         starts = first + size * jnp.arange(count, dtype=jnp.int32)
         folded, collected = _scan(step, folded, traced.program, starts)
         if is_known:  # so not counted in the loop
             total = folded.total.merge(arrays.tally(count * size, count))
             folded = folded._replace(total=total)
-        pairs = zip(outputs.collected_folds, collected, strict=True)
-        chunks.append([sharding.concatenated(stacked, fold.axis or 0) for fold, stacked in pairs])
+        chunks.append(collected)
         first += count * size
-    assert folded is not None  # as a batch has rows
     if narrow is not None:
         chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
     folded = spread.pinned(outputs, folded)
     return outputs, _merged(outputs, replicas, folded, chunks, unit), spread
+
+
+def _weight(rows: Scalar) -> Scalar:
+    """The weight of so many rows: a Python number, which XLA fuses with the addition."""
+    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
 
 
 def _check_divides(rows: Scalar, program: Program) -> None:
@@ -186,8 +187,8 @@ def _check_divides(rows: Scalar, program: Program) -> None:
 def _scan(
     step: "Step", folded: Folded, program: "ClosedJaxpr", starts: jax.Array
 ) -> tuple[Folded, list[jax.Array]]:
-    """What is folded after the micro-batches that begin at these rows, and their collected leaves,
-    stacked; `program` is that of grad_fn.
+    """What is folded after the micro-batches that begin at these rows, and the collected leaves;
+    `program` is that of grad_fn.
     """
     # A carry has to keep its type, which sharded or varying operands may change. Not without a
     # mesh.
@@ -196,8 +197,9 @@ def _scan(
         jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)
     ):
         folded, _ = arrays.settle_types(lambda folded: step.add(folded, starts[0]), folded)
-    scanned: tuple[Folded, list[jax.Array]] = lax.scan(step.add, folded, starts)
-    return scanned
+    folded, collected = lax.scan(step.add, folded, starts)
+    pairs = zip(step.outputs.collected_folds, collected, strict=True)
+    return folded, [sharding.concatenated(stacked, fold.axis or 0) for fold, stacked in pairs]
 
 
 # -- a micro-batch
@@ -216,13 +218,12 @@ def _microbatch(
     fold, output).
     """
     backend = arguments.backend
-    rows: Any = jnp.asarray(size) if size is not None and is_symbolic_dim(size) else size
 
     def run(start: Scalar, state: State) -> tuple[Tree, Tally | None]:
         args = arguments.cut(start, size, state, narrow)
         tally, remake = None, lambda leaf: leaf
         if not is_known:
-            weight = program.weigh(arguments, args, rows)
+            weight = program.weigh(arguments, args, _weight(size))
             if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
                 check_narrow(weight)
             tally = arrays.tally(weight)
