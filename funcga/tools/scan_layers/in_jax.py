@@ -325,8 +325,10 @@ def _evaluate(
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
             else:  # a call of a jitted function, inlined
-                inner = equation.params["jaxpr"]
-                results = _evaluate(inner.jaxpr, inner.consts, operands, inside, {})
+                inner, values_inside = equation.params["jaxpr"], dict[Any, Tree]()
+                for variable, own in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
+                    values[variable] = _Inside(values_inside, own)
+                results = _evaluate(inner.jaxpr, inner.consts, operands, inside, values_inside)
         values.update(zip(equation.outvars, results, strict=True))
     return [_read(values, variable) for variable in jaxpr.outvars]
 
@@ -334,9 +336,17 @@ def _evaluate(
 Values: TypeAlias = "dict[Var, Tree]"
 
 
+class _Inside(NamedTuple):
+    """In place of the result of a call that is being inlined: what it will be."""
+
+    values: Values
+    variable: Any
+
+
 def _read(values: Values, variable: Any) -> Tree:
     is_literal = isinstance(variable, jaxprs.LITERAL)
-    return variable.val if is_literal else values[variable]
+    value = variable.val if is_literal else values[variable]
+    return _read(*value) if isinstance(value, _Inside) else value
 
 
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
