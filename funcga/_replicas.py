@@ -21,8 +21,7 @@ def check_replicas(params: Tree, across: Across) -> None:
 
     Args:
         params: A tree of arrays.
-        across: As in `accumulate`; in JAX a tree prefix is one over params. Every replica has to
-            call it.
+        across: As in `accumulate`. Every replica has to call it.
 
     Raises:
         FuncgaError: An array differs. The text names the leaf and the replicas.

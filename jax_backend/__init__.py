@@ -14,23 +14,35 @@ from jax_backend import (
     trees,
 )
 from jax_backend.gradients import apply_updates as apply_updates
-from jax_backend.hlo import collectives as collectives
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
 from jax_backend.states import state_specs as state_specs
 
-# The tool loads when it is first used, and can be taken away.
+# The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
     from funcga.tools.example_keys.in_jax import example_keys, sampled
+    from jax_backend import hlo as hlo
+    from jax_backend.hlo import collectives
 else:
+    _LATER = {
+        "collectives": "jax_backend.hlo",
+        "example_keys": "funcga.tools.example_keys.in_jax",
+        "sampled": "funcga.tools.example_keys.in_jax",
+    }
 
     def __getattr__(name: str) -> object:
-        if name not in ("example_keys", "sampled"):
+        if name == "hlo":
+            return import_module("jax_backend.hlo")
+        if name not in _LATER:
             raise AttributeError(f"module 'jax_backend' has no attribute {name!r}")
         # Kept in the module, so that the next look finds it without this function.
-        tool = import_module("funcga.tools.example_keys.in_jax")
-        value = globals()[name] = vars(tool)[name]
+        value = globals()[name] = vars(import_module(_LATER[name]))[name]
         return value
+
+
+# For completion in an editor or a shell.
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 __all__ = [
@@ -42,12 +54,6 @@ __all__ = [
     "sampled",
     "state_specs",
 ]
-
-
-# For completion in an editor or a shell: also what has not been loaded yet.
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
 
 BACKEND = Backend(
     "jax",

@@ -1,6 +1,7 @@
 """What the mathematics has to know of JAX arrays."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -275,13 +276,15 @@ def with_common_sharding(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def as_varying(array: jax.Array, names: Iterable[str]) -> jax.Array:
-    """The array marked as varying along these mesh axes."""
+    """The array marked as varying along mesh axes, along some of which it may vary already."""
     manual = manual_axes()
-    return (
-        _private.cast_varying(array, [name for name in names if name in manual])
-        if manual
-        else array
-    )
+    varies_along = (_private.varying(jax.typeof(array)) or ()) if manual else ()
+    for name in names:
+        if name in manual and name not in varies_along:
+            # The error is that it varies along this one already, if its type does not say so.
+            with suppress(ValueError):
+                array = lax.pcast(array, name, to="varying")
+    return array
 
 
 def varying_axes(aval: "ShapedArray") -> frozenset[str]:

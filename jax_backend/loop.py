@@ -1,16 +1,15 @@
 """The loop over the micro-batches: a scan over those of one size, which carries the accumulators.
 
-A `_Microbatch` is evaluated and weighed, and `_add` folds it into the `Carry`. `accumulate` scans
-over the micro-batches of each size, all in one program; `stream` runs a program for each. Both
-begin with `_begin`, merge over replicas in `_merged`, and normalise in `_result`.
+`accumulate` scans over the micro-batches of each size, all in one program; `stream` runs a program
+for each. Both begin with `_begin`, fold a micro-batch by `Step.add`, merge over replicas in
+`_merged`, and normalise in `_finished`.
 """
 
-import sys
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,9 +19,8 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
-from funcga._call.arguments import Arguments, argument_names, groups
+from funcga._call.arguments import Arguments, groups
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs, as_leaf, leaf_path
@@ -30,19 +28,17 @@ from funcga._grad import GradientFunction, bound
 from funcga._tools import load
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import _private, arrays, sharding, trees
+from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.merge import Dropped, Folded, check_unmixed, merge
+from jax_backend.compiled import Numbers, compiled, inlined
+from jax_backend.merge import Folded, merge
 from jax_backend.replicas import (
     REPLICATED,
     Replicas,
-    names_leaves,
-    read_across,
     replicas_of,
     requiring_across,
     varying,
 )
-from jax_backend.scan_layers import Gradient, Into, gradient_of
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, partition, split
 
@@ -52,124 +48,51 @@ if TYPE_CHECKING:
 
 Args: TypeAlias = tuple[Tree, ...]
 Kwargs: TypeAlias = dict[str, Tree]
+State: TypeAlias = list[jax.Array]
+Result: TypeAlias = tuple[Tree, list[jax.Array]]
+"""The result of a step, and conditions for it to be lost, which the host does not see yet."""
 
-# -- calls outside of jit are compiled
-
-
-class Numbers:
-    """The Python numbers among the arguments that a step was called with, of which each makes a
-    program of its own.
-    """
-
-    def __init__(self, grad_fn: GradFn):
-        self.grad_fn = grad_fn
-        self.seen: dict[tuple[Hashable, int], set[object]] = {}
-
-    def note(self, static: Static, args: Args, kwargs: Kwargs) -> None:
-        """Warns, once, of an argument that has had five values; `static` is of (args, kwargs)."""
-        for leaf_index, kind, leaf in static.others:
-            if not isinstance(leaf, int | float | complex) or isinstance(leaf, bool):
-                continue
-            seen = self.seen.setdefault((static.structure, leaf_index), set())
-            count = len(seen)
-            if count < _MOST_PROGRAMS:
-                seen.add(kind if isinstance(kind, tuple) else leaf)
-            if count < len(seen) == _MOST_PROGRAMS:
-                path = self._paths(args, kwargs)[leaf_index]
-                warnings.warn(
-                    f"`{path}` was {_MOST_PROGRAMS} different numbers, and each has compiled the "
-                    "step anew: outside of jit a Python number is part of the program. Pass an "
-                    f"array, jnp.asarray({path}), or call the step inside of jax.jit.",
-                    stacklevel=_outside(),
-                )
-
-    def _paths(self, args: Args, kwargs: Kwargs) -> list[str]:
-        named = [*zip(argument_names(self.grad_fn, len(args)), args, strict=True)]
-        named += sorted(kwargs.items())
-        return [path for name, arg in named for path in leaf_paths(arg, trees, name)]
+# -- accumulate: a window in one program
 
 
-# How many programs are compiled for the values of one number before a warning.
-_MOST_PROGRAMS = 5
-
-
-def _outside() -> int:
-    """The stacklevel of the call of funcga, for a warning of the caller of this function."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_PACKAGES = ("funcga", "jax_backend")
-
-
-def jitted(
-    function: Callable[..., Tree],
-    *,
-    inline: bool = False,
-    keep_unused: bool = False,
-    numbers: Numbers | None = None,
-) -> Callable[..., Tree]:
-    """`f(settings, *args)`: `function(*settings, *args)`, jitted. Settings are static. In args,
-    arrays are traced and all else is static. Raises FuncgaError for an argument that is neither
-    an array nor hashable. `numbers`: those among args, which are (args, kwargs).
-    """
-
-    def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
-        return function(*settings, *static.tree(arrays))
-
-    of_arrays = jax.jit(run, static_argnums=(0, 1), inline=inline, keep_unused=keep_unused)
-
-    def call(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
-        static, leaves = split(args)
-        result = of_arrays(settings, static, leaves)
-        if numbers is not None and static.others:
-            numbers.note(static, *args)
-        return result
-
-    return call
-
-
-def compiled(
-    function: Callable[..., Tree],
-    *,
-    keep_unused: bool = False,
-    is_exact: bool = False,
-    numbers: Numbers | None = None,
-) -> Callable[..., Tree]:
-    """The function, jitted for calls outside of any trace, and unchanged inside of jit, vmap,
-    grad or shard_map. With `is_exact`, `function` takes a list `lost` as its last argument, and
-    appends bool arrays that are True if a sum was beyond its range.
-    """
-    outside = (
-        _checked(function, numbers)
-        if is_exact
-        else jitted(function, keep_unused=keep_unused, numbers=numbers)
-    )
-    return lambda settings, *args: (
-        function(*settings, *args) if is_tracing() else outside(settings, *args)
+def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
+    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+    step = program.memory.keep(_Accumulate, program, backend).step
+    return lambda args, kwargs: step(
+        (sharding.spread_of_call(program, args, backend),), args, kwargs
     )
 
 
-def _checked(function: Callable[..., Tree], numbers: Numbers | None) -> Callable[..., Tree]:
-    """The function, jitted; raises FuncgaError if the host sees that the result is lost."""
+class _Accumulate:
+    """Cached by a step of `accumulate`: its jitted function."""
 
-    def checking(*args: Tree) -> tuple[Tree, list[jax.Array]]:
-        lost: list[jax.Array] = []
-        return function(*args, lost), lost
+    def __init__(self, program: Program, backend: Backend):
+        step = partial(accumulated, bound(program, backend), backend)
+        self.step = compiled(step, numbers=Numbers(program.grad_fn), is_checked=True)
 
-    run = jitted(checking, numbers=numbers)
 
-    def outside(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
-        result, lost = run(settings, *args)
-        # The host does not wait for an accelerator. The same call without jit raises, with the
-        # path of the leaf.
-        if any(arrays.scalar(is_lost) is True for is_lost in lost):
-            function(*settings, *args, [])
-        return result
+def accumulated(
+    program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
+) -> Result:
+    """The result of the fold over a batch, traced."""
+    if program.totals is not None:
+        kwargs = {**kwargs, "totals": totals_of(program, backend, spread, args)}
+    outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
+    return _finished(program, outputs, folded, kwargs)
 
-    return outside
+
+def totals_of(program: Program, backend: Backend, spread: Spread, args: Args) -> Tree:
+    """The totals of the window."""
+    totals, _ = accumulated(program.totals.counting(program, backend), backend, spread, args, {})
+    return totals
+
+
+def fold_batch(
+    program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
+) -> tuple[Outputs, Folded, Spread]:
+    """The folds over a batch before they are normalised, and the Spread that was used."""
+    fold = partial(_fold_batch, program, backend, spread)
+    return _over_replicas(fold, program, args, kwargs)
 
 
 def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
@@ -185,82 +108,150 @@ def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) ->
         return fold(replicas, *varying(operands, replicas))
 
 
-# -- shared by accumulate and stream: a micro-batch, and a step of the fold
+def _fold_batch(
+    program: Program,
+    backend: Backend,
+    spread: Spread,
+    replicas: Replicas | None,
+    args: Args,
+    kwargs: Kwargs,
+) -> tuple[Outputs, Folded, Spread]:
+    trees.check_unshared((args, kwargs))
+    arguments = program.read(args, backend)
+    rows = arguments.rows()
+    if is_symbolic_dim(rows):
+        _check_divides(rows, program)
+    sizes = groups(rows, program.n, program.microbatch_size)
+    narrow = None
+    if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
+        narrow = partial(sharding.rows_of_blocks, spread.blocks)
+    # Each micro-batch weighs its rows, unless some may be dropped.
+    is_known = program.weight is None and program.dropping is None
+
+    def trace(size: int, state: State) -> Traced:
+        microbatch = _microbatch(program, arguments, kwargs, is_known, size, narrow)
+        # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that no
+        # call remains.
+        run = jax.jit(microbatch, inline=True)
+        return Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
+
+    first, (_, size) = 0, sizes[0]
+    state = [*map(arrays.without_weak_type, arguments.state)]
+    traced = trace(size, state)
+    outputs, _ = program.bind(traced.types[0], arguments)
+    # The outputs show whether micro-batches may take other rows.
+    if narrow is not None and not sharding.may_reorder_rows(outputs, size):
+        spread = replace(spread, blocks=1)
+        return _fold_batch(program, backend, spread, replicas, args, kwargs)
+    # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient in
+    # place. Else a power of 2, by which division is exact.
+    unit: Scalar = None
+    if is_known:
+        unit = _weight(size) * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
+    folded = _begin(outputs, spread, traced, state, program.dropping)
+    chunks = []
+    for count, size in sizes:  # one or two sizes, and a scan for each
+        traced = trace(size, folded.state) if first else traced
+        step = _step(program, arguments, outputs, traced, _weight(size), unit)
+        starts = first + size * jnp.arange(count, dtype=jnp.int32)
+        folded, collected = _scan(step, folded, traced.program, starts)
+        if is_known:  # so not counted in the loop
+            total = folded.total.merge(arrays.tally(count * size, count))
+            folded = folded._replace(total=total)
+        chunks.append(collected)
+        first += count * size
+    if narrow is not None:
+        chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
+    folded = spread.pinned(outputs, folded)
+    return outputs, _merged(outputs, replicas, folded, chunks, unit), spread
 
 
-@dataclass(frozen=True, eq=False)
-class _Microbatch:
-    """One micro-batch, as functions of its first row and of threaded state."""
+def _weight(rows: Scalar) -> Scalar:
+    """The weight of so many rows: a Python number, which XLA fuses with the addition."""
+    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
 
-    program: Program
-    arguments: Arguments
-    kwargs: Kwargs
-    size: int | None = None  # None: it has all rows
-    narrow: Callable[..., jax.Array] | None = None
 
-    def evaluate(
-        self, start: Scalar, state: list[jax.Array], weight: jax.Array | None = None
-    ) -> Tree:
-        """The output of grad_fn; with observers, (placeholders for what they fold, output).
-        `weight` is given if a micro-batch of weight 0 adds nothing.
-        """
-        args = self.arguments.cut(start, self.size, state, self.narrow)
-        remake = lambda leaf: leaf
-        if weight is not None:
-            remake = partial(_constant_if_weightless, weight)
+def _check_divides(rows: Scalar, program: Program) -> None:
+    """Raises FuncgaError for a symbolic number of rows that may not divide."""
+    divisor = program.n or program.microbatch_size
+    if not rows % divisor == 0:
+        raise FuncgaError(
+            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that "
+            f"{divisor} divides it. "
+            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
+        )
+
+
+def _scan(
+    step: "Step", folded: Folded, program: "ClosedJaxpr", starts: jax.Array
+) -> tuple[Folded, list[jax.Array]]:
+    """What is folded after the micro-batches that begin at these rows, and the collected leaves;
+    `program` is that of grad_fn.
+    """
+    # A carry has to keep its type, which sharded or varying operands may change. Not without a
+    # mesh.
+    types = (*program.in_avals, *map(jax.typeof, program.consts), *program.out_avals)
+    if not (
+        jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)
+    ):
+        folded, _ = arrays.settle_types(lambda folded: step.add(folded, starts[0]), folded)
+    folded, collected = lax.scan(step.add, folded, starts)
+    pairs = zip(step.outputs.collected_folds, collected, strict=True)
+    return folded, [sharding.concatenated(stacked, fold.axis or 0) for fold, stacked in pairs]
+
+
+# -- a micro-batch
+
+
+def _microbatch(
+    program: Program,
+    arguments: Arguments,
+    kwargs: Kwargs,
+    is_known: bool = False,
+    size: int | None = None,
+    narrow: Callable[..., jax.Array] | None = None,
+) -> Callable[..., tuple[Tree, Tally | None]]:
+    """`run(start, state)`: the output of grad_fn for `size` rows from row `start` on, or for all,
+    and its tally unless that is known. With observers the output is (placeholders for what they
+    fold, output).
+    """
+    backend = arguments.backend
+
+    def run(start: Scalar, state: State) -> tuple[Tree, Tally | None]:
+        args = arguments.cut(start, size, state, narrow)
+        tally, remake = None, lambda leaf: leaf
+        if not is_known:
+            weight = program.weigh(arguments, args, _weight(size))
+            if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+                check_narrow(weight)
+            tally = arrays.tally(weight)
+            is_seen = isinstance(weight, int | float)
+            if program.weight is not None and not is_seen and program.weighs_all(backend):
+                remake = partial(_constant_if_weightless, tally.total)
         # tree.map also copies containers into the running trace, to which an object of nnx
         # belongs.
-        args, kwargs = jax.tree.map(remake, (args, self.kwargs))
-        whole = [arg for arg, part in zip(args, self.arguments.parts, strict=True) if not part.axes]
-        with trees.check_unchanged((whole, kwargs)):
-            value = self.program.grad_fn(*args, **kwargs)
+        args, own_kwargs = jax.tree.map(remake, (args, kwargs))
+        whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
+        with trees.check_unchanged((whole, own_kwargs)):
+            value = program.grad_fn(*args, **own_kwargs)
         # Checked here, as the error of jit would not mention funcga.
         for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
             if not isinstance(leaf, jax.Array):
                 trees.check_registered(leaf, "output")
-                backend = self.arguments.backend
                 as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
-        if self.program.observers is None:
-            return value
-        return self.program.observers.readings(self.program, value, self.arguments).placeholders(
-            jnp.zeros(())
-        ), value
+        if program.observers is not None:
+            value = (
+                program.observers.readings(program, value, arguments).placeholders(jnp.zeros(())),
+                value,
+            )
+        return value, tally
 
-    def weigh(self, start: Scalar, state: list[jax.Array]) -> "Weighed":
-        """Its tally, and the weight that `evaluate` takes."""
-        args = self.arguments.cut(start, self.size, state, self.narrow)
-        size: Any = self.size
-        rows: Any = jnp.asarray(size) if is_symbolic_dim(size) else size
-        program = self.program
-        weight = program.weigh(self.arguments, args, rows)
-        if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-            check_narrow(weight)
-        tally, is_seen = arrays.tally(weight), isinstance(weight, int | float)
-        weighs_all = program.weight is not None and program.weighs_all(self.arguments.backend)
-        return Weighed(tally, tally.total if weighs_all and not is_seen else None)
-
-
-class Weighed(NamedTuple):
-    """The tally of a micro-batch; its weight, if it is not known at trace time and a micro-batch
-    of weight 0 adds nothing.
-    """
-
-    tally: Tally
-    weight: jax.Array | None
-
-
-def _like_weight(
-    weigh: Callable[..., Weighed], start: Scalar, state: list[jax.Array]
-) -> jax.Array | None:
-    """Zero, in the type of the weight that `weigh` says; None if it says none."""
-    # Not of eval_shape, whose type may vary over mesh axes, without their mesh.
-    types = jax.make_jaxpr(lambda *args: weigh(*args).weight)(start, state).out_avals
-    return arrays.zeros(types[0]) if types else None
+    return run
 
 
 def _constant_if_weightless(weight: jax.Array, leaf: Tree) -> Tree:
-    """A leaf of the arguments, constant if the weight is 0: the derivative of a NaN would be
-    NaN.
+    """A leaf of the arguments, constant if the weight is 0: then a micro-batch adds nothing, and
+    the derivative of a NaN would be NaN.
     """
     if not is_float(leaf):
         return leaf
@@ -272,141 +263,275 @@ def is_float(leaf: Tree) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _differentiable_if_kept(
-    evaluate: Callable[..., Tree], keeps: Callable[[Tree], jax.Array]
-) -> Callable[..., Tree]:
-    """`evaluate`, with a derivative only where its value is kept: that of a NaN would be NaN,
-    even times 0.
-    """
-    as_function = _private.AS_FUNCTION
-    if as_function is None:
-        return evaluate
-
-    def value_of(*operands: Tree) -> Tree:
-        program, types = jax.make_jaxpr(evaluate, return_shape=True)(*operands)
-        structure, count = jax.tree.structure(types), len(program.consts)
-
-        @jax.custom_jvp
-        def run(*leaves: jax.Array) -> Tree:
-            closed = program.replace(consts=leaves[:count])
-            return jax.tree.unflatten(structure, as_function(closed)(*leaves[count:]))
-
-        @run.defjvp
-        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-            value, derivative = jax.linearize(run.fun, *primals)
-            keep = keeps(value)
-            # On both sides, for forward and reverse mode.
-            only = partial(
-                jax.tree.map, lambda leaf: jnp.where(keep, leaf, 0) if is_float(leaf) else leaf
-            )
-            return value, only(derivative(*only(tangents)))
-
-        # With all that it depends on as arguments, as custom_jvp requires.
-        return run(*program.consts, *jax.tree.leaves(operands))
-
-    return value_of
-
-
-class Carry(NamedTuple):
-    """What a loop carries: the accumulators, their tally, and threaded state; with drop="window"
-    also what was dropped.
+class Traced(NamedTuple):
+    """A micro-batch as a function `run` of its first row and of threaded state, which is traced
+    once: its program, and the types of its value and of its tally.
     """
 
-    reduced: list[Tree]
+    run: Callable[..., tuple[Tree, Tally | None]]
+    program: "ClosedJaxpr"
+    types: tuple[Tree, Tally | None]
+
+
+# -- the fold of a micro-batch
+
+
+class Into(NamedTuple):
+    """An accumulator, and the fold that a value of this weight is added to it by. Before that it
+    is multiplied by the factor, if there is one.
+    """
+
+    accumulator: Tree
+    fold: LeafFold
+    weight: Scalar
+    factor: Scalar = None
+
+    def combine(self, before: Reduced, value: jax.Array) -> Reduced:
+        """The accumulator, or a row of it, with a value."""
+        if self.factor is not None:
+            before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
+        return self.fold.combine(before, self.fold.lift(value, self.weight))
+
+
+class Weighed(NamedTuple):
+    """A micro-batch weighed: where each reduced leaf is added, by leaf index, and the tally of the
+    window after it. `keep`: whether it is folded, if it may be dropped.
+    """
+
+    into: dict[int, Into]
     total: Tally
-    state: list[jax.Array]
-    dropped: Dropped | None = None
+    keep: jax.Array | None
 
 
-class _Step(NamedTuple):
-    """How one more micro-batch is folded.
+Leaves: TypeAlias = tuple[list[Tree], Weighed, dict[int, jax.Array]]
+"""The leaves of grad_fn's output, with the new accumulator in place of each that is folded in
+place; what they weigh; and the measures of those that are folded in place, by leaf index.
+"""
 
-    `weights` has one for each reduced leaf, if they are known before the loop.
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """How one more micro-batch is folded. `in_scans` is of the tool for scans over layers, if there
+    are any. `rows`, `unit`: the weight and its unit in means, if they are known before the loop.
     """
 
     outputs: Outputs
-    gradient: Gradient
-    weigh: Callable[..., Weighed]
-    weights: list[Scalar] | None = None
-    dropping: Any = None
+    run: Callable[..., tuple[Any, ...]]
+    in_scans: Callable[..., Leaves | None] | None
+    readings: Any
+    rows: Scalar
+    unit: Scalar
+
+    def add(self, before: Folded, start: Scalar) -> tuple[Folded, list[jax.Array]]:
+        """What is folded after one more micro-batch, and its collected leaves."""
+        outputs = self.outputs
+        leaves, weighed, in_place = self._leaves(before, start)
+        for leaf_index, addend in weighed.into.items():
+            if leaf_index not in in_place:
+                leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])
+        reduced, state, collected = (
+            [leaves[leaf_index] for leaf_index in leaf_indices]
+            for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
+        )
+        after = before._replace(reduced=reduced, total=weighed.total, state=state)
+        if weighed.keep is None:
+            return after, collected
+        return _unless_dropped(weighed.keep, before, after, collected)
+
+    def _leaves(self, before: Folded, start: Scalar) -> Leaves:
+        weigh, leaves = partial(self._weigh, before), None
+        if self.in_scans is not None:
+            leaves = self.in_scans(weigh, start, before.state)
+        if leaves is None:
+            value, *weight = self.run(start, before.state)
+            leaves = self.outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
+        if self.readings is None:
+            return leaves
+        values, weighed, measures = leaves
+        # The first leaf has the counts, whose fold gets the weight unscaled.
+        rows = [
+            measures[leaf_index]
+            if leaf_index in measures
+            else self.readings.measures_of([values[leaf_index]])[0]
+            for leaf_index in self.readings.leaf_indices
+        ]
+        observed = self.readings.leaves_for(jnp.stack(rows), weighed.into[0].weight)
+        return [*observed, *values[len(observed) :]], weighed, measures
+
+    def _weigh(self, before: Folded, own: Tally | None, keep: jax.Array | None = None) -> Weighed:
+        outputs, total, factor = self.outputs, before.total, None
+        if own is None:
+            folds = outputs.reduced_folds
+            weights = [self.rows / self.unit if fold.is_mean else self.rows for fold in folds]
+        else:
+            total = total.merge(own)
+            # The unit follows the total, so that no sum is much larger than its mean.
+            unit = unit_of(total.total, arrays)
+            factor = unit_of(before.total.total, arrays) / unit
+            weights = [tally.total for tally in _tallies(outputs, own, unit)]
+        quadruples = zip(
+            outputs.reduced, before.reduced, outputs.reduced_folds, weights, strict=True
+        )
+        into = {
+            leaf_index: Into(accumulator, fold, weight, factor if fold.is_mean else None)
+            for leaf_index, accumulator, fold, weight in quadruples
+        }
+        return Weighed(into, total, keep)
 
 
 def _step(
-    microbatch: _Microbatch,
+    program: Program,
+    arguments: Arguments,
     outputs: Outputs,
-    weigh: Callable[..., Weighed],
-    evaluate: Callable[..., Tree],
-    traced: "ClosedJaxpr",
-    value: Tree,
-    weight: Scalar = None,
-    unit: float = 1.0,
-) -> _Step:
-    """The step for micro-batches that `evaluate` and `weigh` compute; `traced` is the program of
-    `evaluate`. `weight`: if it is known before the loop, with the `unit` of those of means.
+    traced: Traced,
+    rows: Scalar = None,
+    unit: Scalar = None,
+) -> Step:
+    """The Step for micro-batches like the traced one."""
+    readings = None
+    if program.observers is not None:
+        readings = program.observers.readings(program, traced.types[0][1], arguments)
+    run: Callable[..., tuple[Any, ...]] = traced.run
+    in_scans = None
+    if program.dropping is not None:  # all leaves are tested before one is folded
+        run = _tested(run, outputs, program.dropping)
+    else:
+        with suppress(ModuleNotFoundError):  # the tool may be missing
+            tool = import_module("funcga.tools.scan_layers.in_jax")
+            in_scans = tool.folding(outputs, traced, readings)
+    return Step(outputs, run, in_scans, readings, rows, unit)
+
+
+# -- what is dropped
+
+
+def _tested(
+    run: Callable[..., tuple[Tree, Tally]], outputs: Outputs, dropping: Any
+) -> Callable[..., tuple[Tree, Tally, jax.Array]]:
+    """`run`, which returns (value, tally, whether it is kept), with a derivative only where the
+    value counts: that of a NaN would be NaN, even times 0.
     """
-    program, dropping = microbatch.program, microbatch.program.dropping
-    if program.weight is not None and names_leaves(program.across):
-        check_unmixed(outputs, traced, read_across(program.across))
-    readings = (
-        None
-        if program.observers is None
-        else program.observers.readings(program, value[1], microbatch.arguments)
-    )
-    if dropping is not None:
-        evaluate = _differentiable_if_kept(evaluate, partial(_is_kept, outputs, dropping))
-    # If some may be dropped, all leaves are tested before one is folded.
-    gradient = gradient_of(outputs, evaluate, traced, value, readings, may_fold=dropping is None)
-    weights = None
-    if weight is not None:
-        weights = [weight / unit if fold.is_mean else weight for fold in outputs.reduced_folds]
-    return _Step(outputs, gradient, weigh, weights, dropping)
+
+    def kept(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
+        value, tally = run(*operands)
+        leaves = outputs.leaves(value, "a later micro-batch")
+        keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, tally.total)
+        return value, tally, jnp.asarray(keep)
+
+    def differentiable(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
+        # With all that it depends on as arguments, as custom_jvp requires.
+        function, captured = jax.closure_convert(kept, *operands)
+        run = jax.custom_jvp(function)
+
+        @run.defjvp
+        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
+            (value, tally, keep), derivative = jax.linearize(function, *primals)
+            counts = keep & (tally.total != 0)
+            # On both sides, for forward and reverse mode.
+            only = partial(
+                jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0) if is_float(leaf) else leaf
+            )
+            return (value, tally, keep), only(derivative(*only(tangents)))
+
+        result: tuple[Tree, Tally, jax.Array] = run(*operands, *captured)
+        return result
+
+    return differentiable
 
 
-def _is_kept(outputs: Outputs, dropping: Any, value: Tree) -> jax.Array:
-    """Whether a micro-batch with this value, of weight above 0, is folded."""
-    leaves = outputs.leaves(value, "a later micro-batch")
-    return jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, 1.0))
-
-
-def _add(step: _Step, carry: Carry, start: Scalar) -> tuple[Carry, list[jax.Array]]:
-    """The carry after one more micro-batch, and its collected leaves."""
-    outputs, dropping, total, weights = step.outputs, step.dropping, carry.total, step.weights
-    weight, factor = None, None
-    if weights is None:
-        # Before the gradient, as scans over layers fold in place, with the weight.
-        counted, weight = step.weigh(start, carry.state)
-        total = total.merge(counted)
-        # The unit follows the total, so that no sum is much larger than its mean.
-        unit = unit_of(total.total, arrays)
-        factor = unit_of(carry.total.total, arrays) / unit
-        weights = [of_leaf.total for of_leaf in _tallies(outputs, counted, unit)]
-    into = {
-        leaf_index: Into(before, fold, weight, factor if fold.is_mean else None)
-        for leaf_index, fold, before, weight in zip(
-            outputs.reduced, outputs.reduced_folds, carry.reduced, weights, strict=True
-        )
-    }
-    leaves, in_place = step.gradient(into, start, carry.state, weight)
-    keep: jax.Array | None = None
-    if dropping is not None:
-        keep = jnp.asarray(dropping.keeps(outputs, dropping.tested(outputs), leaves, counted.total))
-    for leaf_index, part in into.items():
-        if leaf_index not in in_place:
-            leaves[leaf_index] = part.combine(part.accumulator, leaves[leaf_index])
-    reduced, state, collected = (
-        [leaves[leaf_index] for leaf_index in leaf_indices]
-        for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
-    )
-    after = Carry(reduced, total, state)
-    if keep is None:
-        return after, collected
+def _unless_dropped(
+    keep: jax.Array, before: Folded, after: Folded, collected: list[jax.Array]
+) -> tuple[Folded, list[jax.Array]]:
+    """What is folded after a micro-batch that is kept or not."""
     # Selected, as 0 * NaN is NaN. Only observers collect here.
-    after = jax.tree.map(partial(jnp.where, keep), after, carry._replace(dropped=None))
+    chosen = jax.tree.map(partial(jnp.where, keep), after, before)
     collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
-    if carry.dropped is None:
-        return after, collected
-    rejected = carry.dropped.rejected + (~keep).astype(jnp.int32)
-    return after._replace(dropped=carry.dropped._replace(rejected=rejected)), collected
+    if before.rejected is not None:
+        rejected = before.rejected + (~keep).astype(jnp.int32)
+        chosen = chosen._replace(rejected=rejected)
+    return chosen, collected
+
+
+# -- the beginning and the end of a window
+
+
+def _begin(outputs: Outputs, spread: Spread, traced: Traced, state: State, dropping: Any) -> Folded:
+    """What is folded before the first micro-batch, if it is like the traced one."""
+    identities = []
+    for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
+        aval: ShapedArray = traced.program.out_avals[leaf_index]
+        identity = fold.identity(arrays.zeros(aval))
+        if not aval.sharding.mesh.empty:  # sharded and varying alike
+            identity = jax.tree.map(
+                lambda part, aval=aval: (
+                    arrays.typed(part, aval) if part.shape == aval.shape else part
+                ),
+                identity,
+            )
+        identities.append(identity)
+    folded = Folded(identities, arrays.tally(0, steps=0), state)
+    if dropping is not None and dropping.scope == "window":
+        # Copied, as what is carried may be donated.
+        before = [jnp.array(leaf, copy=True) for leaf in state]
+        folded = folded._replace(rejected=jnp.int32(0), state_before=before)
+    pinned: Folded = spread.pinned(outputs, folded)
+    return pinned
+
+
+def _merged(
+    outputs: Outputs,
+    replicas: Replicas | None,
+    folded: Folded,
+    chunks: Sequence[Sequence[jax.Array]],
+    unit: Scalar = None,
+) -> Folded:
+    """The folds merged over all replicas, before they are normalised; `unit`: that of the weights
+    in means, if it is not the one of the total.
+    """
+    if unit is None:
+        unit = unit_of(folded.total.total, arrays)
+    # Collected values are cast here, if the fold has a dtype of its own.
+    collected = [
+        jnp.concatenate(arrays.with_common_sharding(column), axis=fold.axis or 0).astype(
+            fold.result_dtype
+        )
+        for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
+    ]
+    folded = folded._replace(collected=collected, unit=unit)
+    return folded if replicas is None else merge(outputs, folded, replicas)
+
+
+def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
+    """What was folded, normalised, in the structure of grad_fn's output."""
+    tallies = _tallies(outputs, folded.total, folded.unit)
+    triples = [*zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)]
+    normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
+    state, collected = folded.state, folded.collected
+    if folded.rejected is not None:
+        is_whole = folded.rejected == 0
+        normalised = jax.tree.map(
+            lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised
+        )
+        state = jax.tree.map(partial(jnp.where, is_whole), state, folded.state_before)
+        collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
+    result = outputs.join(normalised, collected, state)
+    if program.observers is not None:
+        result = program.observers.observed(program, result, kwargs)
+    if program.totals is not None:
+        result = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
+    return result, _lost(outputs, folded) if outputs.may_be_lost else []
+
+
+def _lost(outputs: Outputs, folded: Folded) -> list[jax.Array]:
+    """Conditions for a result to be lost that the host does not see. Raises FuncgaError, which
+    names the leaf, for one that it does.
+    """
+    lost: list[jax.Array] = []
+    triples = zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
+    for leaf_index, fold, reduced in triples:
+        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
+        lost += fold.check_known(reduced, folded.total, path)
+    return lost
 
 
 def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
@@ -428,231 +553,7 @@ def tally_of(total: Tally, unit: Scalar, is_mean: bool, is_narrow: bool) -> Tall
     return Tally((narrowed,), total.steps)
 
 
-def _identity(fold: LeafFold, aval: "ShapedArray") -> Reduced:
-    """The identity of a fold for leaves of this type, sharded and varying alike."""
-    reduced = fold.identity(arrays.zeros(aval))
-    if aval.sharding.mesh.empty:
-        return reduced
-    return jax.tree.map(
-        lambda part: arrays.typed(part, aval) if part.shape == aval.shape else part, reduced
-    )
-
-
-def _begin(
-    outputs: Outputs,
-    spread: Spread,
-    types: "Sequence[ShapedArray]",
-    state: list[jax.Array],
-    dropping: Any,
-) -> Carry:
-    """The carry before the first micro-batch, if grad_fn returns leaves of these types."""
-    pairs = zip(outputs.reduced, outputs.reduced_folds, strict=True)
-    identities = [_identity(fold, types[leaf_index]) for leaf_index, fold in pairs]
-    dropped = None
-    if dropping is not None and dropping.scope == "window":
-        # Copied, as what is carried may be donated.
-        dropped = Dropped(jnp.int32(0), [jnp.array(leaf, copy=True) for leaf in state])
-    carry: Carry = spread.pinned(
-        outputs, Carry(identities, arrays.tally(0, steps=0), state, dropped)
-    )
-    return carry
-
-
-def _merged(
-    outputs: Outputs,
-    replicas: Replicas | None,
-    carry: Carry,
-    chunks: Sequence[Sequence[jax.Array]],
-    unit: Scalar,
-) -> Folded:
-    """The folds merged over all replicas, before they are normalised."""
-    # Collected values are cast here, if the fold has a dtype of its own.
-    collected = [
-        jnp.concatenate(arrays.with_common_sharding(column), axis=fold.axis or 0).astype(
-            fold.result_dtype
-        )
-        for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
-    ]
-    own = Folded(carry.reduced, carry.total, carry.state, collected, carry.dropped, unit)
-    return own if replicas is None else merge(outputs, own, replicas)
-
-
-def _result(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Tree:
-    """The result of a step: what was folded, normalised, in the structure of grad_fn's output."""
-    tallies = _tallies(outputs, folded.total, folded.unit)
-    triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
-    normalised = [fold.normalize(leaf, of_leaf) for fold, leaf, of_leaf in triples]
-    state, collected = folded.state, folded.collected
-    if folded.dropped is not None:
-        is_whole = folded.dropped.rejected == 0
-        normalised = jax.tree.map(
-            lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised
-        )
-        state = jax.tree.map(partial(jnp.where, is_whole), state, folded.dropped.state)
-        collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
-    result = outputs.join(normalised, collected, state)
-    if program.observers is not None:
-        result = program.observers.observed(program, result, kwargs)
-    if program.totals is None:
-        return result
-    marked: Tree = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
-    return marked
-
-
-def _check_known(outputs: Outputs, folded: Folded, lost: list[jax.Array]) -> None:
-    """Raises FuncgaError, which names the leaf, if the host sees that a result is lost; appends
-    the conditions that it does not see.
-    """
-    unseen: list[jax.Array] = []
-    for leaf_index, fold, reduced in zip(
-        outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
-    ):
-        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
-        unseen += fold.check_known(reduced, folded.total, path)
-    if unseen:
-        lost.append(jnp.any(jnp.stack(unseen)))
-
-
-# -- accumulate
-
-
-def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
-    """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    fold = program.memory.keep(Accumulate, program, backend).fold
-    return lambda args, kwargs: fold(
-        (sharding.spread_of_call(program, args, backend),), args, kwargs
-    )
-
-
-class Accumulate:
-    """Cached by a step of `accumulate`: its jitted fold."""
-
-    def __init__(self, program: Program, backend: Backend):
-        self.program, self.backend = bound(program, backend), backend
-        numbers = Numbers(program.grad_fn)
-        self.fold = compiled(self.traced, is_exact=program.is_exact, numbers=numbers)
-
-    def traced(
-        self, spread: Spread, args: Args, kwargs: Kwargs, lost: list[jax.Array] | None = None
-    ) -> Tree:
-        """The fold, traced."""
-        kwargs = with_totals(self.program, self.backend, spread, args, kwargs)
-        outputs, folded, _ = self.folded(spread, args, kwargs)
-        if lost is not None:
-            _check_known(outputs, folded, lost)
-        return _result(self.program, outputs, folded, kwargs)
-
-    def folded(self, spread: Spread, args: Args, kwargs: Kwargs) -> tuple[Outputs, Folded, Spread]:
-        """The folds before they are normalised, and the Spread that was used."""
-        return _over_replicas(partial(self._fold, spread), self.program, args, kwargs)
-
-    def _fold(
-        self, spread: Spread, replicas: Replicas | None, args: Args, kwargs: Kwargs
-    ) -> tuple[Outputs, Folded, Spread]:
-        program = self.program
-        trees.check_unshared((args, kwargs))
-        arguments = program.read(args, self.backend)
-        rows = arguments.rows()
-        if is_symbolic_dim(rows):
-            _check_divides(rows, program)
-        sizes = groups(rows, program.n, program.microbatch_size)
-        narrow = _narrow(spread, sizes)
-        # Rows are known before the loop, unless some may be dropped.
-        is_known = (program.weight, program.dropping) == (None, None)
-        carry: Carry | None = None
-        chunks: list[list[jax.Array]] = []
-        unit: Scalar = None
-        first = 0
-        for count, size in sizes:  # one or two sizes, and a scan for each
-            microbatch = _Microbatch(program, arguments, kwargs, size, narrow)
-            weight: Scalar = None
-            if is_known:
-                # As a Python number, which XLA fuses with the addition.
-                weight = jnp.asarray(size) if is_symbolic_dim(size) else size
-            # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so
-            # that no call remains.
-            evaluate = jax.jit(microbatch.evaluate, inline=True)
-            weigh = jax.jit(microbatch.weigh, inline=True)
-            state = (
-                [*map(arrays.without_weak_type, arguments.state)] if carry is None else carry.state
-            )
-            amount = None if is_known else _like_weight(weigh, jnp.int32(0), state)
-            traced, value = jax.make_jaxpr(evaluate, return_shape=True)(jnp.int32(0), state, amount)
-            if carry is None:
-                outputs, _ = program.bind(value, arguments)
-                # The outputs show whether micro-batches may take other rows.
-                if narrow is not None and not sharding.may_reorder_rows(outputs, size):
-                    return self._fold(replace(spread, blocks=1), replicas, args, kwargs)
-                if is_known:
-                    # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every
-                    # gradient in place. Else a power of 2, by which division is exact.
-                    unit = weight * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
-                carry = _begin(outputs, spread, traced.out_avals, state, program.dropping)
-            step = _step(microbatch, outputs, weigh, evaluate, traced, value, weight, unit)
-            carry, collected = _scan(step, carry, traced, first, count, size)
-            chunks.append(collected)
-            first += count * size
-        assert carry is not None  # as a batch has rows
-        if narrow is not None:
-            chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-        carry = spread.pinned(outputs, carry)
-        unit = unit if is_known else unit_of(carry.total.total, arrays)
-        return outputs, _merged(outputs, replicas, carry, chunks, unit), spread
-
-
-def with_totals(
-    program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
-) -> Kwargs:
-    """The keyword arguments of grad_fn, with the totals of the window if there are any."""
-    if program.totals is None:
-        return kwargs
-    counting = Accumulate(program.totals.counting(program, backend), backend)
-    return {**kwargs, "totals": counting.traced(spread, args, {})}
-
-
-def _narrow(spread: Spread, sizes: Sequence[tuple[int, int]]) -> Callable[..., jax.Array] | None:
-    """Slices equally many rows of each block, so that no row moves to another device; None if
-    rows are sliced as usual.
-    """
-    if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
-        return partial(sharding.rows_of_blocks, spread.blocks)
-    return None
-
-
-def _check_divides(rows: Scalar, program: Program) -> None:
-    """Raises FuncgaError for a symbolic number of rows that may not divide."""
-    divisor = program.n or program.microbatch_size
-    if not rows % divisor == 0:
-        raise FuncgaError(
-            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that "
-            f"{divisor} divides it. "
-            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
-        )
-
-
-def _scan(
-    step: _Step, carry: Carry, traced: "ClosedJaxpr", first: int, count: int, size: int
-) -> tuple[Carry, list[jax.Array]]:
-    """The carry after `count` micro-batches of `size` rows from row `first` on, and the
-    collected leaves.
-    """
-    body = partial(_add, step)
-    starts = first + size * jnp.arange(count, dtype=jnp.int32)
-    # A carry has to keep its type, which sharded or varying operands may change. Not without a
-    # mesh.
-    types = (*traced.in_avals, *map(jax.typeof, traced.consts), *traced.out_avals)
-    if not (
-        jax.sharding.get_abstract_mesh().empty and all(aval.sharding.mesh.empty for aval in types)
-    ):
-        carry, _ = arrays.settle_types(lambda carry: body(carry, starts[0]), carry)
-    carry, collected = lax.scan(body, carry, starts)
-    if step.weights is not None:  # known before the loop, so not counted in it
-        carry = carry._replace(total=carry.total.merge(arrays.tally(count * size, count)))
-    pairs = zip(step.outputs.collected_folds, collected, strict=True)
-    return carry, [sharding.concatenated(stacked, fold.axis or 0) for fold, stacked in pairs]
-
-
-# -- stream
+# -- stream: a program for each micro-batch
 
 
 def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args], Kwargs], Tree]:
@@ -660,29 +561,25 @@ def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args]
     micro-batches.
     """
     # Nothing is cached inside of a trace, as it may close over its tracers.
-    return (
-        _Stream(program, backend)
-        if is_tracing()
-        else program.memory.keep(_Stream, program, backend)
-    ).fold
+    if is_tracing():
+        return _Stream(program, backend).fold
+    return program.memory.keep(_Stream, program, backend).fold
 
 
 class _Stream:
-    """Cached by a step of `stream`: its programs, and the Outputs for each type of micro-batch.
-    One program begins a carry, one adds a micro-batch, and one finishes.
+    """Cached by a step of `stream`: its programs. One begins a window, one adds a micro-batch, and
+    one finishes.
     """
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        self.outputs: dict[object, tuple[Outputs, tuple[ShapedArray, ...]]] = {}
         self.numbers = Numbers(program.grad_fn)
         # Traced once for both the shapes and the steps.
-        self.evaluate = jitted(self._evaluate, inline=True)
-        self.weigh = jitted(self._weigh, inline=True)
+        self.run = inlined(self._run)
         # keep_unused, as its devices are those of its arguments.
         self.begin = compiled(self._begin, keep_unused=True)
-        self.add = jax.jit(self._add, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-        self.finish = compiled(self._finish, is_exact=program.is_exact)
+        self.add = jax.jit(self._add, static_argnums=0, donate_argnums=1)
+        self.finish = compiled(self._finish, is_checked=True)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches; each is released once it is folded."""
@@ -691,24 +588,24 @@ class _Stream:
     def _fold(
         self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs
     ) -> Tree:
-        outputs: Outputs | None = None
-        chunks = []
         device = None if self.program.device is None else arrays.device(self.program.device)
         if device is not None and self.program.totals is not None:
             kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
         # Arguments passed whole are split once. Micro-batches of one shape share a program.
         whole, arrays_whole = split((leading, kwargs))
         add = self._add if is_tracing() else self.add
+        folded: Folded | None = None
+        chunks = []
         for item in microbatches:
             if device is not None:
                 item = _moved(item, device)  # the copy runs while the last step does
             item = varying(item, replicas)
-            if outputs is None:
-                outputs, types = self._outputs_of(leading, kwargs, item)
+            if folded is None:
                 spread = sharding.spread_of((*leading, *item))
-                carry = self.begin((outputs, types, spread), leading, kwargs, item)
+                folded, bound = self.begin((spread,), leading, kwargs, item)
             cut, arrays_cut = split(item)
-            carry, collected = add(outputs, spread, whole, cut, carry, arrays_whole, arrays_cut)
+            settings = bound.outputs, spread, whole, cut
+            folded, collected = add(settings, folded, arrays_whole, arrays_cut)
             if collected:  # empty lists would make a program for every number of micro-batches
                 chunks.append(collected)
             if not is_tracing() and (whole.others or cut.others):
@@ -716,117 +613,69 @@ class _Stream:
                 self.numbers.note(split((args, kwargs))[0], args, kwargs)
             del item, arrays_cut, collected  # so that only one micro-batch is in memory
         # With across= only this replica's stream may be empty.
-        if outputs is None:
+        if folded is None:
             raise FuncgaError(
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
                 "return. Check the loader, or that a generator was not used up before."
             )
         if self.program.observers is None and self.program.totals is None:
             kwargs = {}  # not needed by finish
-        return self.finish((outputs, replicas), carry, chunks, kwargs)
+        return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
+
+    def _begin(self, spread: Spread, *call: Tree) -> "tuple[Folded, Bound]":
+        arguments = self._arguments(call)
+        # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
+        state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
+        traced = self._traced(call, state)
+        outputs, _ = self.program.bind(traced.types[0], arguments)
+        return _begin(outputs, spread, traced, state, self.program.dropping), Bound(outputs)
+
+    def _add(
+        self,
+        settings: tuple[Outputs, Spread, Static, Static],
+        folded: Folded,
+        arrays_whole: Sequence[jax.Array],
+        arrays_cut: Sequence[jax.Array],
+    ) -> tuple[Folded, list[jax.Array]]:
+        outputs, spread, whole, cut = settings
+        call = (*whole.tree(arrays_whole), cut.tree(arrays_cut))
+        traced = self._traced(call, folded.state)
+        step = _step(self.program, self._arguments(call), outputs, traced)
+        folded, collected = step.add(folded, None)
+        return spread.pinned(outputs, folded), collected
 
     def _finish(
         self,
         outputs: Outputs,
         replicas: Replicas | None,
-        carry: Carry,
+        folded: Folded,
         chunks: Sequence[Sequence[jax.Array]],
         kwargs: Kwargs,
-        lost: list[jax.Array] | None = None,
-    ) -> Tree:
-        unit = unit_of(carry.total.total, arrays)
-        folded = _merged(outputs, replicas, carry, chunks, unit)
-        if lost is not None:
-            _check_known(outputs, folded, lost)
-        return _result(self.program, outputs, folded, kwargs)
+    ) -> Result:
+        return _finished(self.program, outputs, _merged(outputs, replicas, folded, chunks), kwargs)
 
-    def _outputs_of(
-        self, leading: Args, kwargs: Kwargs, item: Args
-    ) -> "tuple[Outputs, tuple[ShapedArray, ...]]":
-        """The Outputs of micro-batches like this one, and the types of their leaves; cached by
-        the types of the arguments.
-        """
-        static, of_item = split((leading, kwargs, item))
-        config: Any = jax.config
-        key = (
-            static,
-            *map(jax.typeof, of_item),
-            config.jax_enable_x64,
-            config.jax_numpy_dtype_promotion,
-            jax.sharding.get_abstract_mesh(),
-        )
-        if key not in self.outputs:
-            arguments = self._microbatch(leading, kwargs, item).arguments
-            state = [*map(arrays.without_weak_type, arguments.state)]
+    # A call is (leading arguments, keyword arguments, the item of the iterable).
 
-            # Only arrays are operands; all else is static.
-            def evaluate(of_item: Sequence[jax.Array]) -> Tree:
-                args = static.tree(of_item)
-                return self.evaluate((), *args, state, self.weigh((), *args, state).weight)
+    def _arguments(self, call: tuple[Tree, ...]) -> Arguments:
+        leading, _, item = call
+        return self.program.read((*leading, *item), self.backend)
 
-            traced, value = jax.make_jaxpr(evaluate, return_shape=True)(of_item)
-            outputs, _ = self.program.bind(value, arguments)
-            self.outputs[key] = outputs, tuple(traced.out_avals)
-        return self.outputs[key]
+    def _run(self, call: tuple[Tree, ...], state: State) -> tuple[Tree, Tally | None]:
+        arguments, (_, kwargs, _) = self._arguments(call), call
+        result: tuple[Tree, Tally | None] = _microbatch(self.program, arguments, kwargs)(0, state)
+        return result
 
-    def _microbatch(self, leading: Args, kwargs: Kwargs, item: Args) -> _Microbatch:
-        return _Microbatch(self.program, self.program.read((*leading, *item), self.backend), kwargs)
+    def _traced(self, call: tuple[Tree, ...], state: State) -> Traced:
+        run = lambda start, state: self.run(call, state)
+        return Traced(run, *jax.make_jaxpr(run, return_shape=True)(None, state))
 
-    def _evaluate(
-        self,
-        leading: Args,
-        kwargs: Kwargs,
-        item: Args,
-        state: list[jax.Array],
-        weight: jax.Array | None,
-    ) -> Tree:
-        return self._microbatch(leading, kwargs, item).evaluate(0, state, weight)
 
-    def _weigh(self, leading: Args, kwargs: Kwargs, item: Args, state: list[jax.Array]) -> Weighed:
-        return self._microbatch(leading, kwargs, item).weigh(0, state)
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Bound:
+    """The Outputs as a result of a compiled program, which keeps them."""
 
-    def _begin(
-        self,
-        outputs: Outputs,
-        types: "tuple[ShapedArray, ...]",
-        spread: Spread,
-        leading: Args,
-        kwargs: Kwargs,
-        item: Args,
-    ) -> Carry:
-        microbatch = self._microbatch(leading, kwargs, item)
-        # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
-        state = [
-            jnp.array(arrays.without_weak_type(leaf), copy=True)
-            for leaf in microbatch.arguments.state
-        ]
-        return _begin(outputs, spread, types, state, self.program.dropping)
-
-    def _add(
-        self,
-        outputs: Outputs,
-        spread: Spread,
-        whole: Static,
-        cut: Static,
-        carry: Carry,
-        arrays_whole: Sequence[jax.Array],
-        arrays_cut: Sequence[jax.Array],
-    ) -> tuple[Carry, list[jax.Array]]:
-        (leading, kwargs), item = whole.tree(arrays_whole), cut.tree(arrays_cut)
-
-        def evaluate(start: None, state: list[jax.Array], weight: jax.Array | None) -> Tree:
-            return self.evaluate((), leading, kwargs, item, state, weight)
-
-        def weigh(start: None, state: list[jax.Array]) -> Weighed:
-            weighed: Weighed = self.weigh((), leading, kwargs, item, state)
-            return weighed
-
-        amount = _like_weight(weigh, None, carry.state)
-        traced, value = jax.make_jaxpr(evaluate, return_shape=True)(None, carry.state, amount)
-        microbatch = self._microbatch(leading, kwargs, item)
-        step = _step(microbatch, outputs, weigh, evaluate, traced, value)
-        carry, collected = _add(step, carry, None)
-        return spread.pinned(outputs, carry), collected
+    outputs: Outputs
 
 
 def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:

@@ -6,48 +6,39 @@ Small arrays that have to be gathered are part of it: each replica fills its row
 zeros, [replicas, ...].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga._backend.prefixes import PrefixError, broadcast, named_by_leaf
+from funcga._backend.prefixes import PrefixError, broadcast
 from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import _private, arrays, sharding, trees
-from jax_backend.arrays import as_varying, axis_names, varying_axes
-from jax_backend.replicas import WRITE_LEAVES, Replicas, is_names, listed, spelled
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax_backend import arrays, sharding, trees
+from jax_backend.arrays import as_varying, varying_axes
+from jax_backend.replicas import Replicas
 
 
 class Folded(NamedTuple):
-    """The result of a loop, before it is normalised; `dropped` as in a Carry, `unit` that of the
-    weights of means.
+    """What has been folded, before it is normalised: the carry of a loop, and what replicas merge.
+
+    The loop carries neither `collected` nor the `unit` of weights in means. With drop="window" it
+    counts the micro-batches that it `rejected`, and keeps the threaded state from before the first.
     """
 
     reduced: list[Tree]
     total: Tally
     state: list[jax.Array]
-    collected: list[jax.Array]
-    dropped: "Dropped | None" = None
-    unit: Scalar = 1.0
-
-
-class Dropped(NamedTuple):
-    """How many micro-batches of a window were dropped, and the threaded state before the first
-    one.
-    """
-
-    rejected: jax.Array
-    state: list[jax.Array]
+    collected: Sequence[jax.Array] = ()
+    unit: Scalar = None
+    rejected: jax.Array | None = None
+    state_before: Sequence[jax.Array] = ()
 
 
 def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
@@ -58,12 +49,10 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     # Three steps: all operands are registered, the collectives run, and each result is read
     # (`later()`).
     folded = _in_one_unit(outputs, folded, replicas)
-    names = _names_of_leaves(outputs, replicas)
-    scatter = _scatter_axes(outputs, folded.reduced, replicas, names)
-    of_axes = {axes: _Collectives(axes) for axes in dict.fromkeys([replicas.names, *names]) if axes}
-    collectives = of_axes[replicas.names]
+    scatter = _scatter_axes(outputs, folded.reduced, replicas)
+    collectives = _Collectives(replicas.names)
     reduced = [
-        _merge_leaf(of_axes.get(names[leaf_index]), fold, lifted, scatter.get(leaf_index))
+        _merge_leaf(collectives, fold, lifted, scatter.get(leaf_index))
         for leaf_index, fold, lifted in zip(
             outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
         )
@@ -72,9 +61,11 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     # Replicas have the rows of a batch in order, so its final state is that of the last replica.
     state = [collectives.last(leaf) for leaf in folded.state]
     collected = [collectives.gather(leaf) for leaf in folded.collected]
-    dropped = _merge_dropped(collectives, folded.dropped, folded.total)
-    for each in of_axes.values():
-        each.run()
+    rejected = None
+    if folded.rejected is not None:  # a count, sent as a float, with the weights
+        rejected = collectives.sum(folded.rejected.astype(folded.total.weight[0].dtype))
+    state_before = [collectives.last(leaf) for leaf in folded.state_before]
+    collectives.run()
     rows = [
         sharding.concatenated(later(), fold.axis or 0)
         for fold, later in zip(outputs.collected_folds, collected, strict=True)
@@ -84,8 +75,9 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
         total(),
         [later() for later in state],
         rows,
-        dropped(),
         folded.unit,
+        None if rejected is None else rejected().astype(jnp.int32),
+        [later() for later in state_before],
     )
 
 
@@ -104,78 +96,10 @@ def _in_one_unit(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded
     return folded._replace(reduced=reduced, unit=1.0)
 
 
-def _names_of_leaves(outputs: Outputs, replicas: Replicas) -> list[tuple[str, ...]]:
-    """The axes that each leaf is merged over; () for one that is not merged."""
-    if replicas.leaves is None:
-        return [replicas.names] * len(outputs.folds)
-    value = outputs.value_of(range(len(outputs.folds)))
-    named = named_by_leaf(replicas.leaves, value, is_names, trees, "output", WRITE_LEAVES)
-    names = [replicas.names] * outputs.before + [*map(axis_names, named)]
-    for leaf_index, axes in enumerate(names):
-        replicas.check_part(axes)
-        fold = outputs.folds[leaf_index]
-        is_of_window = leaf_index not in outputs.reduced or (fold is not None and fold.is_of_window)
-        if is_of_window and {*axes} != {*replicas.names}:
-            raise FuncgaError(
-                f"across= names fewer axes than all for `{outputs.paths()[leaf_index]}`, whose "
-                f"fold ({fold and fold.fold.name}) is of the whole window. Write "
-                f"{spelled(replicas.names)} there."
-            )
-    # The same axes in another order are the same replicas.
-    return [replicas.names if {*axes} == {*replicas.names} else axes for axes in names]
-
-
-# Collectives that may bring gradients of other devices' losses.
-_COLLECTIVES = {
-    "psum",
-    "psum_invariant",
-    "reduce_scatter",
-    "unreduced_psum",
-    "unreduced_reduce_scatter",
-    "preduced",
-    "all_gather",
-    "all_gather_invariant",
-    "all_gather_reduced",
-    "all_to_all",
-    "ragged_all_to_all",
-    "ppermute",
-    "pbroadcast",
-    "psend",
-    "precv",
-}
-
-
-def check_unmixed(outputs: Outputs, traced: "ClosedJaxpr", replicas: Replicas) -> None:
-    """Raises FuncgaError if grad_fn, the program `traced`, adds unweighted gradients of other
-    devices' losses to a leaf. Leaves merged over fewer axes than the window get them along the
-    other axes; then no weighted mean can be computed.
-    """
-    names = _names_of_leaves(outputs, replicas)
-    for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
-        others = {*replicas.names} - {*names[leaf_index]}
-        if others and fold.weighs and others & {*_axes_of_collectives(traced.jaxpr)}:
-            raise FuncgaError(
-                f"weight= was given, and `{outputs.paths()[leaf_index]}` has from grad_fn what the "
-                f"losses of other devices along {listed(sorted(others))} add to it, each as if it "
-                "weighed 1. Return sums, and let funcga divide them: a loss that is summed over "
-                "what weight counts, and fold=funcga.per_weight()."
-            )
-
-
-def _axes_of_collectives(jaxpr: "Jaxpr") -> Iterator[str]:
-    """The axes that a program communicates over."""
-    for equation in _private.equations(jaxpr):
-        if equation.primitive.name in _COLLECTIVES:
-            axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-            yield from axis_names(axes)
-
-
 def _merge_leaf(
-    collectives: "_Collectives | None", fold: LeafFold, lifted: Tree, scatter: int | None
+    collectives: "_Collectives", fold: LeafFold, lifted: Tree, scatter: int | None
 ) -> Callable[[], Tree]:
-    """The merge of a leaf by its monoid; without collectives the leaf stays as it is."""
-    if collectives is None:
-        return lambda: lifted
+    """The merge of a leaf by its monoid."""
     monoid = fold.fold.reducer.monoid
     # Only sums are scattered.
     send = collectives.sum if scatter is None else partial(collectives.scatter, axis=scatter)
@@ -209,17 +133,6 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
     return later
 
 
-def _merge_dropped(
-    collectives: "_Collectives", dropped: Dropped | None, total: Tally
-) -> Callable[[], Dropped | None]:
-    """What all replicas have dropped. The count is sent as a float, with the weights."""
-    if dropped is None:
-        return lambda: None
-    rejected = collectives.sum(dropped.rejected.astype(total.weight[0].dtype))
-    state = [collectives.last(leaf) for leaf in dropped.state]
-    return lambda: Dropped(rejected().astype(jnp.int32), [later() for later in state])
-
-
 def _each(send: "Callable[[jax.Array], Later]", tree: Tree) -> Callable[[], Tree]:
     parts, structure = jax.tree.flatten(tree)
     laters = [send(part) for part in parts]
@@ -237,9 +150,7 @@ def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
 # -- scattered leaves
 
 
-def _scatter_axes(
-    outputs: Outputs, reduced: list[Tree], replicas: Replicas, names: list[tuple[str, ...]]
-) -> dict[int, int]:
+def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> dict[int, int]:
     """The axis of every leaf that is scattered, by leaf index."""
     if replicas.scatter is None:
         return {}
@@ -258,7 +169,7 @@ def _scatter_axes(
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
         leaf_index: _check_scatter(
-            outputs, leaf_index, axis, lifted.get(leaf_index), names[leaf_index]
+            outputs, leaf_index, axis, lifted.get(leaf_index), replicas.names
         )
         for leaf_index, (axis, _) in enumerate(leaf_axes)
         if axis is not None
@@ -276,7 +187,7 @@ def _check_scatter(
     be cut along it.
     """
     fold, path = outputs.folds[leaf_index], outputs.paths()[leaf_index]
-    count = int(lax.axis_size(names)) if names else 1
+    count = int(lax.axis_size(names))
     if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
         raise FuncgaError(
             f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias, Union
 
@@ -14,21 +14,14 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from funcga._backend.prefixes import leaf_paths, named_by_leaf
+from funcga._backend.prefixes import leaf_paths
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 from jax_backend.arrays import axis_names
 
-Across: TypeAlias = Union[str, tuple[str, ...], "Replicas", Tree]
-"""What `across=` may be in JAX: the names of axes, Replicas, or a tree or a function that names
-axes for each leaf.
-"""
-
-WRITE_LEAVES = (
-    'across=["data", {"dense": ("data", "expert"), "experts": "data"}] for a grad_fn that returns '
-    "(loss, grads)"
-)
+Across: TypeAlias = Union[str, tuple[str, ...], "Replicas"]
+"""What `across=` may be in JAX: the names of axes, or Replicas."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +34,9 @@ class Replicas:
         scatter: A tree prefix over grad_fn's output. Where it has an int, the merged leaf is left
             in equal parts, one a replica, along that axis of the leaf: a reduce-scatter in place of
             the all-reduce. Where it has None, every replica gets the whole leaf.
-        leaves: Where leaves of grad_fn's output are merged over fewer axes: a tree prefix of names,
-            and of tuples of names, over that output, or a function of a leaf's dotted path, such as
-            `"1.experts.weight"`, that returns them; `()` for a leaf that is not merged. Weights are
-            counted over all of `axis`. An `across=` that is such a tree itself counts them over all
-            axes that it names, and one that is a function over all of shard_map.
 
     Raises:
-        FuncgaError: The axis is no name, or is named twice, or `leaves` name one that is not among
-            them.
+        FuncgaError: The axis is no name, or is named twice.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -65,26 +52,12 @@ class Replicas:
 
     axis: str | tuple[str, ...]
     scatter: Tree = None
-    leaves: Tree = None
 
     def __post_init__(self) -> None:
         if not self.names or not all(isinstance(name, str) for name in self.names):
             raise _no_axis(self.axis)
         if len({*self.names}) < len(self.names):
             raise FuncgaError(f"across={self.axis!r} names an axis twice. Name each once.")
-        for named in () if self.leaves is None or callable(self.leaves) else _names_in(self.leaves):
-            self.check_part(named)
-
-    def check_part(self, names: tuple[str, ...]) -> None:
-        """Raises FuncgaError if a leaf is merged over an axis that weights are not counted over."""
-        beyond = [name for name in names if name not in self.names]
-        if beyond:
-            raise FuncgaError(
-                f"a leaf is to be merged over {listed(names)}, and the window over "
-                f"{listed(self.names)}: what lies along {listed(beyond)} would be summed, and its "
-                "weights not counted. Name all axes along which micro-batches differ: "
-                "across=jax_backend.Replicas((...), leaves=...)."
-            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,6 +67,13 @@ class Replicas:
 
 def _no_axis(across: object) -> FuncgaError:
     names = across.axis_names if isinstance(across, Mesh | AbstractMesh) else ()
+    if trees.children(across) and not isinstance(across, str):
+        return FuncgaError(
+            "across= names axes for each leaf, and all leaves of a step are merged over the same "
+            "ones. Fold sums with across=(), and reduce each leaf after the step over the axes "
+            'along which it differs: jax.lax.psum(grads["experts"], "data") '
+            "(docs/howto/experts.md)."
+        )
     described = f"of type {type(across).__name__}" if hasattr(across, "__dict__") else repr(across)
     return FuncgaError(
         f"across is {described}, and in JAX replicas are named by an axis of the mesh. Write the "
@@ -154,63 +134,21 @@ def replicas_of(across: Across | None) -> Replicas | None:
     return replicas
 
 
-def is_names(value: object) -> bool:
-    """Whether this names axes: a name, or a tuple of names alone."""
-    return isinstance(value, str) or (
-        type(value) is tuple and all(isinstance(name, str) for name in value)
-    )
-
-
-def _names_in(leaves: Tree) -> list[tuple[str, ...]]:
-    """The names at all leaves of a tree."""
-    named = jax.tree.leaves(leaves, is_leaf=is_names)
-    for each in named:
-        if not is_names(each):
-            raise FuncgaError(
-                f"across= has {each!r} for some leaves. Name the axes of every leaf, "
-                f"{WRITE_LEAVES}."
-            )
-    return [*map(axis_names, named)]
-
-
 def read_across(across: Across) -> Replicas:
     """The replicas that `across=` names, also outside of shard_map; FuncgaError if it names
     none.
     """
-    if isinstance(across, Replicas):
-        return across
-    if not names_leaves(across):
-        return Replicas(across)
-    if callable(across):
-        names = jax.sharding.get_abstract_mesh().manual_axes
-        if not names:
-            raise FuncgaError(
-                "across= is a function, and outside of jax.shard_map nobody knows over which axes "
-                "weights are counted. "
-                'Name them: across=jax_backend.Replicas(("data", "expert"), leaves=function).'
-            )
-        return Replicas(names, leaves=across)
-    all_names = dict.fromkeys(name for named in _names_in(across) for name in named)
-    if not all_names:
-        raise _no_axis(across)
-    return Replicas(tuple(all_names), leaves=across)
+    return across if isinstance(across, Replicas) else Replicas(across)
 
 
 def of_window(across: Across) -> Across:
     """`across=` without the replicas of single leaves: those that weights are counted over."""
-    return replace(read_across(across), leaves=None) if names_leaves(across) else across
+    return across
 
 
 def names_leaves(across: Across | None) -> bool:
     """Whether `across=` names replicas for each leaf."""
-    if isinstance(across, Replicas):
-        return across.leaves is not None
-    is_function = callable(across) and not isinstance(across, type | Mesh | AbstractMesh)
-    return (
-        across is not None
-        and not is_names(across)
-        and (is_function or bool(trees.children(across)))
-    )
+    return False
 
 
 def _unbound(name: str) -> FuncgaError:
@@ -298,14 +236,10 @@ def check_replicas(params: Tree, across: Across) -> None:
             f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, "
             "NamedSharding(mesh, P()))."
         )
-    names = [replicas.names] * len(leaves)
-    if replicas.leaves is not None:
-        named = named_by_leaf(replicas.leaves, params, is_names, trees, "params", WRITE_LEAVES)
-        names = [*map(axis_names, named)]
     differences = [
         (path, difference)
-        for path, leaf, own, digests in zip(paths, leaves, names, _digests(leaves), strict=True)
-        if (difference := _difference(leaf, own, digests))
+        for path, leaf, digests in zip(paths, leaves, _digests(leaves), strict=True)
+        if (difference := _difference(leaf, replicas.names, digests))
     ]
     if differences:
         path, (one, other) = differences[0]

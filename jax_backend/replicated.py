@@ -21,7 +21,7 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
 from jax_backend.arrays import axis_names
-from jax_backend.loop import compiled
+from jax_backend.compiled import compiled
 from jax_backend.replicas import listed, requiring_across, spelled
 
 Axes: TypeAlias = str | tuple[str, ...]
@@ -138,10 +138,7 @@ def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
             f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
     names = mesh.axis_names if axis is None else axis_names(axis)
-    missing = [name for name in names if name not in mesh.axis_names]
-    if len({*names}) < len(names):
-        raise FuncgaError(f"axis={axis!r} names an axis twice. Name each once.")
-    if missing or not names:
+    if not names or not {*names} <= {*mesh.axis_names}:
         raise FuncgaError(
             f"axis={axis!r} is no axis of the mesh, which has {listed(mesh.axis_names)}. Write "
             f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
@@ -158,35 +155,21 @@ def _specs(
     # A step of funcga has in_axes.
     if in_specs is None and isinstance(program, Program):
         return _as_split(program, args, cut)
+    whole, rows = PartitionSpec(), PartitionSpec(cut)
     if in_specs is None:
-        in_specs = (PartitionSpec(), *[PartitionSpec(cut)] * (len(args) - 1))[: len(args)]
-    elif isinstance(in_specs, PartitionSpec):
-        in_specs = (in_specs,) * len(args)
-    if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
-        raise FuncgaError(
-            f"in_specs is {in_specs!r}, and the call has {len(args)} positional arguments. Give "
-            f"one entry each, such as in_specs={_spelled(len(args), names)}; keyword arguments are "
-            "passed whole."
-        )
-    specs = []
-    # Each entry is a prefix of its argument.
-    for arg_index, (arg, prefix) in enumerate(zip(args, in_specs, strict=True)):
-        leaves = len(trees.flatten(arg)[0])
-        try:
-            leaf_specs = broadcast(
-                prefix, arg, leaves, lambda spec: isinstance(spec, PartitionSpec), trees
-            )
-        except PrefixError as error:
-            raise error.refusal(
-                "in_specs is no prefix of the arguments",
-                "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
-                "a container with the same keys.",
-                trees,
-                arrays.describe,
-                root=argument_names(step, len(args))[arg_index],
-            ) from error
-        specs += [spec for spec, _ in leaf_specs]
-    return specs
+        in_specs = (whole, *[rows] * (len(args) - 1))[: len(args)]
+    is_spec = lambda spec: isinstance(spec, PartitionSpec)
+    try:
+        leaf_specs = broadcast(in_specs, args, len(trees.flatten(args)[0]), is_spec, trees, "args")
+    except PrefixError as error:
+        raise error.refusal(
+            "in_specs is no prefix of the positional arguments",
+            "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
+            "a container with the same keys. Keyword arguments are passed whole.",
+            trees,
+            arrays.describe,
+        ) from error
+    return [spec for spec, _ in leaf_specs]
 
 
 def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[PartitionSpec]:
@@ -203,49 +186,29 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
     return specs
 
 
-def _spelled(count: int, names: tuple[str, ...]) -> str:
-    cut = f"P({spelled(names)})"
-    return f"({', '.join(['P()', *[cut] * (count - 1)])})"
-
-
 def _check_rows(
     args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]
 ) -> None:
-    """Raises FuncgaError if an array cannot be cut as its PartitionSpec says."""
+    """Raises FuncgaError, which names the argument, if rows do not divide among the devices."""
+    # All else that does not fit a PartitionSpec shard_map refuses itself.
     for leaf_index, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
-        for axis, entry in enumerate(spec):
-            if entry is None or not arrays.is_array(leaf):
+        for axis, rows in enumerate(leaf.shape[: len(spec)] if arrays.is_array(leaf) else ()):
+            count = prod(mesh.shape.get(name, 1) for name in axis_names(spec[axis]))
+            if rows % count == 0:
                 continue
-            names = _entry(tuple(spec), axis)
-            if unknown := [name for name in names if name not in mesh.axis_names]:
-                raise FuncgaError(
-                    f"in_specs names the axis {unknown[0]!r}, and the mesh has "
-                    f"{' and '.join(map(repr, mesh.axis_names))}. Write P({mesh.axis_names[0]!r}), "
-                    "or P() for what is passed whole."
-                )
-            count = prod(mesh.shape[name] for name in names)
-            if axis < len(leaf.shape) and leaf.shape[axis] % count == 0:
-                continue
-            arg_names = argument_names(step, len(args))
             # An argument without leaves, such as None, has a path, too.
             paths = [
                 path
-                for name, arg in zip(arg_names, args, strict=True)
+                for name, arg in zip(argument_names(step, len(args)), args, strict=True)
                 if trees.flatten(arg)[0]
                 for path in leaf_paths(arg, trees, name)
             ]
-            described = f"`{paths[leaf_index]}` is {arrays.describe(leaf)}"
-            if axis >= len(leaf.shape):
-                raise FuncgaError(
-                    f"{described}: it has no axis {axis} to be cut among {count} devices. Pass it "
-                    "by keyword, which passes it whole, or say so: in_specs with P() in its place."
-                )
-            rows = leaf.shape[axis]
             raise FuncgaError(
-                f"{described}: its {rows} rows do not divide among {count} devices. Take "
-                f"{rows - rows % count} rows, or fill up to {rows - rows % count + count} with "
-                'rows that count for nothing, with weight=lambda batch: batch["mask"].sum(). Or '
-                "pass it whole: in_specs with P() in its place."
+                f"`{paths[leaf_index]}` is {arrays.describe(leaf)}: its {rows} rows do not divide "
+                f"among {count} devices. Take {rows - rows % count} rows, or fill up to "
+                f"{rows - rows % count + count} with rows that count for nothing, with "
+                'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in '
+                "its place."
             )
 
 

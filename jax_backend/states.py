@@ -126,14 +126,12 @@ def merged(
     """
     outputs, accumulators = window.outputs, [*window.accumulators]
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
-    dropped = merging.Dropped(window.rejected, [])
-    folded = merging.Folded(reduced, window.tally, [], [], dropped, window.unit)
+    folded = merging.Folded(reduced, window.tally, [], [], window.unit, window.rejected)
     folded = merging.merge(outputs, folded, replicas)
     # None stays.
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         accumulators[leaf_index] = leaf
-    assert folded.dropped is not None
-    return Accumulation(outputs, accumulators, folded.total, folded.unit, folded.dropped.rejected)
+    return Accumulation(outputs, accumulators, folded.total, folded.unit, folded.rejected)
 
 
 def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:

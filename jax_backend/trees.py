@@ -196,12 +196,11 @@ def check_unchanged(tree: Tree) -> Iterator[None]:
     before = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
     yield
     after = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
-    kept = [
+    changed = [
         path
-        for path, leaves in before.items()
-        if list(map(id, leaves)) == list(map(id, after.get(path, [])))
+        for path in {**before, **after}
+        if [*map(id, before.get(path, []))] != [*map(id, after.get(path, []))]
     ]
-    changed = [path for path in {**before, **after} if path not in kept]
     if changed:
         raise FuncgaError(
             "grad_fn wrote to "

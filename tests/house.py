@@ -41,6 +41,8 @@ TOOLS = {
     "FSDP1": (("funcga/tools/fsdp1/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
     "batch statistics": (("funcga/tools/statistics/",), ()),
+    "scans over layers": (("funcga/tools/scan_layers/",), ()),
+    "what XLA has made": (("funcga/tools/hlo/", "jax_backend/hlo.py"), ("scans over layers",)),
     "optimizers": (("torch_backend/optim/",), ()),
     "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),

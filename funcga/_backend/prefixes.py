@@ -178,34 +178,6 @@ def broadcast(
     return values
 
 
-def named_by_leaf(
-    named: Tree, tree: Tree, is_name: Callable[[Any], bool], trees: Trees, path: str, write: str
-) -> list[Any]:
-    """The names in `across=`, a prefix or a function of a leaf's dotted path, for every leaf of
-    a tree.
-
-    `write` is an example for errors. Raises FuncgaError for a leaf without names.
-    """
-    paths, (leaves, structure) = leaf_paths(tree, trees, path), trees.flatten(tree)
-    if callable(named):
-        # Of numbers: JAX has paths for a None, too, which is no leaf.
-        numbered = paths_and_leaves(trees.unflatten(structure, range(len(leaves))), trees.children)
-        names = [named(dotted) for dotted, number in numbered if number is not None]
-    else:
-        try:
-            names = [each for each, _ in broadcast(named, tree, len(leaves), is_name, trees, path)]
-        except PrefixError as error:
-            write = f"Name the replicas of every leaf, {write}."
-            raise error.refusal("across= does not fit", write, trees, lambda leaf: "...") from error
-    for leaf_path, each in zip(paths, names, strict=True):
-        if not is_name(each):
-            raise FuncgaError(
-                f"across= names no replicas for `{leaf_path}`: it is {each!r} there. Name those of "
-                f"every leaf, {write}."
-            )
-    return names
-
-
 def _children_like(
     other: Tree, tree: Tree, children: list[tuple[str, Tree]] | None, trees: Trees
 ) -> list[tuple[str, Tree]] | None:

@@ -4,6 +4,7 @@ them.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from jax import lax
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify import in_jax
-from jax_backend import _private
 from jax_backend.gradients import apply_updates as apply_updates
 
 PAD = 255
@@ -50,7 +50,27 @@ def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
     """The step, compiled as fast as can be: for small programs that have none of the user's
     code.
     """
-    return jax.jit(step, compiler_options=_private.quick_to_compile())
+    return jax.jit(step, compiler_options=_quick_to_compile())
+
+
+# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter
+# of the time. They may go as they came, as the second one did with jaxlib 0.12, and XLA refuses
+# options that it does not know: those are left out, and compiling takes longer.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+@cache
+def _quick_to_compile() -> dict[str, int | bool]:
+    """The `compiler_options` for a jitted function that is small and seldom called."""
+    return {name: value for name, value in QUICK.items() if _is_option({name: value})}
+
+
+def _is_option(option: dict[str, int | bool]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=option).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:

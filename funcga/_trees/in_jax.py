@@ -41,7 +41,7 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
     if platform == "cpu":
         # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
         array = np.asarray(leaf)
-        shared = not array.size or _address(array) == _private.address(leaf)
+        shared = not array.size or _address(array) == _address_of(leaf)
         return Transfer(
             array,
             None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say",
@@ -218,7 +218,7 @@ def _copy_reason(old: Array, new: jax.Array) -> str | None:
         )
     # NumPy's is shared if the new array begins at its address.
     single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
-    if not old.size or (single and _address(old) == _private.address(new)):
+    if not old.size or (single and _address(old) == _address_of(new)):
         return None
     # Where JAX's default device is a GPU, say.
     if not single or next(iter(new.devices())).platform != "cpu":
@@ -226,6 +226,18 @@ def _copy_reason(old: Array, new: jax.Array) -> str | None:
     if not old.flags.c_contiguous:
         return "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are"
     return _UNALIGNED
+
+
+def _address_of(array: jax.Array) -> int:
+    """Where the memory of an array on one device begins.
+
+    Without `unsafe_buffer_pointer`, that of NumPy's array of the same numbers, which is the same
+    on a CPU; on another device an array that another framework shares is reported as copied.
+    """
+    try:
+        return int(array.unsafe_buffer_pointer())
+    except AttributeError:
+        return int(np.asarray(array).__array_interface__["data"][0])
 
 
 def _address(array: Array) -> int:
@@ -240,7 +252,7 @@ def extents(leaf: jax.Array) -> list[Extent]:
     if _is_abstract(leaf) or leaf.is_deleted():
         return []
     pieces = [shard.data for shard in arrays.stored(leaf).addressable_shards if shard.data.size]
-    return [(_private.address(piece), _private.address(piece) + piece.nbytes) for piece in pieces]
+    return [(_address_of(piece), _address_of(piece) + piece.nbytes) for piece in pieces]
 
 
 stored, restored = arrays.stored, arrays.restored  # as replicas send them

@@ -1,4 +1,4 @@
-"""`across=` for each leaf over the axes of a mesh: experts along one of them, against one device."""
+"""Experts along an axis of a mesh, reduced after the step, against one device."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,12 @@ from jax.sharding import PartitionSpec
 
 import funcga
 import jax_backend
-from jax_backend import Replicas, collectives
+from jax_backend import collectives
 from tests.kits import JAX, difference
 
 BOTH = ("data", "expert")
 SPECS = {"dense": {"w": PartitionSpec()}, "experts": {"w": PartitionSpec("expert")}}
 ROWS = PartitionSpec(BOTH)
-HOWS = {
-    "prefix": [BOTH, {"dense": BOTH, "experts": "data"}],
-    "function": lambda path: "data" if path.startswith("1.experts.") else BOTH,
-    "replicas": Replicas(BOTH, leaves=[("expert", "data"), {"dense": BOTH, "experts": "data"}]),
-}
 pytestmark = pytest.mark.usefixtures("x64")
 
 
@@ -72,123 +67,46 @@ def over(step):
     )
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_exact_against_one_device(how):
+def own_copies(params):
+    """The params, marked as differing between devices: else JAX sums their gradients in every micro-batch."""
+    return {
+        "dense": {"w": lax.pcast(params["dense"]["w"], BOTH, to="varying")},
+        "experts": {"w": lax.pcast(params["experts"]["w"], "data", to="varying")},
+    }
+
+
+def test_experts_are_reduced_after_the_step():
     params, batch = problem()
-    gradient = jax.value_and_grad(loss_of("expert"))
-    step = over(funcga.accumulate(gradient, 4, fold=funcga.per_weight(), weight=count, across=HOWS[how]))
+    sums = funcga.accumulate(jax.value_and_grad(loss_of("expert")), 4, fold=funcga.sum(), across=())
+
+    def reduced(params, *batch):
+        loss, grads = sums(own_copies(params), *batch)
+        loss, dense, counts = lax.psum((loss, grads["dense"], count(*batch)), BOTH)
+        grads = {"dense": dense, "experts": lax.psum(grads["experts"], "data")}
+        return jax.tree.map(lambda leaf: leaf / counts, (loss, grads))
+
+    step = over(reduced)
     assert difference(JAX, step(params, *batch), truth(params, batch)) <= 1e-12
     # One all-reduce for each set of axes, after the loop.
     assert [each.kind for each in collectives(step, params, *batch) if not each.depth] == ["all-reduce"] * 2
 
 
-def test_a_leaf_that_is_not_merged_and_the_weights_of_the_window():
-    value = lambda x: {"all": x.mean(), "some": x.mean(), "own": x.mean()}
-    across = {"all": BOTH, "some": "data", "own": ()}
-    step = funcga.accumulate(value, 2, weight=lambda x: x.sum(), in_axes=0, across=across)
-    names = PartitionSpec(BOTH)
-    specs = {"all": PartitionSpec(), "some": PartitionSpec("expert"), "own": names}
-    kept = lambda x: jax.tree.map(jnp.atleast_1d, step(x)) | {"all": step(x)["all"]}
-    x = jnp.arange(1.0, 17)
-    found = jax.jit(jax.shard_map(kept, mesh=grid(), in_specs=names, out_specs=specs))(x)
-    of_device = (x.reshape(4, 2, 2).mean(-1) * x.reshape(4, 2, 2).sum(-1)).sum(-1) / x.sum()
-    assert found["all"] == pytest.approx(float(of_device.sum()), rel=1e-14)
-    np.testing.assert_allclose(found["some"], of_device.reshape(2, 2).sum(0), rtol=1e-14)
-    np.testing.assert_allclose(found["own"], of_device, rtol=1e-14)
-
-
-def test_a_transform():
+@pytest.mark.parametrize("across", [[BOTH, {"dense": BOTH, "experts": "data"}], {"dense": BOTH, "experts": "data"}])
+def test_axes_for_each_leaf_are_refused(across):
     params, batch = problem()
-    tx = funcga.multi_steps(optax.sgd(0.1), 2, fold=funcga.per_weight(), across=HOWS["prefix"][1])
-    specs = jax_backend.state_specs(tx)
-
-    def window(params, *batch):
-        own = {
-            "dense": lax.pcast(params["dense"], BOTH, to="varying"),
-            "experts": lax.pcast(params["experts"], "data", to="varying"),
-        }
-        state = tx.init(params)
-        for half in zip(*(jnp.split(leaf, 2) for leaf in batch), strict=True):
-            grads = jax.grad(loss_of("expert"))(own, *half)
-            updates, state = tx.update(grads, state, params, weight=half[-1].sum())
-        return optax.apply_updates(params, updates)
-
-    assert specs.window == PartitionSpec(("data", "expert"))
-    step = jax.jit(jax.shard_map(window, mesh=grid(), in_specs=(SPECS, *[ROWS] * 4), out_specs=SPECS))
-    _, grads = truth(params, batch)
-    assert difference(JAX, step(params, *batch), jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)) <= 1e-12
-
-
-def test_check_replicas():
-    mesh = grid()
-    params = {"dense": jnp.ones(4), "experts": jnp.arange(4.0)}
-    specs = {"dense": PartitionSpec(), "experts": PartitionSpec("expert")}
-    params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec)), params, specs)
-    funcga.check_replicas(params, {"dense": BOTH, "experts": "data"})
-    per_device = [np.arange(2.0) + (index >= 2) for index in range(4)]  # the two along "data" differ
-    pieces = [jax.device_put(piece, device) for piece, device in zip(per_device, mesh.devices.ravel(), strict=True)]
-    sharding = jax.NamedSharding(mesh, PartitionSpec("expert"))
-    params["experts"] = jax.make_array_from_single_device_arrays((4,), sharding, pieces)
-    with pytest.raises(funcga.FuncgaError, match="`params\\['experts'\\]` is not the same"):
-        funcga.check_replicas(params, {"dense": BOTH, "experts": "data"})
-    funcga.check_replicas(params, {"dense": BOTH, "experts": ()})
-
-
-def refusal(across, fold=None, weight=count, reduction="sum", **options):
-    params, batch = problem()
-    gradient = jax.value_and_grad(loss_of("expert", reduction))
-    step = funcga.accumulate(gradient, 4, fold=fold or funcga.per_weight(), weight=weight, across=across, **options)
-    with pytest.raises(funcga.FuncgaError) as error:
+    step = funcga.accumulate(jax.value_and_grad(loss_of("expert")), 4, fold=funcga.sum(), across=across)
+    with pytest.raises(funcga.FuncgaError, match="all leaves of a step are merged over the same"):
         over(step)(params, *batch)
-    return str(error.value)
+    with pytest.raises(funcga.FuncgaError, match="all leaves of a step are merged over the same"):
+        funcga.check_replicas(params, across)
+    tx = funcga.multi_steps(optax.sgd(0.1), 2, across=across)
+    with pytest.raises(funcga.FuncgaError, match="all leaves of a step are merged over the same"):
+        tx.update(params, tx.init(params), params)
 
 
-PREFIX = HOWS["prefix"]
-REFUSED = [
-    ("at output[1]['experts'] it has None", [BOTH, {"dense": BOTH, "experts": None}], {}),
-    ("at output[1] it has dict", [BOTH, {"dense": BOTH}], {}),
-    ("for `output[0]`: it is None there", lambda path: "data" if "experts" in path else None, {}),
-    ('lies along "expert" would be summed', Replicas("data", leaves=lambda path: BOTH), {}),
-    ("is no axis of the mesh", [BOTH, {"dense": BOTH, "experts": "dta"}], {}),
-    ("Leave observe= out", PREFIX, {"observe": funcga.gradient_norms()}),
-    ("Leave drop= out", PREFIX, {"drop": "window"}),
-    ("across= has 1 for some leaves. Name the axes of every leaf", (BOTH, {"dense": BOTH, "experts": 1}), {}),
-    (
-        "is of the whole window", PREFIX,
-        {"fold": (funcga.mean(), {"dense": funcga.mean(), "experts": funcga.concat()})},
-    ),
-    ("each as if it weighed 1", PREFIX, {"fold": funcga.reproducible(funcga.mean()), "reduction": "mean"}),
-    (
-        "`output[1]['experts']['w']` has from grad_fn what the losses of other devices along \"expert\"", PREFIX,
-        {"fold": funcga.mean(), "reduction": "mean"},
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "across", "options"), REFUSED)
-def test_refusals(text, across, options):
-    assert text in refusal(across, **options)
-
-
-def test_refusals_of_other_functions():
-    with pytest.raises(funcga.FuncgaError, match="its weights not counted"):
-        Replicas("data", leaves={"a": "expert"})
-    params, batch = problem()
-    step = funcga.coupled(lambda p, x: x, lambda p, x: x.sum() * p["w"].sum(), 2, across=PREFIX)
-    with pytest.raises(funcga.FuncgaError, match="Name the replicas of all leaves at once"):
-        jax_backend.replicated(step, grid(), axis=BOTH)(params["dense"], batch[0])
-
-
-def test_gradients_that_come_unweighed_from_other_devices():
-    """Where all have one weight it is the mean; with different ones the gradients that are mixed have none any more."""
-    params, batch = problem()
-    batch = (*batch[:3], jnp.ones_like(batch[3]))
-    gradient = jax.value_and_grad(loss_of("expert", "mean"))
-    step = over(funcga.accumulate(gradient, 4, across=HOWS["prefix"]))
-    assert difference(JAX, step(params, *batch), truth(params, batch)) <= 1e-12
-    tx = funcga.multi_steps(optax.sgd(0.1), 2, across=HOWS["prefix"][1])
-    with pytest.raises(funcga.FuncgaError, match="per_weight"):
-        jax.shard_map(
-            lambda params: tx.update(params, tx.init(params), params, weight=2.0),
-            mesh=grid(), in_specs=(SPECS,), out_specs=PartitionSpec(), check_vma=False,
-        )(params)  # fmt: skip
+def test_a_function_is_no_axis():
+    step = funcga.accumulate(jax.grad(lambda w, x: (w * x).sum()), 2, across=lambda path: "data")
+    with pytest.raises(
+        funcga.FuncgaError, match="across is of type function, and in JAX replicas are named by an axis"
+    ):
+        jax_backend.replicated(step, jax.make_mesh((2,), ("data",)))(jnp.ones(()), jnp.ones(4))

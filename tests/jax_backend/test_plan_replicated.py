@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcga
-from jax_backend import Replicas, replicated
+from jax_backend import replicated
 from tests.jax_backend.test_replicas_jax import LIMITS, mesh
 from tests.kits import JAX, difference
 
@@ -111,9 +111,8 @@ def test_state_and_parameters_that_are_cut():
 
     def step(n):
         # The backward pass of the gathering has scattered the gradients already.
-        across = Replicas("data", leaves=("data", ()))
-        step = funcga.accumulate(jax.value_and_grad(gathered), n, across=across)
-        return replicated(step, on, in_specs=(P("data"), P("data")), out_specs=(P(), P("data")))
+        step = funcga.accumulate(jax.grad(gathered), n, across=())
+        return replicated(step, on, in_specs=(P("data"), P("data")), out_specs=P("data"))
 
     params, x = jnp.ones((32, 8)), jnp.ones((40, 32))
     state = jax.ShapeDtypeStruct((32, 8), "float32", sharding=NamedSharding(on, P("data")))

@@ -386,9 +386,9 @@ def test_other_axes():
         jax_backend.replicated(step_across("model")[0], grid(), axis="data"), *args,
     )  # fmt: skip
     check_refused("names an axis twice", jax_backend.Replicas, ("data", "data"))
-    check_refused("names an axis twice", jax_backend.replicated, len, mesh(), axis=("data", "data"))
     rows = jax_backend.replicated(lambda p, x: p, mesh(), in_specs=(P(), P("rows")))
-    check_refused("in_specs names the axis 'rows', and the mesh has 'data'", rows, jnp.ones(()), jnp.ones(8))
+    with pytest.raises(ValueError, match="refers to 'rows'"):  # JAX itself
+        rows(jnp.ones(()), jnp.ones(8))
 
 
 def test_an_empty_stream_and_an_unknown_collective():

@@ -16,8 +16,9 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
+from jax_backend.compiled import Numbers, compiled
 from jax_backend.gradients import depends
-from jax_backend.loop import Accumulate, Numbers, compiled, tally_of, with_totals
+from jax_backend.loop import accumulated, fold_batch, tally_of, totals_of
 from jax_backend.sharding import Spread
 
 
@@ -41,7 +42,8 @@ class _Step:
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""
         job, backend = self.job, self.backend
-        kwargs = with_totals(job.program, backend, spread, args, kwargs)
+        if job.program.totals is not None:
+            kwargs = {**kwargs, "totals": totals_of(job.program, backend, spread, args)}
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(args)
         job.check_whole(arguments, arg_indices)
@@ -55,9 +57,11 @@ class _Step:
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.
         first = job.first()
-        outputs, folded, spread = Accumulate(first, backend).folded(spread, args, kwargs)
+        outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
         of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
-        summaries = Summaries(job, outputs, folded.reduced, folded.collected, folded.state, of_fold)
+        summaries = Summaries(
+            job, outputs, folded.reduced, [*folded.collected], folded.state, of_fold
+        )
 
         # The loss, its gradient by parameters that it uses itself, and the cotangents of the
         # summaries.
@@ -82,9 +86,8 @@ class _Step:
         pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes, folded.unit)
         fold = (summed(), job.program.fold) if outputs.threads else summed()
         second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
-        result = Accumulate(second, backend).traced(
-            spread, (*args, jnp.arange(rows, dtype=jnp.int32)), kwargs
-        )
+        indices = jnp.arange(rows, dtype=jnp.int32)
+        result, _ = accumulated(second, backend, spread, (*args, indices), kwargs)
         grads = result[0] if outputs.threads else result
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]

@@ -1,6 +1,6 @@
-"""Gradients that a scan over layers would stack, folded layer by layer instead.
+"""The program of a gradient, with accumulators in place of what its scans would stack.
 
-Only JAX has this file: XLA adds the result of an operation in place, but not that of a loop. The
+XLA adds the result of an operation in place, but not that of a loop. The
 backward pass of a `lax.scan` over layers stacks their gradients in an array of the parameters'
 size, which the fold adds afterwards. So if a scan stacks an output of grad_fn, and nothing else
 reads it, the program is evaluated with another scan, which carries the accumulator and combines
@@ -12,8 +12,8 @@ Design note: docs/concepts/inside_scan_layers.md.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -22,112 +22,80 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from funcga._fold import LeafFold
 from funcga._fold.outputs import Outputs
-from funcga._types import Dtype, Reduced, Scalar, Tree
-from jax_backend import _private
+from funcga._types import Dtype, Reduced, Tree
+from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend.arrays import as_varying, varying_axes
-
-if TYPE_CHECKING:
-    from funcga.tools.observe.readings import Readings
+from jax_backend.loop import Into, Leaves, Traced, Weighed
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 
-class Into(NamedTuple):
-    """An accumulator, and the fold that a value of this weight is added to it by. Before that it
-    is multiplied by the factor, if there is one.
+def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Leaves | None] | None:
+    """Makes `fold(weigh, *operands)`, which runs a micro-batch like the traced one, and folds
+    stacks of scans over layers layer by layer; None if there are none.
+
+    With `readings` the first leaves are measures of the others. `weigh` makes a Weighed of the
+    tally. `fold` returns None for operands of other types.
     """
-
-    accumulator: Tree
-    fold: LeafFold
-    weight: Scalar
-    factor: Scalar = None
-
-    def combine(self, before: Reduced, value: jax.Array) -> Reduced:
-        """The accumulator, or a row of it, with a value."""
-        if self.factor is not None:
-            before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
-        return self.fold.combine(before, self.fold.lift(value, self.weight))
-
-
-Gradient: TypeAlias = Callable[..., tuple[list[Tree], Collection[int]]]
-"""`gradient(into, *operands)`: the leaves that grad_fn returns, and the indices of those that
-are folded already: there the leaf is the new accumulator, of that in `into`.
-"""
-
-
-def gradient_of(
-    outputs: Outputs,
-    evaluate: Callable[..., Tree],
-    program: "ClosedJaxpr",
-    value: Tree,
-    readings: "Readings | None" = None,
-    may_fold: bool = True,
-) -> Gradient:
-    """The Gradient for `evaluate`, which folds stacks of scans over layers layer by layer.
-    `program` is the jaxpr of `evaluate`, with the leaves of its operands, and `value` its output
-    types. With `readings` the first leaves are measures of the others. Unless `may_fold`, no
-    leaf is folded.
-    """
-    reducible = {
+    program, (value, tally_type) = traced.program, traced.types
+    elementwise = {
         leaf_index
         for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
         if fold.fold.reducer.elementwise
         # A reducer may treat a leaf without axes, as a row would be here, in another way.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
     }
-    stacks = _stacks(program.jaxpr) if may_fold else {}
-    stacked = [leaf_index for leaf_index in stacks if leaf_index in reducible]
+    stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
     # If structure or types differ, `outputs.leaves` raises the error, or reorders.
-    if jax.tree.structure(value) != outputs.structure or any(
-        (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
-        != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
-        for leaf_index in stacked
+    if (
+        not stacked
+        or jax.tree.structure(value) != outputs.structure
+        or any(
+            (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
+            != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
+            for leaf_index in stacked
+        )
     ):
-        stacked = []
-    paths = outputs.paths() if stacked else []
+        return None
+    paths, count = outputs.paths(), len(outputs.folds)
+    of_tally = jax.tree.structure(tally_type)
     observed = () if readings is None else readings.leaf_indices
 
-    def gradient(into: Mapping[int, Into], *operands: Tree) -> tuple[list[Tree], Collection[int]]:
-        args, in_place = jax.tree.leaves(operands), stacked
+    def fold(weigh: Callable[[Tree], Weighed], *operands: Tree) -> Leaves | None:
+        args = jax.tree.leaves(operands)
         # Threaded state may vary over mesh axes only after the first micro-batch: then the
         # program is another one.
-        if in_place and any(
+        if any(
             varying_axes(variable.aval) != varying_axes(jax.typeof(arg))
             for variable, arg in zip(program.jaxpr.invars, args, strict=True)
         ):
-            in_place = []
-        measured = {}
-        if in_place:
-            parts = {
-                leaf_index: _Part(
-                    into[leaf_index],
-                    paths[leaf_index],
-                    readings if leaf_index in observed else None,
-                )
-                for leaf_index in in_place
-            }
-            leaves = _evaluate(program.jaxpr, program.consts, args, parts)
-            for leaf_index in in_place:
-                leaves[leaf_index], measured[leaf_index] = leaves[leaf_index]
-        else:
-            leaves = outputs.leaves(evaluate(*operands), "a later micro-batch")
-        if readings is not None:
-            # The first leaf has the counts, whose fold gets the weight unscaled.
-            rows = [
-                measured[leaf_index]
-                if leaf_index in measured
-                else readings.measures_of([leaves[leaf_index]])[0]
-                for leaf_index in observed
-            ]
-            before = readings.leaves_for(jnp.stack(rows), into[0].weight)
-            leaves = [*before, *leaves[len(before) :]]
-        return leaves, in_place
+            return None
+        values: Values = {}
 
-    return gradient
+        # Where the first stack is made: a micro-batch is weighed before its gradient is computed.
+        @cache
+        def weighed() -> Weighed:
+            tally = [
+                jnp.asarray(_read(values, variable)) for variable in program.jaxpr.outvars[count:]
+            ]
+            return weigh(jax.tree.unflatten(of_tally, tally))
+
+        def part_of(leaf_index: int) -> _Part:
+            is_observed = leaf_index in observed
+            into = lambda: weighed().into[leaf_index]
+            return _Part(into, paths[leaf_index], readings if is_observed else None)
+
+        parts = {leaf_index: part_of(leaf_index) for leaf_index in stacked}
+        leaves = _evaluate(program.jaxpr, program.consts, args, parts, values)[:count]
+        measures = {}
+        for leaf_index in stacked:
+            leaves[leaf_index], measures[leaf_index] = leaves[leaf_index]
+        return leaves, weighed(), measures
+
+    return fold
 
 
 def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
@@ -167,9 +135,9 @@ _MARK, _BETWEEN = re.compile("folded in place<(.*?)>"), "; "
 
 def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
     """The paths in named scopes of `_scan` in a program."""
-    for equation in _private.equations(jaxpr):
+    for equation in jaxprs.equations(jaxpr):
         if equation.primitive.name == "scan":
-            yield from _MARK.findall(_private.scope_of(equation))
+            yield from _MARK.findall(jaxprs.scope_of(equation))
 
 
 # -- which outputs a scan stacks
@@ -184,12 +152,12 @@ class _Stack(NamedTuple):
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     """The outputs of a program that a scan stacks, and nothing else reads, by output index."""
     # Effects, such as prints, would be reordered.
-    if not _private.LITERAL or _private.has_effects(jaxpr):
+    if not jaxprs.LITERAL or jaxprs.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
     # How often each variable is read.
     operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    reads = Counter(variable for variable in operands if not isinstance(variable, _private.LITERAL))
+    reads = Counter(variable for variable in operands if not isinstance(variable, jaxprs.LITERAL))
     # In order, as stacks may be cast before they are outputs.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
@@ -199,9 +167,7 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
-        if not isinstance(variable, _private.LITERAL)
-        and reads[variable] == 1
-        and variable in stacks
+        if not isinstance(variable, jaxprs.LITERAL) and reads[variable] == 1 and variable in stacks
     }
 
 
@@ -217,7 +183,7 @@ def _stacked(equation: "JaxprEqn") -> "list[Var]":
     """The results of a scan, or of a call of a jitted function, that are stacks of a scan."""
     if equation.primitive.name == "scan":
         return equation.outvars[_carried(equation) :] if _is_known(equation) else []
-    if not _private.is_inlineable(equation):
+    if not jaxprs.is_inlineable(equation):
         return []
     return [equation.outvars[leaf_index] for leaf_index in _stacks(equation.params["jaxpr"].jaxpr)]
 
@@ -226,9 +192,9 @@ def _is_known(scan: "JaxprEqn") -> bool:
     """Whether it is a scan of arrays with parameters that `_scan` supports."""
     return (
         bool(scan.params["length"])
-        and _private.can_repeat(scan)
-        and all(_private.is_array_type(variable.aval) for variable in (*scan.invars, *scan.outvars))
-        and scan.params.keys() <= _private.SCAN_PARAMETERS
+        and jaxprs.can_repeat(scan)
+        and all(jaxprs.is_array_type(variable.aval) for variable in (*scan.invars, *scan.outvars))
+        and scan.params.keys() <= jaxprs.SCAN_PARAMETERS
     )
 
 
@@ -258,7 +224,7 @@ def _reshards(conversion: "JaxprEqn") -> bool:
 # -- the program with accumulators in place of stacks
 
 
-class _Folded(NamedTuple):
+class _FoldedStack(NamedTuple):
     """In place of a stack that is folded: the new accumulator, and the measures of all layers."""
 
     accumulator: Tree
@@ -266,13 +232,13 @@ class _Folded(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An Into for the layers of a stack, the path of its leaf, its Readings if it is observed,
-    and its casts.
+    """What makes the Into for the layers of a stack, the path of its leaf, its Readings if it is
+    observed, and its casts.
     """
 
-    into: Into
+    into: Callable[[], Into]
     path: str
-    readings: "Readings | None" = None
+    readings: Any = None
     casts: tuple[Dtype, ...] = ()
 
     def cast(self, value: jax.Array) -> jax.Array:
@@ -281,7 +247,7 @@ class _Part(NamedTuple):
 
     def combine(self, row: Reduced, value: jax.Array) -> Reduced:
         """A row of the accumulator with the value of a layer."""
-        return self.into.combine(row, self.cast(value))
+        return self.into().combine(row, self.cast(value))
 
     def measure(self, value: jax.Array) -> jax.Array:
         """The measures of a layer, [measures]; empty if it is not observed."""
@@ -290,23 +256,25 @@ class _Part(NamedTuple):
         measures: jax.Array = self.readings.measures_of([self.cast(value)])[0]
         return measures
 
-    def begin(self, layer: "ShapedArray") -> _Folded:
+    def begin(self, layer: "ShapedArray") -> _FoldedStack:
         """The accumulator and the measures before the first layer, which has this type. They
         vary over mesh axes as the layer does, as a carry keeps its type.
         """
         row = jax.tree.map(
-            partial(lax.index_in_dim, index=0, keepdims=False), self.into.accumulator
+            partial(lax.index_in_dim, index=0, keepdims=False), self.into().accumulator
         )
         measures = jax.eval_shape(self.measure, layer)
         # Not zeros_like, as a type may have mesh axes, without its mesh.
-        before = _Folded(self.into.accumulator, jnp.zeros(measures.shape, measures.dtype))
-        after = _Folded(jax.eval_shape(self.combine, row, layer), measures)
-        begun: _Folded = jax.tree.map(
+        before = _FoldedStack(self.into().accumulator, jnp.zeros(measures.shape, measures.dtype))
+        after = _FoldedStack(jax.eval_shape(self.combine, row, layer), measures)
+        begun: _FoldedStack = jax.tree.map(
             lambda array, like: as_varying(array, varying_axes(like)), before, after
         )
         return begun
 
-    def fold_layer(self, before: _Folded, layer_index: jax.Array, value: jax.Array) -> _Folded:
+    def fold_layer(
+        self, before: _FoldedStack, layer_index: jax.Array, value: jax.Array
+    ) -> _FoldedStack:
         """The accumulator and the measures after one more layer: the value is combined with its
         row, and its measures are added.
         """
@@ -319,7 +287,7 @@ class _Part(NamedTuple):
             accumulator,
             self.combine(row, value),
         )
-        return _Folded(accumulator, measures + self.measure(value))
+        return _FoldedStack(accumulator, measures + self.measure(value))
 
 
 def _evaluate(
@@ -327,16 +295,12 @@ def _evaluate(
     consts: Sequence[jax.Array],
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
+    values: "Values",
 ) -> list[Tree]:
-    """The outputs of a program; a _Folded for those in `into`, which are stacks."""
-    values: dict[Var, Tree] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
-    )
-
-    def read(variable: Any) -> Tree:
-        is_literal = isinstance(variable, _private.LITERAL)
-        return variable.val if is_literal else values[variable]
-
+    """The outputs of a program; a _FoldedStack for those in `into`, which are stacks. `values` gets
+    what its variables are.
+    """
+    values.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     stacks = _stacks(jaxpr) if into else {}
     parts = {
         stacks[leaf_index].variable: part._replace(casts=(*stacks[leaf_index].casts, *part.casts))
@@ -344,31 +308,49 @@ def _evaluate(
     }
     # Operation by operation, except for those that make the stacks.
     for equation in jaxpr.eqns:
-        operands = [read(variable) for variable in equation.invars]
+        operands = [_read(values, variable) for variable in equation.invars]
         inside = {
             output_index: parts[variable]
             for output_index, variable in enumerate(equation.outvars)
             if variable in parts
         }
-        with _private.context(equation), _private.named_scope(equation):
-            if any(isinstance(operand, _Folded) for operand in operands):
+        with jaxprs.context(equation), jaxprs.named_scope(equation):
+            if any(isinstance(operand, _FoldedStack) for operand in operands):
                 results = operands  # a cast, applied to each layer already
             elif not inside:
-                results = _private.repeated(equation, operands)
+                results = jaxprs.repeated(equation, operands)
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
             else:  # a call of a jitted function, inlined
-                inner = equation.params["jaxpr"]
-                results = _evaluate(inner.jaxpr, inner.consts, operands, inside)
+                inner, values_inside = equation.params["jaxpr"], dict[Any, Tree]()
+                for variable, own in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
+                    values[variable] = _Inside(values_inside, own)
+                results = _evaluate(inner.jaxpr, inner.consts, operands, inside, values_inside)
         values.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+    return [_read(values, variable) for variable in jaxpr.outvars]
+
+
+Values: TypeAlias = "dict[Var, Tree]"
+
+
+class _Inside(NamedTuple):
+    """In place of the result of a call that is being inlined: what it will be."""
+
+    values: Values
+    variable: Any
+
+
+def _read(values: Values, variable: Any) -> Tree:
+    is_literal = isinstance(variable, jaxprs.LITERAL)
+    value = variable.val if is_literal else values[variable]
+    return _read(*value) if isinstance(value, _Inside) else value
 
 
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
-    """The outputs of the scan, with a _Folded in place of each stack in `into`."""
+    """The outputs of the scan, with a _FoldedStack in place of each stack in `into`."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
-    assert _private.AS_FUNCTION is not None  # or no scan is known
-    run = _private.AS_FUNCTION(body)
+    assert jaxprs.AS_FUNCTION is not None  # or no scan is known
+    run = jaxprs.AS_FUNCTION(body)
     # Operands are constants, the carry, and scanned arrays, which have one axis more than in the
     # body.
     first_scanned = _of_body_shape(scan.invars, body.jaxpr.invars)
