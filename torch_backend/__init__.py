@@ -24,18 +24,16 @@ from torch_backend.wrapped import module_value_and_grad
 # The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
     from funcga.tools.fused.in_torch import fused_gradients
-    from torch_backend.optax_adapter import from_optax
-    from torch_backend.optim import from_optimizer
-    from torch_backend.optim.built import last_options
-    from torch_backend.optim.chain import chain, clip_grad_norm, clip_grad_value
+    from funcga.tools.optax_on_tensors.in_torch import from_optax
+    from funcga.tools.optimizers.chain import chain, clip_grad_norm, clip_grad_value
+    from funcga.tools.optimizers.in_torch import from_optimizer, last_options
     from torch_backend.pipeline import pipeline_value_and_grad
 else:
     _LATER = {
         "funcga.tools.fused.in_torch": ("fused_gradients",),
-        "torch_backend.optax_adapter": ("from_optax",),
-        "torch_backend.optim": ("from_optimizer",),
-        "torch_backend.optim.built": ("last_options",),
-        "torch_backend.optim.chain": ("chain", "clip_grad_norm", "clip_grad_value"),
+        "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
+        "funcga.tools.optimizers.chain": ("chain", "clip_grad_norm", "clip_grad_value"),
+        "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
         "torch_backend.pipeline": ("pipeline_value_and_grad",),
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names}
@@ -85,8 +83,8 @@ torch.serialization.add_safe_globals(
     ]
 )
 # Those of optimizers too, before the first of them is made: that package adds them itself.
-if find_spec("torch_backend.optim"):
-    import_module("torch_backend.optim")
+if find_spec("funcga.tools.optimizers"):
+    import_module("funcga.tools.optimizers")
 
 
 # For completion in an editor or a shell: also what has not been loaded yet.

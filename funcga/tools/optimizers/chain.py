@@ -1,0 +1,274 @@
+"""Chains of transforms, and clipping."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import utils
+
+from funcga._transform import (
+    DonatingTransform,
+    Traits,
+    Transform,
+    UpdateFunction,
+    read_transform,
+    traits_of,
+)
+from funcga._transform.apply import applied
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+from torch_backend import trees
+from torch_backend._private import pytree
+from torch_backend.arrays import without_overlap
+from torch_backend.dtensor import is_dtensor
+from torch_backend.modules.checks import check_not_differentiated
+from torch_backend.parameters import apart
+
+
+def chain(*transforms: object) -> DonatingTransform:
+    """Chains transforms: each gets the output of the one before it, as in optax.chain.
+
+    What is passed between two of them is not kept, so the next one may work in its memory, and
+    nothing is copied twice.
+
+    Args:
+        *transforms: Transforms of torch_backend, pairs (init, update), or other chains. Extra
+            arguments of update are passed to those that have parameters for them.
+
+    Returns:
+        The transform. Its state is the tuple of their states.
+
+    Raises:
+        FuncgaError: If an argument is not a transform, or would get scaled gradients.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
+        >>> sgd = torch_backend.from_optimizer(torch.optim.SGD, lr=1.0)
+        >>> tx = torch_backend.chain(torch_backend.clip_grad_norm(1.0), sgd)
+        >>> updates, state = tx.update(grads, tx.init(params), params)
+        >>> updates
+        {'w': tensor([-0.6000, -0.8000])}
+    """
+    # Pairs of functions become transforms. What is wrong with a link is said with its position.
+    links = [read_transform(tx, f"transforms[{index}]") for index, tx in enumerate(transforms)]
+    for index, link in enumerate(links[1:], 1):
+        if traits_of(link).scales:
+            raise FuncgaError(
+                f"transforms[{index}] is a loss_scaled, and those before it would see gradients "
+                "that are scaled: clipping would leave next to nothing of them. Put it around: "
+                "funcga.transforms.loss_scaled(torch_backend.chain("
+                "torch_backend.clip_grad_norm(1.0), adamw))."
+            )
+    functions = _Chain(tuple(links))
+    return DonatingTransform(functions.init, functions, functions.donated)
+
+
+@dataclass(frozen=True)
+class _Chain(UpdateFunction):
+    """The functions of a chain; calling it is `update`."""
+
+    links: tuple[Transform, ...]
+
+    @property
+    def traits(self) -> Traits:
+        """What it says of itself."""
+        traits = [*map(traits_of, self.links)]
+        pairs = zip(self.links, traits, strict=True)
+        # The state of clipping is a number in memory of its own.
+        are_left = [of_link.leaves_gradients or _is_clipping(link) for link, of_link in pairs]
+        return Traits(
+            scales=traits[0].scales,
+            leaves_gradients=traits[-1].leaves_gradients and all(are_left),
+            takes_weight=any(of_link.takes_weight for of_link in traits),
+        )
+
+    def init(self, params: Tree) -> tuple[Tree, ...]:
+        """The state before the first update."""
+        return tuple([link.init(params) for link in self.links])
+
+    def stepped(
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, Tree]:
+        """The updates of the last link, or the new parameters, and the states of all links."""
+        *first, last = zip(self.links, state, strict=True)
+        states = list[Tree]()
+        for link, before in first if into is not None else [*first, last]:
+            is_ours = isinstance(link, DonatingTransform)
+            function = link.donated if owned and is_ours else link.update
+            grads, after = function(grads, before, params, **_accepted(link, extra))
+            states.append(after)
+            if owned and not is_ours:
+                # One of others may return its argument, or keep what it returns, or the params.
+                grads, params = apart(grads, grads), apart(params, states)
+        if into is None:
+            return grads, tuple(states)
+        link, before = last
+        params, after = applied(link, owned, grads, before, params, _accepted(link, extra))
+        return params, (*states, after)
+
+
+def _accepted(link: Transform, extra: dict[str, Any]) -> dict[str, Any]:
+    """The extra arguments that a transform has parameters for."""
+    if not extra:
+        return extra
+    parameters = inspect.signature(link.update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in extra.items() if takes_all or name in parameters}
+
+
+# ----------------------------------------------------------------------------------------- clipping
+
+
+class ClipNormState(NamedTuple):
+    """The state of `clip_grad_norm`.
+
+    Attributes:
+        norm: The norm of the last gradients before they were clipped, NaN before the first update;
+            a 0-d tensor on the device of the gradients, float32, or float64 if a parameter has 64
+            bits.
+    """
+
+    norm: torch.Tensor
+
+
+def clip_grad_norm(
+    max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> DonatingTransform:
+    """Returns a transform that clips the gradients to a maximum norm, taken over all of them.
+
+    The result is bitwise identical to that of `torch.nn.utils.clip_grad_norm_`, which runs on
+    copies. A gradient that is None stays None.
+
+    `state.norm` is the norm before clipping, as `clip_grad_norm_` returns it: a 0-d tensor, NaN
+    before the first update. It is not read from the device, unless error_if_nonfinite.
+
+    Args:
+        max_norm: The maximum norm.
+        norm_type: The order of the norm, a number or "inf".
+        error_if_nonfinite: Whether to wait for the norm and raise torch's RuntimeError if it is
+            infinite or NaN.
+
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: If max_norm is negative, or norm_type is not a number. The functions raise it
+            for anything that is not a dense gradient.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
+        >>> tx = torch_backend.clip_grad_norm(1.0)
+        >>> updates, state = tx.update(grads, tx.init(params))
+        >>> updates
+        {'w': tensor([0.6000, 0.8000])}
+        >>> state.norm
+        tensor(50.)
+    """
+    _check_limit("max_norm", max_norm)
+    clip = partial(
+        utils.clip_grad_norm_,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+    )
+    return _clipping(_no_norm_yet, clip)
+
+
+def clip_grad_value(clip_value: float) -> DonatingTransform:
+    """Returns a transform that clips each element of the gradients to [-clip_value, clip_value].
+
+    The result is bitwise identical to that of `torch.nn.utils.clip_grad_value_`, which runs on
+    copies. A gradient that is None stays None. The state is `()`.
+
+    Args:
+        clip_value: The maximum absolute value.
+
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: If clip_value is negative. The functions raise it for anything that is not a
+            dense gradient.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([0.1, -3.0])}
+        >>> tx = torch_backend.clip_grad_value(0.5)
+        >>> updates, state = tx.update(grads, tx.init(params))
+        >>> updates
+        {'w': tensor([ 0.1000, -0.5000])}
+    """
+    _check_limit("clip_value", clip_value)
+    return _clipping(_no_state, partial(utils.clip_grad_value_, clip_value=clip_value))
+
+
+def _check_limit(name: str, limit: float) -> None:
+    if not limit >= 0:  # as NaN is not
+        raise FuncgaError(f"{name} is {limit!r}, and must be a number, at least 0: {name}=1.0.")
+
+
+def _clipping(init: Callable[[Tree], Tree], clip: Callable[..., object]) -> DonatingTransform:
+    """The transform of a function that clips the `.grad`s of parameters in place."""
+    return DonatingTransform(init, partial(_clipped, clip, False), partial(_clipped, clip, True))
+
+
+def _is_clipping(link: Transform) -> bool:
+    return isinstance(link.update, partial) and link.update.func is _clipped
+
+
+def _no_state(params: Tree) -> tuple[()]:
+    return ()
+
+
+def _no_norm_yet(params: Tree) -> ClipNormState:
+    tensors = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
+    is_wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    dtype = torch.float64 if is_wide else torch.float32
+    device = tensors[0].device if tensors else None
+    return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
+
+
+def _clipped(
+    clip: Callable[..., Any],
+    owned: bool,
+    /,
+    grads: Tree,
+    state: Tree,
+    params: Tree = None,
+    **extra: object,
+) -> tuple[Tree, Tree]:
+    """The clipped gradients, in their own memory if they are `owned`, and the new state."""
+    # Before graphs are switched off, which would hide a loss around it.
+    check_not_differentiated("clipping", grads)
+    leaves, structure = trees.flatten(grads)
+    with torch.no_grad():
+        detached = [None if leaf is None else leaf.detach() for leaf in leaves]
+        clipped = (
+            without_overlap(detached)
+            if owned
+            else pytree.tree_map_only(torch.Tensor, torch.clone, detached)
+        )
+        # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor
+        # made for it.
+        norm = clip([_holder(grad) for grad in clipped if grad is not None])
+    if norm is not None:
+        # The norm of shards is a sum over them that is still to be done. Nothing here makes the
+        # host wait for a device.
+        whole = norm.full_tensor() if is_dtensor(norm) else norm
+        state = ClipNormState(whole.to(torch.promote_types(whole.dtype, torch.float32)))
+    return trees.unflatten(structure, clipped), state
+
+
+def _holder(grad: torch.Tensor) -> torch.Tensor:
+    """A tensor whose `.grad` is the gradient."""
+    holder = grad.detach()
+    holder.grad = grad
+    return holder
