@@ -25,14 +25,14 @@ from torch_backend.wrapped import module_value_and_grad
 if TYPE_CHECKING:
     from funcga.tools.fused.in_torch import fused_gradients
     from funcga.tools.optax_on_tensors.in_torch import from_optax
-    from funcga.tools.optimizers.chain import chain, clip_grad_norm, clip_grad_value
+    from funcga.tools.optimizers.chain_in_torch import chain, clip_grad_norm, clip_grad_value
     from funcga.tools.optimizers.in_torch import from_optimizer, last_options
     from torch_backend.pipeline import pipeline_value_and_grad
 else:
     _LATER = {
         "funcga.tools.fused.in_torch": ("fused_gradients",),
         "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
-        "funcga.tools.optimizers.chain": ("chain", "clip_grad_norm", "clip_grad_value"),
+        "funcga.tools.optimizers.chain_in_torch": ("chain", "clip_grad_norm", "clip_grad_value"),
         "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
         "torch_backend.pipeline": ("pipeline_value_and_grad",),
     }
@@ -82,9 +82,9 @@ torch.serialization.add_safe_globals(
         Window,
     ]
 )
-# Those of optimizers too, before the first of them is made: that package adds them itself.
+# Those of optimizers too, before the first of them is made: that tool adds them itself.
 if find_spec("funcga.tools.optimizers"):
-    import_module("funcga.tools.optimizers")
+    import_module("funcga.tools.optimizers.in_torch")
 
 
 # For completion in an editor or a shell: also what has not been loaded yet.

@@ -7,14 +7,6 @@
 
 Only torch needs this tool: in JAX optax has all of it. Nothing here accumulates: a transform takes
 gradients, wherever they come from. `in_torch.py` runs torch's own optimizer on aliases or copies of
-the parameters, with a state that is a tree; `options.py` says which options it runs with, and
-`chain.py` has chains and clipping.
+the parameters, with the state of `state_in_torch.py`, which is a tree, and the options of
+`options_in_torch.py`; `chain_in_torch.py` has chains and clipping.
 """
-
-import torch
-
-from funcga.tools.optimizers.chain import ClipNormState
-from funcga.tools.optimizers.state import Number, OptimizerState
-
-# For torch.load with weights_only=True.
-torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import DonatingTransform, Traits, Transform, UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.foreign import checked_step
-from funcga.tools.optimizers.options import Options, options_of
-from funcga.tools.optimizers.state import (
+from funcga.tools.optimizers.chain_in_torch import ClipNormState
+from funcga.tools.optimizers.foreign_in_torch import checked_step
+from funcga.tools.optimizers.options_in_torch import Options, options_of
+from funcga.tools.optimizers.state_in_torch import (
+    Number,
     OptimizerState,
     Slot,
     check_state,
@@ -29,12 +32,15 @@ from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.parameters import check_gradients, check_parameters, matched
 
+# For torch.load with weights_only=True.
+torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
+
 
 def from_optimizer(
     optimizer: type[Optimizer],
     *,
     groups: Callable[[str], Mapping[str, object]] | None = None,
-    scheduler: Callable[[Optimizer], object] | None = None,
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     **options: object,
 ) -> DonatingTransform:
     """Turns a torch optimizer into a transform: two pure functions, `(init, update)`.

@@ -73,7 +73,7 @@ def order_of_paths(flags: list[bool], params: Tree) -> Sequence[int]:
 def stored(slot: Slot) -> Slot:
     """What an optimizer keeps for a parameter, with Numbers for numbers; tensors are not copied."""
     are_tensors = {*map(type, slot.values())} <= {torch.Tensor}
-    return slot if are_tensors else pytree.tree_map(_as_tensor, slot)  # type: ignore[no-any-return]
+    return slot if are_tensors else pytree.tree_map(_as_tensor, slot)
 
 
 def _as_tensor(leaf: object) -> object:

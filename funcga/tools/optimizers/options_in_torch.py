@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._transform import takes_weight
@@ -35,7 +35,7 @@ class Options:
     optimizer: type[Optimizer]
     options: Group
     groups: Callable[[str], Mapping[str, object]] | None
-    scheduler: Callable[[Optimizer], object] | None
+    scheduler: Callable[[Optimizer], LRScheduler] | None
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,13 +62,9 @@ class Options:
         leaves, structure = trees.flatten(params)
         like = structure, [leaf is None for leaf in leaves]
         last, groups = self.kept.get("groups", (None, []))
-        if last != like:
-            groups = self._grouped(params)
-            self.kept["groups"] = like, groups
-        return groups
-
-    def _grouped(self, params: Tree) -> Groups:
-        groups: Groups = []
+        if last == like:
+            return groups  # type: ignore[no-any-return]
+        groups = []
         for index, (name, leaf) in enumerate(paths_and_leaves(params, trees.children)):
             if leaf is None:
                 continue
@@ -79,7 +75,9 @@ class Options:
                 alike[0].append(index)
             else:
                 groups.append((own, [index]))
-        return groups or [({}, [])]
+        groups = groups or [({}, [])]
+        self.kept["groups"] = like, groups
+        return groups
 
     def build(
         self, params: Tree, tensors: list[torch.Tensor], count: int, weight: object
@@ -111,12 +109,13 @@ class Options:
         return optimizer
 
     def _follow(
-        self, make: Callable[[Optimizer], object], optimizer: Optimizer, count: int
+        self, make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, count: int
     ) -> None:
         """Sets the options of an optimizer to those after `count` steps of the scheduler.
 
         A pure function of a stateful scheduler: the last one is stepped forward to the given count,
-        and a new one is made for an earlier count.
+        and a new one is made for an earlier count. One that follows anything else than the count,
+        as ReduceLROnPlateau does, torch refuses at the second update.
         """
         began_with = options_of(optimizer)
         began, scheduler, updates = self.kept.pop("scheduler", (None, None, 0))
@@ -124,16 +123,6 @@ class Options:
             # Schedulers write into tensors.
             groups = [{**deepcopy(group), "params": []} for group in began_with]
             scheduler, updates = make(_OnlyOptions(groups, optimizer.defaults)), 0
-            if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-                raise FuncgaError(
-                    f"scheduler returned {scheduler!r}, which is no scheduler that follows the "
-                    "count of updates. Write scheduler=lambda optimizer: "
-                    "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100), or a "
-                    "function of the count of updates for an option: lr=lambda count: 1e-3 * "
-                    "0.9**count. For one that follows a metric, keep optimizer.step() and "
-                    "scheduler.step(metric), and give the optimizer its gradients: "
-                    "torch_backend.assign_grads(params, grads)."
-                )
             scheduler.optimizer.step()  # which schedulers want to see called before their own
         for _ in range(updates, count):
             scheduler.step()

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.options import options_of
+from funcga.tools.optimizers.options_in_torch import options_of
 from torch_backend._private import pytree
 from torch_backend.sums import storages
 

@@ -102,11 +102,12 @@ class _Chain(UpdateFunction):
         *first, last = zip(self.links, state, strict=True)
         states = list[Tree]()
         for link, before in first if into is not None else [*first, last]:
-            is_ours = isinstance(link, DonatingTransform)
-            function = link.donated if owned and is_ours else link.update
+            function = (
+                link.donated if owned and isinstance(link, DonatingTransform) else link.update
+            )
             grads, after = function(grads, before, params, **_accepted(link, extra))
             states.append(after)
-            if owned and not is_ours:
+            if owned and not isinstance(link, DonatingTransform):
                 # One of others may return its argument, or keep what it returns, or the params.
                 grads, params = apart(grads, grads), apart(params, states)
         if into is None:
