@@ -6,7 +6,6 @@ import torch
 from torch.optim import Optimizer
 
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.options_in_torch import options_of
 from torch_backend._private import pytree
 from torch_backend.sums import storages
 
@@ -45,7 +44,7 @@ def _others(optimizer: Optimizer) -> dict[str, Any]:
     """
     kept = {name: x for name, x in vars(optimizer).items() if type(x) in (int, float, torch.Tensor)}
     kept |= {
-        "param_groups": options_of(optimizer),
+        "param_groups": [{**group, "params": None} for group in optimizer.param_groups],
         "state": {k for k in optimizer.state if not torch.is_tensor(k)},
     }
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, kept)  # type: ignore[no-any-return]

@@ -391,6 +391,7 @@ def careless(function, value=None):
     ("name", "value", "function"),
     [
         ("param_groups", None, lambda own, group, *_: group.update(lr=group["lr"] / 2)),
+        ("param_groups", None, lambda own, group, *_: group.update(step=group.get("step", 0) + 1)),
         ("calls", None, lambda own, *_: setattr(own, "calls", own.calls + 1)),
         ("seen", None, lambda own, *_: own.seen.add_(1)),
         ("state", None, lambda own, *_: own.state.update(step=1)),
