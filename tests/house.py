@@ -39,7 +39,7 @@ TOOLS = {
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),
     "plan": (("funcga/_plan/",), ("what reports share",)),
     "packs": (("funcga/_pack.py",), ()),
-    "pipelines": (("torch_backend/pipeline/",), ()),
+    "pipelines": (("funcga/tools/pipelines/",), ()),
     "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan", "doctor")),
 }
 # Tools with a budget of their own, which their issues have set: they are in no other row.

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from funcga.tools.optax_on_tensors.in_torch import from_optax
     from funcga.tools.optimizers.chain_in_torch import chain, clip_grad_norm, clip_grad_value
     from funcga.tools.optimizers.in_torch import from_optimizer, last_options
-    from torch_backend.pipeline import pipeline_value_and_grad
+    from funcga.tools.pipelines.in_torch import pipeline_value_and_grad
 else:
     _LATER = {
         "funcga.tools.fused.in_torch": ("fused_gradients",),
         "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
         "funcga.tools.optimizers.chain_in_torch": ("chain", "clip_grad_norm", "clip_grad_value"),
         "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
-        "torch_backend.pipeline": ("pipeline_value_and_grad",),
+        "funcga.tools.pipelines.in_torch": ("pipeline_value_and_grad",),
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names}
 
