@@ -31,8 +31,8 @@ from torch_backend.parameters import apart
 def chain(*transforms: object) -> DonatingTransform:
     """Chains transforms: each gets the output of the one before it, as in optax.chain.
 
-    What is passed between two of them is not kept, so the next one may work in its memory, and
-    nothing is copied twice.
+    What is passed between two of them is not kept, so where the arguments are given away, the next
+    one works in its memory, and nothing is copied twice.
 
     Args:
         *transforms: Transforms of torch_backend, pairs (init, update), or other chains. Extra
@@ -109,7 +109,10 @@ class _Chain(UpdateFunction):
             states.append(after)
             if owned and not isinstance(link, DonatingTransform):
                 # One of others may return its argument, or keep what it returns, or the params.
-                grads, params = apart(grads, grads), apart(params, states)
+                leaves, structure = trees.flatten(grads)
+                copies = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)
+                grads = trees.unflatten(structure, copies)
+                params = apart(params, states) if into else params
         if into is None:
             return grads, tuple(states)
         link, before = last

@@ -307,7 +307,6 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
             "the state is that before the first update, so there are no last options. Read them "
             "after an update: updates, state = tx.update(grads, state, params)."
         )
-    weight = state.weight if isinstance(state.weight, torch.Tensor) else None
     options: Options = tx.update.options  # type: ignore[attr-defined]
     leaves = trees.flatten(params)[0]
-    return options_of(options.build(params, leaves, int(state.count) - 1, weight))
+    return options_of(options.build(params, leaves, int(state.count) - 1, state.weight))

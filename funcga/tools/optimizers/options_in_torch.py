@@ -84,7 +84,7 @@ class Options:
     ) -> Optimizer:
         """The optimizer of a tensor for each leaf of params, after `count` updates, without state.
 
-        `weight` is that of the window, or None if it is not known.
+        `weight` is that of the window, or None or () if it is not known.
         """
         groups = self.grouped(params)
         members = [[tensors[index] for index in indices] for _, indices in groups]
@@ -152,13 +152,13 @@ def _at(options: Mapping[str, object], count: int, weight: object) -> Group:
             continue
         if not takes_weight(value):
             result[name] = value(count)
-        elif weight is not None:
-            number = weight.item() if isinstance(weight, torch.Tensor) else weight
-            result[name] = value(count, weight=number)
-        else:
+            continue
+        number = weight.item() if isinstance(weight, torch.Tensor) else weight
+        if number in (None, ()):
             raise FuncgaError(
                 f"the option {name} is a function of the window's weight, and the update was given "
                 "none. Say it, tx.update(grads, state, params, weight=tokens), or let "
                 "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
             )
+        result[name] = value(count, weight=number)
     return result

@@ -62,6 +62,22 @@ def test_what_a_chain_hands_on_may_be_what_it_was_given_or_keeps(link, depth):
         assert all(map(torch.equal, kept, before.values()))
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_chain_inside_of_a_loss_that_is_differentiated(donate):
+    descent = Transform(lambda params: (), lambda grads, state, params: ([-0.1 * g for g in grads], ()))
+    double = Transform(lambda params: (), lambda grads, state, params: ([2 * g for g in grads], ()))
+    tx, x = chain(double, descent), torch.tensor([1.0, 0.5])
+    inner = lambda params: ((params[0] * x) ** 2).sum()
+
+    def outer(w):
+        updates, _ = (tx.donated if donate else tx.update)(torch.func.grad(inner)([w]), ((), ()), [w])
+        return inner([w + updates[0]])
+
+    w = torch.tensor([1.0, 2.0])
+    by_hand = torch.func.grad(lambda w: inner([w - 0.2 * 2 * w * x**2]))(w)
+    torch.testing.assert_close(torch.func.grad(outer)(w), by_hand)
+
+
 def test_what_is_handed_on_is_not_copied():
     seen = []
 
