@@ -43,12 +43,12 @@ TOOLS = {
     "batch statistics": (("funcga/tools/statistics/",), ()),
     "scans over layers": (("funcga/tools/scan_layers/",), ()),
     "what XLA has made": (("funcga/tools/hlo/", "jax_backend/hlo.py"), ("scans over layers",)),
-    "optimizers": (("torch_backend/optim/",), ()),
-    "optax on tensors": (("torch_backend/optax_adapter.py",), ("trees of two frameworks",)),
+    "optimizers": (("funcga/tools/optimizers/",), ()),
+    "optax on tensors": (("funcga/tools/optax_on_tensors/",), ("trees of two frameworks",)),
     "parity": (("funcga/_parity/",), ("verify", "optimizers")),
     "plan": (("funcga/_plan/",), ("what reports share",)),
     "packs": (("funcga/_pack.py",), ()),
-    "pipelines": (("torch_backend/pipeline/",), ()),
+    "pipelines": (("funcga/tools/pipelines/",), ()),
     "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan", "doctor")),
 }
 # Tools with a budget of their own, which their issues have set: they are in no other row.

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
 LAYERS = ["errors", "_tools", "_pack", "_tables", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_plan", "_accumulate",
-          "_transform", "transforms", "_stream", "statistics", "tools", "observers", "_commands", "_trees", "trees", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
+          "_transform", "transforms", "_stream", "statistics", "_commands", "_trees", "trees", "tools", "observers", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
 # alone: tests/test_removable.py takes them away.
 TYPES = {
@@ -70,9 +70,13 @@ def upward_imports(own, source):
     return {other for other in used if other in LAYERS and LAYERS.index(other) > LAYERS.index(own)}
 
 
+# The one tool whose file for torch imports the other framework, inside of functions: it runs what optax makes on tensors.
+BRIDGE = "optax_on_tensors"
+
+
 def test_the_core_imports_no_framework():
     for path, source in sources("funcga").items():
-        own = {"numpy"} if PACKAGES & {*path.parts} else set()
+        own = {"numpy"} if PACKAGES & {*path.parts} else {"jax", "optax"} if BRIDGE in path.parts else set()
         for framework in ("torch", "jax"):
             if path.stem.endswith(f"in_{framework}"):
                 own |= {"numpy", framework, f"{framework}_backend"} | ({"optax"} if framework == "jax" else set())
@@ -103,18 +107,13 @@ def test_packages_of_torch_import_one_way():
     assert packages_in_both_directions(graph) == {("torch_backend.a", "torch_backend.b")}
 
 
-# The one file that imports the other framework, inside of functions: it runs what optax makes on torch tensors.
-BRIDGES = {"optax_adapter"}
-
-
 def test_backends_import_core_types_only_and_never_each_other():
     for own, other in (("torch", "jax"), ("jax", "torch")):
         for path, source in sources(f"{own}_backend").items():
-            both = {"jax", "optax"} if own == "jax" or path.stem in BRIDGES else set()
+            both = {"jax", "optax"} if own == "jax" else set()
             assert not foreign_imports(source, {own, "numpy", f"{own}_backend", *both}), path
             rooms = {room(module) for module in imported(source) if module.split(".")[0] == "funcga"}
-            bridge = {"_trees"} if path.stem in BRIDGES else set()
-            assert {name for name in rooms if name in LAYERS} <= TYPES | bridge, (path, other)
+            assert {name for name in rooms if name in LAYERS} <= TYPES, (path, other)
 
 
 def loaded_after(code):
@@ -190,7 +189,7 @@ def test_both_sides_of_a_tool_have_what_it_asks_for(framework):
 # Where CUDA alone is meant, and no device of another kind would do.
 CUDA_ALONE = {
     "funcga/_trees/in_torch.py": "the devices of which JAX's `gpu` is one",
-    "torch_backend/optax_adapter.py": "the devices of which JAX's `gpu` is one",
+    "funcga/tools/optax_on_tensors/in_torch.py": "the devices of which JAX's `gpu` is one",
     "funcga/tools/compiled/in_torch.py": "CUDA graphs",
     "funcga/tools/fused/in_torch.py": "products that add in another dtype",
     "funcga/_verify/in_torch.py": "cuDNN, and whether CUDA has been used",

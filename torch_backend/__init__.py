@@ -21,22 +21,20 @@ from torch_backend.wrapped import module_value_and_grad
 if TYPE_CHECKING:
     from funcga.tools.example_keys.in_torch import example_keys, sampled, seeded
     from funcga.tools.fused.in_torch import fused_gradients
+    from funcga.tools.optax_on_tensors.in_torch import from_optax
+    from funcga.tools.optimizers.chain_in_torch import chain, clip_grad_norm, clip_grad_value
+    from funcga.tools.optimizers.in_torch import from_optimizer, last_options
+    from funcga.tools.pipelines.in_torch import pipeline_value_and_grad
     from funcga.tools.statistics.in_torch import running_buffers
-    from torch_backend.optax_adapter import from_optax
-    from torch_backend.optim import from_optimizer
-    from torch_backend.optim.built import last_options
-    from torch_backend.optim.chain import chain, clip_grad_norm, clip_grad_value
-    from torch_backend.pipeline import pipeline_value_and_grad
 else:
     _LATER = {
         "funcga.tools.example_keys.in_torch": ("example_keys", "sampled", "seeded"),
         "funcga.tools.fused.in_torch": ("fused_gradients",),
         "funcga.tools.statistics.in_torch": ("running_buffers",),
-        "torch_backend.optax_adapter": ("from_optax",),
-        "torch_backend.optim": ("from_optimizer",),
-        "torch_backend.optim.built": ("last_options",),
-        "torch_backend.optim.chain": ("chain", "clip_grad_norm", "clip_grad_value"),
-        "torch_backend.pipeline": ("pipeline_value_and_grad",),
+        "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
+        "funcga.tools.optimizers.chain_in_torch": ("chain", "clip_grad_norm", "clip_grad_value"),
+        "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
+        "funcga.tools.pipelines.in_torch": ("pipeline_value_and_grad",),
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names}
 
@@ -86,8 +84,9 @@ torch.serialization.add_safe_globals(
 if find_spec("funcga.observers"):
     torch.serialization.add_safe_globals([import_module("funcga.observers").GradientNoise])
 # Those of optimizers too, before the first of them is made: that package adds them itself.
-if find_spec("torch_backend.optim"):
-    import_module("torch_backend.optim")
+# Those of optimizers too, before the first of them is made: that tool adds them itself.
+if find_spec("funcga.tools.optimizers"):
+    import_module("funcga.tools.optimizers.in_torch")
 
 
 # For completion in an editor or a shell: also what has not been loaded yet.

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga._verify.in_torch import precision as precision
-from torch_backend.optim import from_optimizer
+from funcga.tools.optimizers.in_torch import from_optimizer
 from torch_backend.parameters import apply_updates as apply_updates
 
 PAD = 255

@@ -207,10 +207,6 @@ REFUSED = {
         lambda: funcga.multi_steps(OfTorchOpt(), 2),
         "tx.update is not called as update(grads, state, params): too many positional arguments. Adapt it: (tx.init, "
         "lambda grads, state, params: tx.update(grads, state, params=params, inplace=False))."),
-    "SparseAdam": (
-        lambda: torch_backend.from_optimizer(torch.optim.SparseAdam, lr=0.1),
-        "SparseAdam takes sparse gradients alone, and what funcga sums, in accumulate, stream and multi_steps, is dense. "
-        "Use torch.optim.Adam; or call the step of SparseAdam, with the sparse gradients of a .backward()."),
 }  # fmt: skip
 
 

@@ -390,20 +390,21 @@ def careless(function, value=None):
 @pytest.mark.parametrize(
     ("name", "value", "function"),
     [
-        ("param_groups[0]['lr']", None, lambda own, group, *_: group.update(lr=group["lr"] / 2)),
+        ("param_groups", None, lambda own, group, *_: group.update(lr=group["lr"] / 2)),
+        ("param_groups", None, lambda own, group, *_: group.update(step=group.get("step", 0) + 1)),
         ("calls", None, lambda own, *_: setattr(own, "calls", own.calls + 1)),
         ("seen", None, lambda own, *_: own.seen.add_(1)),
-        ("state['step']", None, lambda own, *_: own.state.update(step=1)),
-        ("param_groups[0]['value']", torch.ones(3), lambda own, group, *_: group.update(value=torch.ones(4))),
-        ("param_groups[0]['value']", torch.ones(3), lambda own, group, *_: group["value"].mul_(2)),
-        ("param_groups[0]['value']", [], lambda own, group, *_: group["value"].append(1)),
-        ("param_groups[0]['value']", {"past": []}, lambda own, group, *_: group["value"]["past"].append(1)),
+        ("state", None, lambda own, *_: own.state.update(step=1)),
+        ("param_groups", torch.ones(3), lambda own, group, *_: group.update(value=torch.ones(4))),
+        ("param_groups", torch.ones(3), lambda own, group, *_: group["value"].mul_(2)),
+        ("param_groups", [], lambda own, group, *_: group["value"].append(1)),
+        ("param_groups", {"past": []}, lambda own, group, *_: group["value"]["past"].append(1)),
     ],
 )
 def test_what_belongs_to_no_parameter_is_not_lost_silently(name, value, function):
     check_refused(
-        f"a step of Theirs changes its `{name}`, which belongs to no parameter, so that it is in no state, and a pure "
-        "update would lose it. Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
+        f"Theirs is no pure update: a step changes its `{name}`, which belongs to no parameter, so that it is in no state, "
+        "and a pure update would lose it. Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
         careless, function, value,
     )  # fmt: skip
 
@@ -417,16 +418,14 @@ def test_what_stays_as_it_is_is_not_refused(value):
 
 
 def test_what_is_no_tensor_is_not_kept():
-    check_refused(
-        "the optimizer keeps `object` of type Theirs for a parameter, which is no tensor and cannot be put into a state. "
-        "Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
-        careless, lambda own, group, p, state: state.update(object=own),
-    )  # fmt: skip
-    check_refused(
-        "Theirs keeps the memory of the parameter itself as `alias`, which a pure update cannot follow. Keep "
-        "optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
-        careless, lambda own, group, p, state: state.update(alias=p.data.view(-1)),
-    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="Could not infer dtype of Theirs"):
+        careless(lambda own, group, p, state: state.update(object=own))
+    for alias in (lambda p: p.data.view(-1), lambda p: [p.data[1:]]):
+        check_refused(
+            "Theirs is no pure update: it keeps the memory of the parameter itself, which a pure update cannot follow. Keep "
+            "optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
+            careless, lambda own, group, p, state, alias=alias: state.update(alias=alias(p)),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -434,23 +433,14 @@ def test_what_is_no_tensor_is_not_kept():
     [
         ("from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was given 3. "
          "Write from_optimizer(torch.optim.AdamW, lr=1e-3).", lambda: from_optimizer(3)),
-        ("LBFGS evaluates the loss itself, and a transform is given the gradients of one place. Call the optimizer itself, "
-         "optimizer.step(closure), with a closure that assigns what accumulate returns.",
-         lambda: from_optimizer(optim.LBFGS, max_iter=1)),
-        ("`learning_rate` is no option of SGD. Its options are lr, momentum,", lambda: from_optimizer(optim.SGD, learning_rate=1)),
-        ("`beta` is no option of Adam (`betas`?). Its options are lr, betas,", lambda: from_optimizer(optim.Adam, beta=1)),
         ("differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out.",
          lambda: from_optimizer(optim.Adam, differentiable=True)),
-        ("groups is {}, which is no function. Pass one, such as lambda name: {\"weight_decay\": 0.0} if name.endswith(\"bias\") else {}.",
-         lambda: from_optimizer(optim.Adam, groups={})),
-        ("scheduler is 3, which is no function. Pass one, such as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30).",
-         lambda: from_optimizer(optim.Adam, scheduler=3)),
         ("lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for lr, or no "
          "scheduler.", lambda: from_optimizer(optim.Adam, scheduler=dict, lr=lambda count: 1.0)),
-        ("groups('w') is None. It returns a dict, of the options the parameter has for itself, such as {\"weight_decay\": 0.0}, "
-         "and {} where it has none.", lambda: from_optimizer(optim.Adam, groups=lambda name: None).init({"w": torch.ones(1)})),
-        ("groups('w') gives an option `decay`, which is no option of Adam. Its options are lr,",
+        ("groups gives `decay`, which is no option of Adam. Its options are lr,",
          lambda: from_optimizer(optim.Adam, groups=lambda name: {"decay": 1}).init({"w": torch.ones(1)})),
+        ("groups gives `beta`, which is no option of Adam (`betas`?).",
+         lambda: from_optimizer(optim.Adam, groups=lambda name: {"beta": 1}).init({"w": torch.ones(1)})),
         ("`params['w']` is int64[1]: parameters are tensors of floating point or complex numbers. Leave it out, or put None "
          "there; a module's are torch_backend.trainable(module).", lambda: ADAMW.init({"w": torch.ones(1, dtype=torch.int64)})),
         ("`params['w']` is of type Linear: parameters", lambda: ADAMW.init({"w": torch.nn.Linear(1, 1)})),
@@ -458,6 +448,24 @@ def test_what_is_no_tensor_is_not_kept():
 )  # fmt: skip
 def test_what_makes_no_transform(text, call):
     check_refused(text, call)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "error", "text"),
+    [
+        (optim.LBFGS, {}, TypeError, "missing 1 required positional argument: 'closure'"),
+        (optim.SparseAdam, {}, RuntimeError, "does not support dense gradients, please consider Adam instead"),
+        (optim.SGD, {"learning_rate": 1}, TypeError, "unexpected keyword argument 'learning_rate'"),
+        (optim.SGD, {"lr": -1}, ValueError, "Invalid learning rate"),
+        (optim.SGD, {"groups": {}}, TypeError, "not callable"),
+        (optim.SGD, {"groups": lambda name: None}, TypeError, "not a mapping"),
+        (optim.SGD, {"scheduler": 3}, TypeError, "not callable"),
+        (optim.SGD, {"lr": lambda: 1.0}, TypeError, "takes 0 positional arguments but 1 was given"),
+    ],
+)
+def test_what_torch_and_python_refuse_themselves(optimizer, options, error, text):
+    with pytest.raises(error, match=text):
+        from_optimizer(optimizer, **options).init({"w": torch.ones(1)})
 
 
 def test_a_closure_is_refused():
@@ -479,10 +487,6 @@ def test_a_closure_is_refused():
          "step(...)."),
         ({"w": 1.0, "b": torch.ones(1)}, "`grads['w']` is of type float, and `params['w']` is float32[2]. Give a tensor, or None where "
          "there is no gradient."),
-        ({"w": torch.ones(2, dtype=torch.float64), "b": None}, "`grads['w']` is float64[2], and `params['w']` is float32[2]. An optimizer "
-         "of torch computes in one dtype. Give it the parameters in that of the gradients, parameter.to(torch.float64), and let "
-         "torch_backend.apply_updates round the sum, as funcga.multi_steps does; or fold to that of the parameters: "
-         "funcga.mean(out_dtype=torch.float32)."),
         ({"w": torch.ones(2, device="meta"), "b": None}, "`grads['w']` is float32[2] on meta, and `params['w']` is float32[2]. Move it: "
          "grad.to('cpu')."),
     ],
@@ -494,6 +498,16 @@ def test_what_is_no_gradient(grads, text):
     check_refused(text, ADAMW.update, grads, state, params)
     check_refused(text, ADAMW.donated, grads, state, params)
     assert same(tuple(state), tuple(before))
+
+
+def test_gradients_of_another_dtype_are_refused_by_torch():
+    params = {"w": torch.ones(2), "b": torch.ones(1)}
+    state = ADAMW.init(params)
+    before = copy.deepcopy((tuple(state), params))
+    for function in (ADAMW.update, ADAMW.donated):
+        with pytest.raises(RuntimeError, match="a gradient with dtype 'double'"):
+            function({k: p.double() for k, p in params.items()}, state, params)
+    assert same((tuple(state), params), before)
 
 
 def test_what_is_no_state():
@@ -508,20 +522,25 @@ def test_what_is_no_state():
 
 
 @pytest.mark.parametrize(
-    ("right", "text"),
+    ("left", "right", "error", "text"),
     [
-        ("AdamW fused", "has momentum_buffer, and AdamW looks for exp_avg there: it is the state of another optimizer, or of other "
-         "options. Begin with state = tx.init(params)."),
-        ("Rprop", "has momentum_buffer, and Rprop looks for"),
+        ("SGD momentum", "AdamW fused", KeyError, "exp_avg"),
+        ("SGD momentum", "Rprop", KeyError, "prev"),
+        ("AdamW", "SGD momentum", funcga.FuncgaError,
+         "the state has step, exp_avg, exp_avg_sq, and SGD looks for momentum_buffer there: it is the state of another "
+         r"optimizer, or of other options\. Begin with state = tx\.init\(params\)\."),
+        ("RMSprop foreach", "RMSprop", KeyError, "momentum_buffer"),
     ],
 )  # fmt: skip
-def test_the_state_of_another_optimizer(right, text):
+def test_the_state_of_another_optimizer(left, right, error, text):
+    """Torch itself misses what its step reads; what a step would begin anew is refused."""
     params, grads = problem(optim.SGD)
-    tx, other = (from_optimizer(CASES[case][0], **CASES[case][1]) for case in ("SGD momentum", right))
+    tx, other = (from_optimizer(CASES[case][0], **CASES[case][1]) for case in (left, right))
     other.update(grads[0], tx.init(params), params)  # nothing is in it yet
     state = tx.update(grads[0], tx.init(params), params)[1]
     for function in (other.update, other.donated):
-        check_refused(f"`state.slots['w']` {text}", function, copy.deepcopy(grads[1]), state, params)
+        with pytest.raises(error, match=text):
+            function(copy.deepcopy(grads[1]), state, params)
 
 
 @pytest.mark.parametrize(("given", "donate"), [(False, False), (True, False), (True, True)])
@@ -600,9 +619,27 @@ def test_the_optimizer_that_is_kept_is_nobody_elses():
     # after an error, too
     state = tx.init([torch.ones(3)])
     broken = state._replace(slots=[{"step": torch.ones(())}], started=torch.tensor([True]))
-    with pytest.raises(funcga.FuncgaError, match="state of another optimizer"):
+    with pytest.raises(KeyError, match="exp_avg"):
         apply(tx, [torch.ones(3)], broken, [torch.ones(3)])
     assert same(apply(tx, [2 * torch.ones(3)], state, [torch.ones(3)])[0], expected[4])
+
+
+@pytest.mark.parametrize("case", ["Adagrad", "SGD momentum", "AdamW", "a third party's"])
+def test_a_transform_serves_states_in_any_order(case):
+    """Also two that begin, and one that goes back; with a scheduler, too."""
+    optimizer, options = CASES[case]
+    params, grads = problem(optimizer)
+    make = lambda: from_optimizer(optimizer, scheduler=partial(optim.lr_scheduler.StepLR, step_size=1), **options)
+    tx, states = make(), []
+    wanted, state = [], make().init(params)
+    for grad in grads[:3]:
+        states.append(state)
+        updates, state = make().update(grad, state, params)
+        wanted.append((updates, repr(state)))
+    for at in (0, 0, 2, 1, 2, 2, 0):
+        found, after = tx.update(grads[at], tx.init(params) if at == 0 else states[at], params)
+        assert same(found, wanted[at][0])
+        assert repr(after) == wanted[at][1]
 
 
 def test_nothing_of_the_callers_is_kept():

@@ -26,13 +26,13 @@ from funcga._call.supported import PIPELINE
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
+from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.opened import recording
 from torch_backend.modules.checks import check_wrapped_before
-from torch_backend.pipeline.schedule import Pipeline
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold

@@ -1,16 +1,4 @@
-"""The tool that accumulates over the stages of a pipeline of torch.distributed.pipelining, whose
-schedules are accumulators.
-
-    gradient = torch_backend.pipeline_value_and_grad(ScheduleGPipe, stage, F.cross_entropy)
-    loss, grads = funcga.accumulate(gradient, n=4)(x, y)
-
-The gradient function and its windows are in `window.py`, and a schedule for any micro-batches in
-`schedule.py`. It stands on the engine's buffers, on the reduction over
-replicas and on what drives wrapped modules; nothing stands on it. Only torch has this package: in
-JAX stages are axes of a mesh in one program.
-
-Design note: docs/concepts/inside_pipelines.md.
-"""
+"""The gradient function of a pipeline, from its stages, its schedule and a loss."""
 
 from collections.abc import Sequence
 
@@ -18,8 +6,8 @@ from torch import nn
 
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, check_callable, check_count
-from torch_backend.pipeline.schedule import Pipeline, ScheduleFactory, Stage
-from torch_backend.pipeline.window import PipelineGradient, Unwrapped
+from funcga.tools.pipelines.schedule_in_torch import Pipeline, ScheduleFactory, Stage
+from funcga.tools.pipelines.window_in_torch import PipelineGradient, Unwrapped
 from torch_backend.wrapped import check_covered, wrapper_of
 from torch_backend.wrapped.ddp import Wrapper
 

@@ -1,0 +1,4 @@
+"""Transforms of optax on tensors of torch, computed by JAX in the same memory.
+
+It stands on the trees of two frameworks (`funcga._trees`).
+"""

@@ -1,0 +1,312 @@
+"""Any optimizer of torch as a transform: its own step, on aliases or copies of the parameters."""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._transform import DonatingTransform, Traits, Transform, UpdateFunction
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+from funcga.tools.optimizers.chain_in_torch import ClipNormState
+from funcga.tools.optimizers.foreign_in_torch import checked_step
+from funcga.tools.optimizers.options_in_torch import Options, options_of
+from funcga.tools.optimizers.state_in_torch import (
+    Number,
+    OptimizerState,
+    Slot,
+    check_state,
+    order_of_paths,
+    stored,
+    writable,
+)
+from torch_backend import arrays, trees
+from torch_backend._private import pytree
+from torch_backend.dtensor import local_tensors, without_partials
+from torch_backend.modules.checks import check_not_differentiated
+from torch_backend.parameters import check_gradients, check_parameters, matched
+
+# For torch.load with weights_only=True.
+torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
+
+
+def from_optimizer(
+    optimizer: type[Optimizer],
+    *,
+    groups: Callable[[str], Mapping[str, object]] | None = None,
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    **options: object,
+) -> DonatingTransform:
+    """Turns a torch optimizer into a transform: two pure functions, `(init, update)`.
+
+    `init(params)` returns an OptimizerState. `update(grads, state, params)` returns
+    `(updates, state)`. The updates are the new parameters minus the old ones, computed by the
+    optimizer's own step on a copy, so the state is bitwise identical to that of
+    `optimizer.step()`. As in torch, a parameter whose gradient is None is skipped, and its update
+    is 0. `donated` does the same in the memory of the given state, and may write to the gradients.
+    `funcga.transforms.apply` returns the new parameters instead of the updates; they are bitwise
+    identical to those of `optimizer.step()`.
+
+    Optimizers that evaluate the loss themselves, such as LBFGS, and SparseAdam, which takes no
+    dense gradients, are not supported: call their own step. Extra arguments other than `closure`
+    are ignored, as they may be meant for other transforms of a chain.
+
+    The state is complete after init, so a checkpoint can be restored into it: init takes one step
+    on a copy of each parameter to find what the optimizer keeps.
+
+    Args:
+        optimizer: An optimizer class, of torch.optim or your own, that keeps its state for each
+            parameter in `.state`.
+        groups: A function from a parameter's name to a dict of its own options; {} for none. Names
+            are the keys of the tree, joined by dots, as in `module.named_parameters()`.
+        scheduler: A function from an optimizer to a scheduler of torch.optim.lr_scheduler, which is
+            stepped once per update, such as `functools.partial(
+            torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=100)`.
+        **options: The optimizer's own options: lr, betas, fused, foreach, maximize ... An option
+            that is a function is a schedule: it is called with the number of updates so far,
+            `lr=lambda count: 1e-3 * 0.9**count`. If it has a second parameter named weight, it also
+            gets the weight of the window, such as its number of tokens: `betas=lambda count,
+            weight: (0.9, beta_for_half_life(weight, 10_000_000))`, with
+            `funcga.transforms.beta_for_half_life`. multi_steps passes the total weight; otherwise
+            pass it, `tx.update(grads, state, params, weight=tokens)`, as a number or a 0-d tensor,
+            which is read from its device. init calls such functions with a weight of 1.
+
+    Returns:
+        The transform.
+
+    Raises:
+        FuncgaError: If the optimizer is not a class, or with differentiable=True. The functions
+            raise it if structures or shapes differ, if the state is that of another optimizer, if
+            groups gives an option that the optimizer does not have, and if the optimizer keeps
+            state that belongs to no parameter. What torch refuses raises torch's own error.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+        >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=0.5)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(grads, state, params)
+        >>> torch_backend.apply_updates(params, updates)
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise FuncgaError(
+            "from_optimizer makes the optimizer anew for each update, so it takes a class and its "
+            f"options, and was given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, "
+            "lr=1e-3)."
+        )
+    if options.get("differentiable"):
+        raise FuncgaError(
+            "differentiable=True steps through autograd, and an update is computed on a copy, "
+            "without it. Leave it out."
+        )
+    if scheduler is not None and callable(options.get("lr")):
+        raise FuncgaError(
+            "lr is a function of the count of updates, and scheduler sets lr, too. Give one of "
+            "the two: a number for lr, or no scheduler."
+        )
+    functions = _Update(Options(optimizer, options, groups, scheduler))
+    return DonatingTransform(functions.init, functions, functions.donated)
+
+
+@dataclass(frozen=True, eq=False)
+class _Update(UpdateFunction):
+    """The functions of the transform; calling it is `update`."""
+
+    options: Options
+
+    @property
+    def traits(self) -> Traits:
+        """Its traits."""
+        # What groups(name) returns is not known here.
+        takes = self.options.groups is not None or self.options.take_weight([])
+        return Traits(takes_weight=takes)
+
+    @torch.no_grad()
+    def init(self, params: Tree) -> OptimizerState:
+        """The state before the first update: zeros like all that a step keeps."""
+        check_not_differentiated("an optimizer of torch", params)
+        leaves, structure = trees.flatten(params)
+        check_parameters(leaves, params)
+        takes_weight = self.options.take_weight(self.options.grouped(params))
+        state = OptimizerState(
+            arrays.integer(0),
+            trees.unflatten(structure, [{} for _ in leaves]),
+            torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
+            torch.tensor(torch.nan, dtype=torch.float64, device="cpu") if takes_weight else (),
+        )
+        # Zeros are parameters and gradients at once: this takes no more than one copy of them.
+        zeros = trees.unflatten(
+            structure, pytree.tree_map_only(torch.Tensor, torch.zeros_like, leaves)
+        )
+        _, after = self.stepped(False, True, zeros, state, zeros, {"weight": 1.0})
+        slots = pytree.tree_map_only(
+            torch.Tensor, torch.zero_, matched(after.slots, params, "slots")
+        )
+        return state._replace(slots=trees.unflatten(structure, slots))
+
+    def stepped(
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, OptimizerState]:
+        """The updates, or the parameters after the step, and the new state."""
+        if "closure" in extra:
+            raise FuncgaError(
+                "closure= was given, and a transform is given the gradients of one place. Call the "
+                "optimizer itself, optimizer.step(closure), with a closure that assigns what "
+                "accumulate returns."
+            )
+        check_not_differentiated("an optimizer of torch", (grads, params))
+        check_state(state, params)
+        leaves, structure = trees.flatten(params)
+        check_parameters(leaves, params)
+        gradients = matched(grads, params, "grads")
+        check_gradients(gradients, leaves, lambda: leaf_paths(params, trees), lambda *_: None)
+        with torch.no_grad():
+            gradients = [
+                None if grad is None else without_partials(grad.detach(), leaf)
+                for grad, leaf in zip(gradients, leaves, strict=True)
+            ]
+            # A tensor without elements stands for a leaf that is None, and no optimizer gets it.
+            aliases = [
+                torch.empty(0, device="cpu") if leaf is None else leaf.detach() for leaf in leaves
+            ]
+            # Only parameters that are given away are written to. Tied ones become two: each has a
+            # step and a state.
+            tensors = arrays.without_overlap(aliases) if into else arrays.copies(aliases)
+            after = self._step(tensors, gradients, state, params, owned, extra.get("weight"))
+            if into is None:
+                # The copies become the updates, so that no memory is needed for these. One that was
+                # skipped is not subtracted: an infinite parameter less itself is NaN.
+                moved = [grad is not None for grad in gradients]
+                if any(moved):
+                    changed, unchanged = compress(tensors, moved), compress(aliases, moved)
+                    torch._foreach_sub_(local_tensors([*changed]), local_tensors([*unchanged]))
+                for skipped in compress(tensors, map(operator.not_, moved)):
+                    skipped.zero_()
+        results = [None if leaf is None else x for leaf, x in zip(leaves, tensors, strict=True)]
+        return trees.unflatten(structure, results), after
+
+    def _step(
+        self,
+        tensors: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
+        state: OptimizerState,
+        params: Tree,
+        owned: bool,
+        weight: Any,
+    ) -> OptimizerState:
+        """The state after a step of the optimizer on these tensors.
+
+        If the state is `owned`, the result reuses its memory, and the gradients may be written to.
+        """
+        slots, flags = matched(state.slots, params, "state.slots"), state.started.tolist()
+        # Flags are kept in the order of the paths: a file may return dicts in another order.
+        pairs = zip(order_of_paths(flags, params), flags, strict=True)
+        started = [flag for _, flag in sorted(pairs)]
+        # A slot is used from its parameter's first update on.
+        used = [slot if begun else {} for slot, begun in zip(slots, started, strict=True)]
+        optimizer = self.options.build(params, tensors, int(state.count), weight)
+        kept = self._run(optimizer, tensors, grads, writable(used, tensors, owned), owned)
+        # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
+        for index, slot in enumerate(slots):
+            if not started[index]:
+                started[index] = grads[index] is not None or bool(kept[index]) or not slot
+                unused = slot if owned else pytree.tree_map_only(torch.Tensor, torch.clone, slot)
+                kept[index] = kept[index] or unused
+        flags = [started[index] for index in order_of_paths(started, params)]
+        return OptimizerState(
+            state.count + 1,
+            trees.unflatten(trees.flatten(params)[1], kept),
+            torch.tensor(flags, dtype=torch.bool, device="cpu"),
+            torch.tensor(float(weight), dtype=torch.float64, device="cpu")
+            if isinstance(state.weight, torch.Tensor) and weight is not None
+            else state.weight,
+        )
+
+    def _run(
+        self,
+        optimizer: Optimizer,
+        tensors: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
+        slots: list[Slot],
+        owned: bool,
+    ) -> list[Slot]:
+        """Takes a step, and returns what the optimizer keeps for each tensor."""
+        laid = arrays.all_with_strides_of(grads, tensors)
+        # Of torch's own only SGD with nesterov writes to gradients, in its foreach form.
+        if not self.options.is_stock or (
+            isinstance(optimizer, torch.optim.SGD)
+            and any(group["nesterov"] for group in optimizer.param_groups)
+        ):
+            ours = laid if owned else pytree.tree_map_only(torch.Tensor, torch.clone, laid)
+            laid = arrays.without_overlap(ours)
+        for tensor, grad, slot in zip(tensors, laid, slots, strict=True):
+            tensor.grad = grad
+            if slot:
+                optimizer.state[tensor] = slot
+        lengths = [*map(len, slots)]
+        if self.options.is_stock:
+            optimizer.step()
+        else:
+            checked_step(optimizer, tensors)
+        for tensor in tensors:
+            tensor.grad = None
+        # A key that a step of torch's adds to a slot in use was missing there.
+        for length, slot in zip(lengths, slots, strict=True):
+            if self.options.is_stock and 0 < length < len(slot):
+                raise FuncgaError(
+                    f"the state has {', '.join([*slot][:length])}, and {type(optimizer).__name__} "
+                    f"looks for {[*slot][length]} there: it is the state of another optimizer, or "
+                    "of other options. Begin with state = tx.init(params)."
+                )
+        return [stored(optimizer.state.get(tensor, {})) for tensor in tensors]
+
+
+def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
+    """Returns the options of the last update, such as its learning rate, for logging.
+
+    They are computed from the number of updates and the weight of the last window, which are in the
+    state, so they are also available right after a state was loaded.
+
+    Args:
+        tx: What from_optimizer returned.
+        state: Its state after an update. In `multi_steps(chain(clip, tx), n)` it is
+            `state.inner[1]`.
+        params: The parameters, or others of the same structure. Their values do not matter.
+
+    Returns:
+        A dict of options for each group, as in `optimizer.param_groups`, in the order of their
+        first parameters; a single dict without `groups`. Schedules are evaluated.
+
+    Raises:
+        FuncgaError: If the state is not that of from_optimizer, or if there was no update yet.
+
+    Example:
+        >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+        >>> tx = torch_backend.from_optimizer(torch.optim.SGD, lr=lambda count: 0.5 / (1 + count))
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(grads, state, params)
+        >>> torch_backend.last_options(tx, state, params)[0]["lr"]
+        0.25
+    """
+    check_state(state, params)
+    if not state.count:
+        raise FuncgaError(
+            "the state is that before the first update, so there are no last options. Read them "
+            "after an update: updates, state = tx.update(grads, state, params)."
+        )
+    options: Options = tx.update.options  # type: ignore[attr-defined]
+    leaves = trees.flatten(params)[0]
+    return options_of(options.build(params, leaves, int(state.count) - 1, state.weight))

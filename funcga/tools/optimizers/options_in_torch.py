@@ -1,0 +1,164 @@
+"""The options of a torch optimizer for each parameter and each update, as groups, functions and
+schedulers set them.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from funcga._backend.prefixes import paths_and_leaves
+from funcga._transform import takes_weight
+from funcga._types import Tree
+from funcga.errors import FuncgaError, similar
+from torch_backend import trees
+
+Group = dict[str, Any]
+"""The options of a group of parameters."""
+
+Groups = list[tuple[Group, list[int]]]
+"""For each group, the options of its own, and the indices of its parameters among the leaves."""
+
+
+@dataclass(eq=False)
+class Options:
+    """What an optimizer is made with.
+
+    `kept` has what a call leaves for the next one: the groups of its params, and its scheduler,
+    which the next one takes, so that no other thread has it.
+    """
+
+    optimizer: type[Optimizer]
+    options: Group
+    groups: Callable[[str], Mapping[str, object]] | None
+    scheduler: Callable[[Optimizer], LRScheduler] | None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """How it is copied: without what is kept."""
+        return {**vars(self), "kept": {}}
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the optimizer is one of torch.optim. These write only to parameters and state,
+        and SGD to gradients; others are checked at every step.
+        """
+        return self.optimizer.__module__.startswith("torch.optim")
+
+    def take_weight(self, groups: Groups) -> bool:
+        """Whether an option, for all or of a group, is a function of the weight of a window."""
+        return any(
+            callable(value) and takes_weight(value)
+            for options in (self.options, *[own for own, _ in groups])
+            for value in options.values()
+        )
+
+    def grouped(self, params: Tree) -> Groups:
+        """The groups of the parameters."""
+        leaves, structure = trees.flatten(params)
+        like = structure, [leaf is None for leaf in leaves]
+        last, groups = self.kept.get("groups", (None, []))
+        if last == like:
+            return groups  # type: ignore[no-any-return]
+        groups = []
+        for index, (name, leaf) in enumerate(paths_and_leaves(params, trees.children)):
+            if leaf is None:
+                continue
+            own = {} if self.groups is None else {**self.groups(name)}
+            # Options are compared, not hashed: they may be tensors or lists.
+            alike = [indices for options, indices in groups if options == own]
+            if alike:
+                alike[0].append(index)
+            else:
+                groups.append((own, [index]))
+        groups = groups or [({}, [])]
+        self.kept["groups"] = like, groups
+        return groups
+
+    def build(
+        self, params: Tree, tensors: list[torch.Tensor], count: int, weight: object
+    ) -> Optimizer:
+        """The optimizer of a tensor for each leaf of params, after `count` updates, without state.
+
+        `weight` is that of the window, or None or () if it is not known.
+        """
+        groups = self.grouped(params)
+        members = [[tensors[index] for index in indices] for _, indices in groups]
+        # A group of one's own options overrides the options for all, as torch's param_groups do.
+        # Those of torch look at tensors in a step alone, and are built faster without.
+        made = [
+            {**_at(own, count, weight), "params": [] if self.is_stock else of_group}
+            for (own, _), of_group in zip(groups, members, strict=True)
+        ]
+        optimizer = self.optimizer(made, **_at(self.options, count, weight))
+        names = [name for own, _ in groups for name in own if name not in optimizer.defaults]
+        if names:
+            raise FuncgaError(
+                f"groups gives `{names[0]}`, which is no option of {self.optimizer.__name__}"
+                f"{similar(names[0], optimizer.defaults)}. Its options are "
+                f"{', '.join(optimizer.defaults)}."
+            )
+        if self.scheduler is not None:
+            self._follow(self.scheduler, optimizer, count)
+        for group, of_group in zip(optimizer.param_groups, members, strict=True):
+            group["params"] = of_group
+        return optimizer
+
+    def _follow(
+        self, make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, count: int
+    ) -> None:
+        """Sets the options of an optimizer to those after `count` steps of the scheduler.
+
+        A pure function of a stateful scheduler: the last one is stepped forward to the given count,
+        and a new one is made for an earlier count. One that follows anything else than the count,
+        as ReduceLROnPlateau does, torch refuses at the second update.
+        """
+        began_with = options_of(optimizer)
+        began, scheduler, updates = self.kept.pop("scheduler", (None, None, 0))
+        if began != began_with or updates > count:
+            # Schedulers write into tensors.
+            groups = [{**deepcopy(group), "params": []} for group in began_with]
+            scheduler, updates = make(_OnlyOptions(groups, optimizer.defaults)), 0
+            scheduler.optimizer.step()  # which schedulers want to see called before their own
+        for _ in range(updates, count):
+            scheduler.step()
+        self.kept["scheduler"] = began_with, scheduler, count
+        for group, options in zip(
+            optimizer.param_groups, options_of(scheduler.optimizer), strict=True
+        ):
+            group.update(deepcopy(options))
+
+
+class _OnlyOptions(Optimizer):
+    """An optimizer whose steps do nothing."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+
+def options_of(optimizer: Optimizer) -> list[Group]:
+    """The options of each group, without what schedulers add to them."""
+    return [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
+
+
+def _at(options: Mapping[str, object], count: int, weight: object) -> Group:
+    result = {**options}
+    for name, value in options.items():
+        if not callable(value):
+            continue
+        if not takes_weight(value):
+            result[name] = value(count)
+            continue
+        number = weight.item() if isinstance(weight, torch.Tensor) else weight
+        if number in (None, ()):
+            raise FuncgaError(
+                f"the option {name} is a function of the window's weight, and the update was given "
+                "none. Say it, tx.update(grads, state, params, weight=tokens), or let "
+                "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
+            )
+        result[name] = value(count, weight=number)
+    return result
