@@ -31,6 +31,7 @@ from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
+from torch_backend.engine.window import Window
 from torch_backend.modules.checks import (
     check_no_params,
     check_no_wrapped_module_in,
@@ -257,7 +258,8 @@ class Source:
             self.compiled = _compiled()
             program = program if self.compiled is None else self.compiled.program_of(program)
         grad_fn, self.program, self.backend = program.grad_fn, program, backend
-        if _HAS_PROCESSES and dist.is_initialized():
+        self.is_distributed = _HAS_PROCESSES and dist.is_initialized()
+        if self.is_distributed:
             check_unwrapped(grad_fn, program.memory)
         self.may_be_short = program.across is not None
         if isinstance(grad_fn, ModuleGradient):
@@ -285,7 +287,9 @@ class Source:
         merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
             window = program, gradient, backend, arguments, plan, own
-            return window_of(*window, merge=next(iter(merges), None))
+            if self.is_distributed:
+                return window_of(*window, merge=next(iter(merges), None))
+            return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be dropped is
