@@ -28,7 +28,6 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.alone import value_alone, value_of
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import Distributed
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
@@ -273,11 +272,9 @@ class Source:
         merges = [] if program.across is None else reductions_of(program, backend)
         if gradient is not None and program.dropping is None:
             window = program, gradient, backend, arguments, plan, own
-            if not self.is_distributed:
-                return Window(*window)
-            distributed = Distributed(*window)
-            distributed.merge = next(iter(merges), None)
-            return distributed
+            if self.is_distributed:
+                return window_of(*window, merge=next(iter(merges), None))
+            return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be dropped is
