@@ -10,12 +10,12 @@ import sys
 from tests import house
 
 MOST = {
-    "files": 172,
-    "tokens": 220_000,
+    "files": 178,
+    "tokens": 212_500,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 119_000,
-    "tokens of the core, torch": 56_500,
-    "tokens of tools": 99_000,
+    "tokens of the core": 113_000,
+    "tokens of the core, torch": 56_300,
+    "tokens of tools": 99_800,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,

@@ -28,6 +28,7 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.alone import value_alone, value_of
 from torch_backend.engine.called import Called
+from torch_backend.engine.distributed import window_of
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
