@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from funcga._commands import check_installed
 from funcga.errors import FuncgaError
+from funcga.tools.reports.commands import check_installed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

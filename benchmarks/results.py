@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.cases import Case, cases
 from benchmarks.comparison import Figures
-from funcga._commands import versions as own_versions
 from funcga.errors import FuncgaError
+from funcga.tools.reports.commands import versions as own_versions
 
 FORMAT = 1
 ROOT = Path(__file__).parent.parent

@@ -28,30 +28,30 @@ from funcga.reducers import Reducer
 # once.
 if TYPE_CHECKING:
     from funcga import checks, observers, statistics, transforms, trees
-    from funcga._compare import compare
-    from funcga._doctor import watch
     from funcga._fold.accumulator import Accumulator
-    from funcga._pack import pack
-    from funcga._plan import plan
     from funcga._transform.multi_steps import multi_steps
-    from funcga._trees import to_jax, to_numpy, to_torch
-    from funcga._verify import verify
     from funcga.observers import dropped, gradient_noise, gradient_norms
+    from funcga.tools.compare import compare
     from funcga.tools.coupled import coupled
+    from funcga.tools.doctor import watch
+    from funcga.tools.pack import pack
+    from funcga.tools.plan import plan
     from funcga.tools.reproducible import reproducible
+    from funcga.tools.trees import to_jax, to_numpy, to_torch
+    from funcga.tools.verify import verify
 else:
     _LATER = {
         "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
-        "funcga._compare": ("compare",),
+        "funcga.tools.compare": ("compare",),
         "funcga.tools.coupled": ("coupled",),
-        "funcga._doctor": ("watch",),
+        "funcga.tools.doctor": ("watch",),
         "funcga._fold.accumulator": ("Accumulator",),
-        "funcga._pack": ("pack",),
-        "funcga._plan": ("plan",),
+        "funcga.tools.pack": ("pack",),
+        "funcga.tools.plan": ("plan",),
         "funcga.tools.reproducible": ("reproducible",),
         "funcga._transform.multi_steps": ("multi_steps",),
-        "funcga._trees": ("to_jax", "to_numpy", "to_torch"),
-        "funcga._verify": ("verify",),
+        "funcga.tools.trees": ("to_jax", "to_numpy", "to_torch"),
+        "funcga.tools.verify": ("verify",),
         "funcga.observers": ("dropped", "gradient_noise", "gradient_norms"),
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names}

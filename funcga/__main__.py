@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from funcga import __version__
-from funcga._commands import blamed, check_installed, show
 from funcga.errors import FuncgaError
+from funcga.tools.reports.commands import blamed, check_installed, show
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FOLDS = ("mean", "per_weight", "sum")
@@ -264,7 +264,7 @@ def _run(options: argparse.Namespace) -> int:
     # Imported only now, so that --help is quick, and a missing package is named before it is
     # needed.
     check_installed("numpy")
-    code: int = vars(import_module("funcga._cli"))[f"run_{options.command}"](options)
+    code: int = vars(import_module("funcga.tools.commands"))[f"run_{options.command}"](options)
     return code
 
 

@@ -152,7 +152,7 @@ def accumulate(
         searches=searches,
     )
     # By name, as this tool may be missing.
-    search = import_module("funcga._plan.search").Search(program) if searches else None
+    search = import_module("funcga.tools.plan.search").Search(program) if searches else None
 
     # A gradient function has no name of its own to copy.
     names = (

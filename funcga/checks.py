@@ -16,16 +16,16 @@ from funcga.errors import needs_numpy
 
 # Each tool loads when it is used, and can be taken away.
 if TYPE_CHECKING:
-    from funcga._compare.report import Report
-    from funcga._parity import Problem
-    from funcga._plan import Plan
-    from funcga._verify import Verdict
+    from funcga.tools.compare.report import Report
+    from funcga.tools.parity import Problem
+    from funcga.tools.plan import Plan
+    from funcga.tools.verify import Verdict
 else:
     _LATER = {
-        "Plan": "funcga._plan",
-        "Problem": "funcga._parity",
-        "Report": "funcga._compare.report",
-        "Verdict": "funcga._verify",
+        "Plan": "funcga.tools.plan",
+        "Problem": "funcga.tools.parity",
+        "Report": "funcga.tools.compare.report",
+        "Verdict": "funcga.tools.verify",
     }
 
     def __getattr__(name: str) -> object:

@@ -27,8 +27,10 @@ from funcga._backend.prefixes import (
     paths_and_leaves,
     paths_apart,
 )
-from funcga._trees import ExportError, converted, owner_of, shares_memory, side, walkers
-from funcga._trees.rules import (
+from funcga._types import Array, Tree
+from funcga.errors import FuncgaError, listed
+from funcga.tools.trees import ExportError, converted, owner_of, shares_memory, side, walkers
+from funcga.tools.trees.rules import (
     AXES,
     Pair,
     Rule,
@@ -38,8 +40,6 @@ from funcga._trees.rules import (
     permuted,
     torch_to_flax,
 )
-from funcga._types import Array, Tree
-from funcga.errors import FuncgaError, listed
 
 __all__ = [
     "Rule",

@@ -26,11 +26,11 @@ def files() -> list[Path]:
 # Tools use the library from outside, and each can be taken away, with those that stand on it: its modules, and the
 # tools that it stands on. All else is the core.
 TOOLS = {
-    "trees of two frameworks": (("funcga/_trees/", "funcga/trees.py"), ()),
-    "what reports share": (("funcga/_tables.py", "funcga/_commands.py"), ()),
-    "compare": (("funcga/_compare/",), ("trees of two frameworks", "what reports share")),
-    "verify": (("funcga/_verify/",), ("compare", "coupled")),
-    "doctor": (("funcga/_doctor/", "funcga/_pytest.py"), ("verify",)),
+    "trees of two frameworks": (("funcga/tools/trees/", "funcga/trees.py"), ()),
+    "what reports share": (("funcga/tools/reports/",), ()),
+    "compare": (("funcga/tools/compare/",), ("trees of two frameworks", "what reports share")),
+    "verify": (("funcga/tools/verify/",), ("compare", "coupled")),
+    "doctor": (("funcga/tools/doctor/", "funcga/_pytest.py"), ("verify",)),
     "coupled": (("funcga/tools/coupled/",), ()),
     "observe": (("funcga/tools/observe/", "funcga/observers.py"), ()),
     "dropping": (("funcga/tools/dropping/",), ()),
@@ -45,11 +45,11 @@ TOOLS = {
     "what XLA has made": (("funcga/tools/hlo/", "jax_backend/hlo.py"), ("scans over layers",)),
     "optimizers": (("funcga/tools/optimizers/",), ()),
     "optax on tensors": (("funcga/tools/optax_on_tensors/",), ("trees of two frameworks",)),
-    "parity": (("funcga/_parity/",), ("verify", "optimizers")),
-    "plan": (("funcga/_plan/",), ("what reports share",)),
-    "packs": (("funcga/_pack.py",), ()),
+    "parity": (("funcga/tools/parity/",), ("verify", "optimizers")),
+    "plan": (("funcga/tools/plan/",), ("what reports share",)),
+    "packs": (("funcga/tools/pack/",), ()),
     "pipelines": (("funcga/tools/pipelines/",), ()),
-    "commands": (("funcga/_cli.py", "funcga/__main__.py"), ("parity", "plan", "doctor")),
+    "commands": (("funcga/tools/commands/", "funcga/__main__.py"), ("parity", "plan", "doctor")),
 }
 # Tools with a budget of their own, which their issues have set: they are in no other row.
 NEW = {"doctor": "tokens of the doctor", "packs": "tokens of packs"}

@@ -12,16 +12,16 @@ import pytest
 import jax_backend
 import torch_backend
 from funcga._backend import Arrays, Gradients, Loop, Replicas, States, Transforms, Trees
-from funcga._plan import Planner
-from funcga._trees import DLPack
 from funcga.tools.coupled import Passes
+from funcga.tools.plan import Planner
+from funcga.tools.trees import DLPack
 from tests import house
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
-LAYERS = ["errors", "_tools", "_pack", "_tables", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_plan", "_accumulate",
-          "_transform", "transforms", "_stream", "statistics", "_commands", "_trees", "trees", "tools", "observers", "_compare", "_verify", "_doctor", "_pytest", "_parity", "checks", "_cli", "__init__", "__main__"]  # fmt: skip
+LAYERS = ["errors", "_tools", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_accumulate",
+          "_transform", "transforms", "_stream", "statistics", "trees", "tools", "observers", "_pytest", "checks", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
 # alone: tests/test_removable.py takes them away.
 TYPES = {
@@ -30,7 +30,7 @@ TYPES = {
 }  # fmt: skip
 
 # Inside of these, numbers are looked at, so that they import NumPy; and each has one file for each framework.
-PACKAGES = {"_parity", "_compare", "_verify", "_cli"}
+PACKAGES = {"parity", "compare", "verify", "commands"}
 
 
 def imported(source, for_types=True):
@@ -182,17 +182,17 @@ def check_supplied(part, protocol):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_both_sides_of_a_tool_have_what_it_asks_for(framework):
-    for tool, protocol in (("_trees", DLPack), ("_plan", Planner), ("tools.coupled", Passes)):
+    for tool, protocol in (("tools.trees", DLPack), ("tools.plan", Planner), ("tools.coupled", Passes)):
         check_supplied(importlib.import_module(f"funcga.{tool}.in_{framework}"), protocol)
 
 
 # Where CUDA alone is meant, and no device of another kind would do.
 CUDA_ALONE = {
-    "funcga/_trees/in_torch.py": "the devices of which JAX's `gpu` is one",
+    "funcga/tools/trees/in_torch.py": "the devices of which JAX's `gpu` is one",
     "funcga/tools/optax_on_tensors/in_torch.py": "the devices of which JAX's `gpu` is one",
     "funcga/tools/compiled/in_torch.py": "CUDA graphs",
     "funcga/tools/fused/in_torch.py": "products that add in another dtype",
-    "funcga/_verify/in_torch.py": "cuDNN, and whether CUDA has been used",
+    "funcga/tools/verify/in_torch.py": "cuDNN, and whether CUDA has been used",
 }
 
 

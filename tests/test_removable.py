@@ -29,7 +29,7 @@ def check(folder):
         gradient = funcga.value_and_grad(lambda p, x: ((x - p["w"]) ** 2).mean())
         params, x = {"w": ones(())}, arange(6.0)
         whole = sum((i - 1) ** 2 for i in range(6)) / 6
-        searches = importlib.util.find_spec("funcga._plan") is not None
+        searches = importlib.util.find_spec("funcga.tools.plan") is not None
         for n in (3, "auto") if searches else (3,):
             loss, grads = funcga.accumulate(gradient, n)(params, x)
             assert abs(float(loss) - whole) < 1e-5 and abs(float(grads["w"]) + 3) < 1e-5, n
@@ -109,9 +109,9 @@ def test_nothing_that_is_left_imports_what_is_gone(tool):
 
 
 def test_the_check_can_fail():
-    assert missed(["funcga/_parity/sides.py"], ["funcga/_compare/"]) != set()
-    assert missed(["funcga/_parity/sides.py"], ["funcga/trees.py"]) != set()
-    assert missed(["funcga/__init__.py"], ["funcga/_compare/"]) == set()  # by name
+    assert missed(["funcga/tools/parity/sides.py"], ["funcga/tools/compare/"]) != set()
+    assert missed(["funcga/tools/parity/sides.py"], ["funcga/trees.py"]) != set()
+    assert missed(["funcga/__init__.py"], ["funcga/tools/compare/"]) == set()  # by name
 
 
 @pytest.fixture(scope="module")

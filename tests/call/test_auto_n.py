@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcga
-from funcga._plan.search import smallest
+from funcga.tools.plan.search import smallest
 from tests import problems
 from tests.kits import LIMITS, TORCH, difference, needs_cuda
 
@@ -32,7 +32,7 @@ def fails(error):
 
 @pytest.mark.parametrize(("most", "known"), [(1, None), (40, None), (40, 3), (7, 100)])
 def test_the_smallest_is_found(most, known, monkeypatch):
-    monkeypatch.setattr("funcga._plan.search.gc.collect", lambda: 0)  # takes a tenth of a second
+    monkeypatch.setattr("funcga.tools.plan.search.gc.collect", lambda: 0)  # takes a tenth of a second
     for limit in range(known or 1, most + 1):  # what once fitted is not tried below
         tried = []
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from benchmarks.torch_measure import Watch
 from funcga._call import Memory, step_program
-from funcga._plan import smallest_that_fits
-from funcga._plan.in_torch import peak
+from funcga.tools.plan import smallest_that_fits
+from funcga.tools.plan.in_torch import peak
 from tests.processes import processes
 from torch_backend import BACKEND, Replicas, module_value_and_grad, pure_loss, trainable
 
@@ -230,7 +230,7 @@ def test_auto_begins_with_the_plan(monkeypatch):
     model, batch = transformer()
     plan, sizes = funcga.plan(module_value_and_grad(model, mean_loss), *batch, memory=MEMORY), []
     own = plan.parts["parameters"] + plan.parts["batch"]
-    monkeypatch.setattr("funcga._plan._free_on_host", lambda: MEMORY - own)
+    monkeypatch.setattr("funcga.tools.plan._free_on_host", lambda: MEMORY - own)
     seen = lambda module, x, y: sizes.append(len(x)) or mean_loss(module, x, y)
     step = funcga.accumulate(module_value_and_grad(model, seen), "auto")
     loss_value, _ = step(*batch)

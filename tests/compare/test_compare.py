@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import funcga
-from funcga._compare import row as differences
-from funcga._compare import tolerances
-from funcga._compare.row import row_of as row
+from funcga.tools.compare import row as differences
+from funcga.tools.compare import tolerances
+from funcga.tools.compare.row import row_of as row
 from tests import problems
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]

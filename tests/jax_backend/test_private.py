@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcga
 import jax_backend
-from funcga._parity import in_jax
+from funcga.tools.parity import in_jax
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend import _private
 from tests.kits import JAX, LIMITS, difference

@@ -37,7 +37,7 @@ def few_rows(monkeypatch):
 
     few = [array[:180] for array in load_digits(return_X_y=True)]
     monkeypatch.setattr("sklearn.datasets.load_digits", lambda **_: few)
-    monkeypatch.setattr("funcga._parity.problems._ROWS", 12)
+    monkeypatch.setattr("funcga.tools.parity.problems._ROWS", 12)
 
 
 def test_built_in_problems_are_the_same_to_the_last_digits(tmp_path, few_rows):
@@ -147,7 +147,7 @@ def mine(tmp_path, more, *options):
 def test_a_problem_of_ones_own(tmp_path, monkeypatch, capsys):
     import jax
 
-    monkeypatch.setattr("funcga._cli.SECONDS", 0)
+    monkeypatch.setattr("funcga.tools.commands.SECONDS", 0)
     before = jax.config.jax_enable_x64
     code, problem, verdict = mine(tmp_path, "", "--dtype", "bfloat16,float32")
     assert jax.config.jax_enable_x64 == before

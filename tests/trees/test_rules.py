@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcga
-from funcga._trees.rules import Rule, flax_to_torch, pairs, permuted, torch_to_flax
+from funcga.tools.trees.rules import Rule, flax_to_torch, pairs, permuted, torch_to_flax
 from tests import problems
 
 

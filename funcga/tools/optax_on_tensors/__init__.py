@@ -1,4 +1,4 @@
 """Transforms of optax on tensors of torch, computed by JAX in the same memory.
 
-It stands on the trees of two frameworks (`funcga._trees`).
+It stands on the trees of two frameworks (`funcga.tools.trees`).
 """

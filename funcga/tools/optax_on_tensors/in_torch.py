@@ -3,7 +3,7 @@
     tx = torch_backend.from_optax(optax.adamw(1e-3))
 
 This file alone imports JAX in this package, inside of functions, for those who call them. It stands
-on the trees of two frameworks (`funcga._trees`); nothing stands on it.
+on the trees of two frameworks (`funcga.tools.trees`); nothing stands on it.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import torch
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
-from funcga._trees import Transfer, converted, in_torch, side
 from funcga._types import Tree
 from funcga.errors import FuncgaError
+from funcga.tools.trees import Transfer, converted, in_torch, side
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated

@@ -1,0 +1,225 @@
+"""The tool that is the command line: what `parity`, `verify`, `plan` and `doctor` do with their
+options, which `__main__` reads.
+
+It stands on the tools of these names; nothing stands on it.
+"""
+
+import inspect
+import os
+import runpy
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+from funcga import folds
+from funcga._grad import GradientFunction
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+from funcga.tools.doctor import watch
+from funcga.tools.parity import Problem, report
+from funcga.tools.parity.problems import PROBLEMS, chosen
+from funcga.tools.parity.run import Compared, Findings, Run, Trajectory
+from funcga.tools.parity.sides import Side
+from funcga.tools.plan import plan
+from funcga.tools.reports.commands import (
+    Loaded,
+    check_installed,
+    is_function_of,
+    load_object,
+    versions,
+)
+from funcga.tools.reports.tables import json_text
+from funcga.tools.verify import Verdict, job_of, verify
+
+
+def run_parity(options: Namespace) -> int:
+    """Prints the report of parity, and writes the files that the options name.
+
+    Returns:
+        The exit code: 0 if every difference is within its limit, 1 if not.
+
+    Raises:
+        FuncgaError: If parts of a problem do not fit, or a file cannot be written.
+    """
+    if options.plot or options.html:
+        check_installed("matplotlib")
+    how = options.dtype, sorted(options.n), options.updates, options.device
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    print(f"funcga parity: {installed}")
+    names = PROBLEMS if options.problem == "all" else [options.problem]
+    every = [_found(Run(chosen(name, options.seed), *how)) for name in names]
+    print(f"\n{report.conclusion(every)}")
+    _write_json(options, report.as_json(every))
+    if options.html or options.plot:
+        from funcga.tools.parity.page import page, picture
+
+        _write_text(options, "html", lambda: page(every))
+        _write(options, "plot", lambda file: picture(every).savefig(file))
+    return 0 if all(findings.ok for findings in every) else 1
+
+
+SECONDS = 5
+"""Between two lines that say how far a run is."""
+
+
+def _found(run: Run) -> Findings:
+    results, last = list[Compared | Trajectory](), time.monotonic()
+    for result in run.results():
+        results.append(result)
+        if time.monotonic() - last >= SECONDS:
+            last = time.monotonic()
+            # On standard error, so that a report in a file has none.
+            print(f"{run.problem.name}: {len(results)} comparisons are done", file=sys.stderr)
+    findings = run.findings(results)
+    print(f"\n{report.as_text(findings)}")
+    return findings
+
+
+def run_verify(options: Namespace) -> int:
+    """Prints the verdict of verify on a gradient function, or on each loss of a Problem.
+
+    Returns:
+        The exit code: 0 if accumulation is exact, 1 if not.
+    """
+    # A Problem has its losses, arguments and fold; those of a gradient function are in its file.
+    where = options.grad_fn
+    loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)", _can_be_verified)
+    if isinstance(loaded.value, Problem):
+        for name in ("args", "fold", "weight"):
+            if vars(options)[name]:
+                raise FuncgaError(
+                    f"--{name} is for a gradient function, and {where} is a funcga.checks.Problem, "
+                    "which has its own: leave it out."
+                )
+        # In float64, where rounding hides nothing.
+        sides = [Side(loaded.value, framework, "float64") for framework in loaded.value.losses]
+        verdicts = {side.label: side.verified(options.n, options.seed) for side in sides}
+    else:
+        verdicts = {loaded.name: _of_function(loaded, options)}
+    for name, verdict in verdicts.items():
+        print(f"{name}: {verdict}")
+        if not verdict.gradients:
+            print(
+                f"`{name}` returns no gradients, and values that agree say nothing of them. Write "
+                f"grad_fn = funcga.value_and_grad({name}) in the file, and verify "
+                f"{loaded.module.__file__}:grad_fn."
+            )
+    _write_json(options, {name: verdict.as_dict() for name, verdict in verdicts.items()})
+    return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
+
+
+def _can_be_verified(value: object, module: ModuleType) -> bool:
+    """Whether `verify` takes it: a Problem, a gradient function or step of funcga, or a transformed
+    function, as jax.grad returns.
+    """
+    if isinstance(value, Problem | GradientFunction) or job_of(value) is not None:
+        return True
+    return is_function_of(value, module) and inspect.unwrap(value) is not value
+
+
+def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
+    """The Verdict of a gradient function with the arguments that its file has."""
+    if not callable(loaded.value):
+        raise FuncgaError(
+            f"{options.grad_fn} is of type {type(loaded.value).__name__}. Give a gradient "
+            "function, such as grad_fn = funcga.value_and_grad(loss_fn), or a "
+            "funcga.checks.Problem."
+        )
+    variables = vars(loaded.module)
+    args, weight = options.args or "args", options.weight
+    _check_arguments(loaded, (args, *([weight] if weight else [])))
+    # A step of coupled brings them.
+    names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()
+    if names and "totals" in inspect.signature(loaded.value).parameters:
+        names.add("totals")
+    chosen: dict[str, Tree] = {name: variables[name] for name in names & variables.keys()}
+    # What the command line says goes before what the file says.
+    if options.fold is not None:
+        chosen["fold"] = vars(folds)[options.fold]()
+    if weight is not None:
+        chosen["weight"] = variables[weight]
+    return verify(loaded.value, *variables[args], n=options.n, seed=options.seed, **chosen)
+
+
+def _check_arguments(loaded: Loaded, names: Sequence[str]) -> None:
+    """Raises FuncgaError if the file has nothing of these names, or if the first is not a tuple
+    of arguments.
+    """
+    variables = vars(loaded.module)
+    for name in names:
+        if name not in variables:
+            raise FuncgaError(
+                f"{loaded.module.__file__} has no `{name}`. A gradient function is called with the "
+                "arguments that its file has: args = (params, batch). --args NAME and --weight "
+                "NAME say other names."
+            )
+    if not isinstance(variables[names[0]], tuple | list):
+        raise FuncgaError(
+            f"`{names[0]}` is of type {type(variables[names[0]]).__name__}; it has to be a tuple: "
+            "(params, batch)."
+        )
+
+
+def run_plan(options: Namespace) -> int:
+    """Prints the table of a plan.
+
+    Returns:
+        The exit code: 0 if some number of micro-batches fits in memory, 1 if none does.
+    """
+    definition = "step = funcga.accumulate(grad_fn, 1)"
+    loaded = load_object(options.step, definition, lambda value, _: callable(value))
+    _check_arguments(loaded, [options.args])
+    found = plan(loaded.value, *vars(loaded.module)[options.args], memory=options.memory)
+    print(found)
+    _write_json(options, asdict(found))
+    return 0 if found.fits else 1
+
+
+def run_doctor(options: Namespace) -> int:
+    """Runs a script as Python does, and prints what was seen of its training loop.
+
+    Returns:
+        The exit code: 0 if the loop is exact, 1 if not, 2 if that cannot be told.
+    """
+    script = Path(options.script)
+    if not script.is_file():
+        raise FuncgaError(f"there is no file {script}. Write the script, then its own arguments.")
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    across = "world" if options.across else None
+    with watch(across=across, steps=options.steps) as watched:
+        try:
+            runpy.run_path(options.script, run_name="__main__")
+        except SystemExit:
+            pass
+        except Exception:
+            traceback.print_exc()
+    # With --across all processes have the same to say.
+    if os.environ.get("RANK", "0") == "0":
+        print(watched)
+        _write_text(options, "json", watched.to_json)
+    return 2 if watched.ok is None else int(not watched.ok)
+
+
+def _write_json(options: Namespace, figures: object) -> None:
+    _write_text(options, "json", lambda: json_text(figures) + "\n")
+
+
+def _write_text(options: Namespace, name: str, text: Callable[[], str]) -> None:
+    _write(options, name, lambda file: file.write_text(text(), encoding="utf-8"))
+
+
+def _write(options: Namespace, name: str, write: Callable[[Path], object]) -> None:
+    """Has a function write the file that an option names, if it was given."""
+    file = vars(options)[name]
+    if file is None:
+        return
+    try:
+        write(file)
+    except OSError as error:
+        raise FuncgaError(f"--{name}: {file} cannot be written: {error.strerror}") from error

@@ -1,0 +1,250 @@
+"""The report of a comparison: a row for each leaf and the verdict, as text, JSON or a picture."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, TypeVar
+
+from funcga.tools.compare import tolerances
+from funcga.tools.compare.row import Row, Shape
+from funcga.tools.reports.tables import json_text, new_figure, save, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SHOWN = 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left
+    tree has last.
+
+    `str(report)` is the table, with the verdict.
+
+    Attributes:
+        rows: A Row for each leaf.
+        names: The names of the two trees.
+        reduction: The number of terms in a sum that limits are made for; None if `rtol` was given.
+        rtol: The limit that takes their place, as it was given.
+        atol: What the absolute difference may be besides.
+
+    Example:
+        >>> left = {"w": torch.ones(3), "b": torch.zeros(1)}
+        >>> report = funcga.compare(left, {"w": jnp.ones(3), "b": jnp.ones(1)})
+        >>> report.ok, report.worst.path
+        (False, 'b')
+    """
+
+    rows: tuple[Row, ...]
+    names: tuple[str, str] = ("left", "right")
+    reduction: int | None = tolerances.TERMS
+    rtol: float | None = None
+    atol: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether both trees have the same leaves, at least one, all within their limits."""
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> Row | None:
+        """The row that is furthest beyond its limit, or closest to it; None without rows."""
+        return max(self.rows, key=lambda row: row.badness, default=None)
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """That of the worst row, as a key for sorting."""
+        return self.worst.badness if self.worst else (False, 0.0)
+
+    @property
+    def most(self) -> float:
+        """The largest relative difference; NaN if there is one, and 0 without leaves."""
+        # `max` would lose a NaN, since no comparison with one is true.
+        relatives = [row.relative for row in self.rows]
+        return math.nan if any(map(math.isnan, relatives)) else max(relatives, default=0.0)
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: how many leaves are not close, and which one is the worst."""
+        worst, total, of = (
+            self.worst,
+            len(self.rows),
+            f"leaves of {self.names[0]} and {self.names[1]}",
+        )
+        # Nothing compared is nothing shown to be close.
+        if worst is None:
+            return (
+                f"Nothing was compared: {self.names[0]} and {self.names[1]} have no leaves, or "
+                "only what the rules leave out."
+            )
+        close, where = (
+            sum(row.ok for row in self.rows),
+            f"`{worst.path}`" if worst.path else "the array",
+        )
+        summary = _summary(worst, self.names)
+        if close == total:
+            return f"{total} of {total} {of} are close; the worst, {where}, {summary}."
+        return f"{total - close} of {total} {of} are not close; {where} {summary}."
+
+    @property
+    def tolerance(self) -> str:
+        """The limits in words, and where they come from."""
+        absolute = f", and abs {self.atol:g} more" if self.atol else ""
+        if self.rtol is not None:
+            return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
+        # A dict is a set that keeps the order of the leaves.
+        dtypes = dict.fromkeys(row.dtype for row in self.rows if row.dtype)
+        reasons = "; ".join(
+            tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes
+        )
+        return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
+
+    def assert_close(self) -> None:
+        """Raises AssertionError, with the worst leaves, unless the report is `ok`."""
+        if not self.rows:
+            raise AssertionError(self.verdict)
+        if not self.ok:
+            worst = [
+                row
+                for row in sorted(self.rows, key=lambda row: row.badness, reverse=True)
+                if not row.ok
+            ]
+            more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+            shown = _text(worst[:_SHOWN], self.names)
+            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
+
+    def _advice(self) -> str:
+        """The `atol` to use if every leaf that is not close is as small as the largest one's
+        rounding.
+        """
+        # Rounding is relative to what was added up, which cancels: the largest leaf stands for
+        # that.
+        beyond = [row for row in self.rows if not row.ok]
+        largest = max(row.largest for row in self.rows)
+        rounding = [4 * tolerances.epsilon(row.dtype or "") * largest for row in beyond]
+        if not all(
+            row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)
+        ):
+            return ""
+        # A little more, so that it suffices when it is rounded to two digits.
+        atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"
+        return (
+            "\nWhat is not close is 0 except for rounding, beside the largest leaf, "
+            f"{largest:.1e}, as the gradient of a bias before a normalisation is. If it has to be "
+            f"0, give atol={atol}."
+        )
+
+    def __str__(self) -> str:
+        return f"{_text(self.rows, self.names)}\n{self.tolerance}\n{self.verdict}"
+
+    def as_dict(self) -> dict[str, object]:
+        """The report for JSON: numbers that are not finite are None, complex ones are pairs."""
+        rows = [vars(row) | {"ok": row.ok} for row in self.rows]
+        verdict = {"ok": self.ok, "verdict": self.verdict, "tolerance": self.tolerance}
+        read: dict[str, object] = json.loads(json_text(verdict | vars(self) | {"rows": rows}))
+        return read
+
+    def plot(self, file: str | PathLike[str]) -> None:
+        """Writes a plot of the relative differences and their limits to a .png, .svg or .pdf file.
+
+        Raises:
+            FuncgaError: If matplotlib is not installed, or cannot write the file.
+        """
+        left, right = self.names
+        figure = new_figure("report.plot", (9, 1.8 + 0.24 * len(self.rows)))
+        axes = figure.add_subplot(
+            xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
+        )
+        _draw(axes, self.rows)
+        axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
+        save(figure, "report.plot", file)
+
+
+def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
+    """The table as lines of text."""
+    figures = ["abs", "rel", "limit", "ulps", "cosine"]
+    headings = ["leaf", "shape", "dtype", *figures, f"where: {names[0]}, {names[1]}", ""]
+    return text_table([headings, *map(_cells, rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        (row.path or "(the array)")
+        if row.path == row.left_path
+        else f"{row.path} ({row.left_path})",
+        _pair(row.shapes, _shape),
+        _pair(row.dtypes, str),
+        figure(row.absolute),
+        figure(row.relative),
+        figure(row.allowed),
+        "" if row.ulps is None else f"{row.ulps:.3g}",
+        "" if row.cosine is None else f"{row.cosine:.6g}",
+        ""
+        if row.index is None or row.values is None
+        else f"{_shape(row.index)}: {_values(row.values)}",
+        row.status if row.ok else f"! {row.status}{_counts(row)}",
+    ]
+
+
+def _pair(pair: tuple[T | None, T | None], spell: Callable[[T], str]) -> str:
+    """One word for both where they are the same, and for the one that there is."""
+    return " vs ".join(dict.fromkeys(spell(part) for part in pair if part is not None))
+
+
+def _shape(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _values(values: tuple[object, object]) -> str:
+    return ", ".join(value if isinstance(value, str) else f"{value:.6g}" for value in values)
+
+
+def _counts(row: Row) -> str:
+    counts = {"nan": row.nans, "inf": row.infs}.get(row.status)
+    return f" ({counts[0]} and {counts[1]})" if counts else ""
+
+
+def figure(value: float, digits: int = 1) -> str:
+    """A number with that many digits after the point, such as `8.6e-7`."""
+    return "0" if value == 0 else re.sub(r"e-0?", "e-", f"{value:.{digits}e}")
+
+
+def _summary(row: Row, names: tuple[str, str]) -> str:
+    """A row in half a sentence."""
+    if row.ok or row.status == "beyond":
+        # Nothing is relative to zeros: there the absolute difference counts.
+        if math.isinf(row.allowed):
+            return f"has abs {figure(row.absolute)}, where {figure(row.atol)} is the limit"
+        return f"has rel {figure(row.relative)}, where {figure(row.allowed)} is the limit"
+    counts = _counts(row).strip(" ()")
+    return {
+        "nan": f"has NaN: {counts}",
+        "inf": f"has infinities that do not match: {counts}",
+        "shape": f"has two shapes: {_pair(row.shapes, _shape)}",
+        "dtype": f"has two dtypes: {_pair(row.dtypes, str)}",
+        "missing": f"is missing in {names[0]}",
+        "extra": f"is in {names[0]} alone",
+    }[row.status]
+
+
+def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
+    """Draws the leaves from top to bottom, those that are not close in red; zeros are at the left
+    edge, differences that are not finite at the right one.
+    """
+    # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
+    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
+    low, high = min(sizes, default=1e-8) / 10, max(sizes, default=0.1) * 10
+    # From the larger to the smaller number, as the first leaf stands on top.
+    axes.set(xscale="log", xlim=(low / 3, high * 3), ylim=(max(len(rows), 1) - 0.5, -0.5))
+    axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
+    axes.grid(alpha=0.3)
+    for line, row in enumerate(rows):
+        shown = max(row.relative, low) if math.isfinite(row.relative) else high
+        axes.plot(shown, line, "o" if row.ok else "X", color="tab:blue" if row.ok else "tab:red")
+        if 0 < row.allowed < math.inf:
+            axes.plot(row.allowed, line, marker=4, markersize=9, color="k")

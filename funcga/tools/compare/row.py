@@ -1,0 +1,357 @@
+"""A row of a report: the comparison of one leaf of two trees."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from funcga._types import Array, Dtype
+from funcga.errors import FuncgaError
+from funcga.tools.compare import tolerances
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The comparison of one leaf. It is close if `absolute <= atol + limit * largest`.
+
+    Attributes:
+        path: The dotted path in the right tree.
+        left_path: The path in the left tree, before rules renamed it.
+        shapes: Those of the left leaf, after rules permuted its axes, and of the right one; None
+            for a leaf that is missing.
+        dtypes: Those of the two leaves.
+        absolute: The largest `|left - right|`.
+        relative: That over the largest `|right|` of the leaf.
+        limit: The limit of the relative difference.
+        ulps: The largest difference in units in the last place, for floats of the same dtype.
+        cosine: The cosine of the angle between the leaves as vectors; None if one is zero.
+        index: Where the leaves differ most; None if they do not.
+        values: The two values there.
+        nans: The number of NaNs on the left and on the right.
+        infs: The number of infinities on the left and on the right.
+        status: 'equal', 'within' or 'beyond' the limit; 'nan' if there is one; 'inf' if infinities
+            do not match; 'shape' or 'dtype' if they differ; 'missing' or 'extra' on the left.
+        largest: The largest finite `|right|`.
+        atol: The absolute tolerance.
+    """
+
+    path: str
+    left_path: str
+    shapes: tuple[Shape | None, Shape | None]
+    dtypes: tuple[str | None, str | None]
+    absolute: float = math.inf
+    relative: float = math.inf
+    limit: float = 0.0
+    ulps: float | None = None
+    cosine: float | None = None
+    index: Shape | None = None
+    values: tuple[Array, Array] | None = None
+    nans: tuple[int, int] = (0, 0)
+    infs: tuple[int, int] = (0, 0)
+    status: str = ""
+    largest: float = 0.0
+    atol: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the values are equal or within their limit."""
+        return self.status in ("equal", "within")
+
+    @property
+    def dtype(self) -> str | None:
+        """The coarser of the two dtypes, which sets the limit; None if a leaf is missing."""
+        left, right = self.dtypes
+        return left and right and tolerances.coarser(left, right)
+
+    @property
+    def allowed(self) -> float:
+        """The limit of `relative` with atol: limit + atol / largest, infinite if largest is 0."""
+        if not self.atol:
+            return self.limit
+        return self.limit + self.atol / self.largest if self.largest else math.inf
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """A key for sorting: whether it is not close, then the difference over the tolerance."""
+        if not math.isfinite(self.absolute):
+            return not self.ok, math.inf
+        # Not by `relative`, which a leaf of zeros has none of.
+        allowed = self.atol + self.limit * self.largest
+        return not self.ok, self.absolute / allowed if allowed else self.relative
+
+
+def row_of(
+    path: str,
+    left: Array,
+    right: Array,
+    *,
+    left_path: str | None = None,
+    limit: float | None = None,
+    atol: float = 0.0,
+    reduction: int = tolerances.TERMS,
+    check_dtype: bool = True,
+) -> Row:
+    """The Row of two leaves: NumPy arrays, numbers, other objects compared by `==`, or None for a
+    missing one.
+
+    `limit` is that of the relative difference; by default that of the coarser dtype and of sums of
+    `reduction` terms. Raises FuncgaError for masked and structured arrays, and arrays of objects.
+    """
+    left, right = _as_array(left, path), _as_array(right, path)
+    shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
+    if limit is None:
+        limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
+    # Says nothing yet but what is compared; each way of comparing fills in what it learns.
+    row = Row(
+        path, path if left_path is None else left_path, shapes, dtypes, limit=limit, atol=atol
+    )
+    if left is None or right is None:
+        return replace(row, status="missing" if left is None else "extra")
+    if not isinstance(left, np.ndarray) or not isinstance(right, np.ndarray):
+        return _of_objects(row, left, right)
+    if left.shape != right.shape:
+        return replace(row, status="shape")
+    if not _has_numbers(left) or not _has_numbers(right):
+        return _of_texts(row, left, right, check_dtype)
+    return _of_numbers(row, left, right, check_dtype)
+
+
+def _as_array(leaf: Array, path: str) -> Array:
+    # NumPy would make an object of an int of more than 64 bits.
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+        return leaf
+    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        return leaf
+    # An array of a matrix too, which no reshape makes flat.
+    array = np.asarray(leaf)
+    why = _unfit(leaf, array)
+    if why:
+        spelled = f"{array.dtype.name}[{', '.join(map(str, array.shape))}]"
+        raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {spelled}, {why}.")
+    return array
+
+
+def _unfit(leaf: Array, array: Array) -> str:
+    """Why an array cannot be compared, and what to pass instead; empty if it can."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return (
+            "masked, and what is under a mask has no value. Pass x.filled(0), or the elements "
+            "alone: x.compressed()"
+        )
+    if array.dtype.names:
+        return (
+            "structured, with several values in each element. Pass its fields: "
+            f"x[{array.dtype.names[0]!r}]"
+        )
+    # Texts, bytes, dates and times are equal or not.
+    if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in "USTMm"):
+        return (
+            "whose elements are not numbers. Pass numbers, x.astype('float64'), or a list, whose "
+            "items are leaves"
+        )
+    return ""
+
+
+def _has_numbers(array: Array) -> bool:
+    return array.dtype.kind in "biufc" or array.dtype.type.__module__ == "ml_dtypes"
+
+
+def _shape(leaf: Array) -> Shape | None:
+    return None if leaf is None else leaf.shape if isinstance(leaf, np.ndarray) else ()
+
+
+def _dtype(leaf: Array) -> str | None:
+    return (
+        None
+        if leaf is None
+        else leaf.dtype.name
+        if isinstance(leaf, np.ndarray)
+        else type(leaf).__name__
+    )
+
+
+def _of_objects(row: Row, left: Array, right: Array) -> Row:
+    if type(left) is not type(right):
+        return replace(row, status="dtype", values=(repr(left), repr(right)))
+    if bool(left == right):
+        return replace(row, status="equal", absolute=0.0, relative=0.0)
+    return replace(row, status="beyond", values=(repr(left), repr(right)))
+
+
+def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
+    """The Row of two arrays at least one of which has no numbers: they are equal or not."""
+    if left.dtype.kind != right.dtype.kind or (
+        check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"
+    ):
+        return replace(row, status="dtype")
+    apart = np.atleast_1d(left != right)
+    if not apart.any():
+        return replace(row, status="equal", absolute=0.0, relative=0.0)
+    index = _index(int(np.argmax(apart)), right.shape)
+    return replace(row, status="beyond", index=index, values=(str(left[index]), str(right[index])))
+
+
+def _index(position: int, shape: Shape) -> Shape:
+    """The index of an element, from its position in the flat array."""
+    return tuple(map(int, np.unravel_index(position, shape)))
+
+
+CHUNK = 2**20
+"""The elements that are looked at at once: what is computed takes that much memory, however
+large the arrays.
+"""
+
+
+def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
+    """The Row of two arrays of the same shape, computed in float64 or complex128.
+
+    It is exact for integers, and between integers and floats 0 only if both are exactly equal.
+    """
+    # One pass over the elements in chunks, so that float64 copies never take more than a chunk's
+    # memory. Units in the last place are counted only between floats of one dtype.
+    has_ulps = left.dtype == right.dtype and _bits(left.dtype) is not None
+    worst, position, ulps = 0.0, None, 0.0
+    scales, nans, infs = np.zeros(2), np.zeros(2, int), np.zeros(2, int)
+    for start, a, b in _chunks(left, right):
+        x, y = _wide(a), _wide(b)
+        scales = np.maximum(scales, [_largest(x), _largest(y)])
+        nans += [np.count_nonzero(np.isnan(x)), np.count_nonzero(np.isnan(y))]
+        infs += [np.count_nonzero(np.isinf(x)), np.count_nonzero(np.isinf(y))]
+        apart = _apart(a, b, x, y)
+        # The first NaN, if there is one. Once the worst is NaN, it stays so.
+        most = int(np.argmax(apart))
+        if not (math.isnan(worst) or apart[most] <= worst):
+            worst, position = float(apart[most]), start + most
+        if has_ulps:
+            finite = np.isfinite(x) & np.isfinite(y)
+            ulps = max(ulps, float(_ulps(a[finite], b[finite]).max(initial=0)))
+    largest = float(scales[1])
+    index = None if position is None else _index(position, right.shape)
+    compared = replace(
+        row,
+        absolute=worst,
+        relative=worst / largest
+        if largest
+        else math.inf
+        if worst > 0
+        else worst,  # of zeros: infinite, 0 or NaN
+        ulps=ulps if has_ulps else None,
+        cosine=_cosine(left, right, scales),
+        index=index,
+        values=None if index is None else (_number(left[index]), _number(right[index])),
+        nans=tuple(nans.tolist()),
+        infs=tuple(infs.tolist()),
+        largest=largest,
+    )
+    return replace(compared, status=_status(compared, check_dtype))
+
+
+def _chunks(left: Array, right: Array) -> Iterator[tuple[int, Array, Array]]:
+    """(first position, elements of the left, elements of the right), flat, piece by piece."""
+    a, b = left.reshape(-1), right.reshape(-1)
+    for start in range(0, a.size, CHUNK):
+        yield start, a[start : start + CHUNK], b[start : start + CHUNK]
+
+
+def _wide(array: Array) -> Array:
+    # A signalling NaN of less than 32 bits would warn.
+    with np.errstate(invalid="ignore"):
+        return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _largest(array: Array) -> float:
+    """The largest absolute value that is finite."""
+    size = np.abs(array)
+    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
+
+
+def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
+    """`|left - right|` of every element; x and y are the same as floats.
+
+    It is infinite where infinities do not match, and NaN where there is a NaN.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(x - y)
+    # In this order: infinities of one sign are equal, though their difference is NaN; other
+    # infinities are infinitely far apart; and where a NaN is, the difference is NaN.
+    matched = x == y
+    apart[matched] = 0.0
+    apart[~matched & (np.isinf(x) | np.isinf(y))] = math.inf
+    apart[np.isnan(x) | np.isnan(y)] = math.nan
+    # From 2**53 on a float64 does not hold every integer. There Python's own integers decide:
+    # between two of them always, beside a float where both have become the same number.
+    whole = [array.dtype.kind in "biu" for array in (left, right)]
+    if any(whole):
+        inexact = np.maximum(np.abs(x), np.abs(y)) >= 2.0**53
+        if not all(whole):
+            inexact &= apart == 0
+        pairs = zip(left[inexact].tolist(), right[inexact].tolist(), strict=True)
+        apart[inexact] = [abs(int(a.real) - int(b.real)) for a, b in pairs]
+    return apart
+
+
+def _ulps(left: Array, right: Array) -> Array:
+    """The distance of every two elements in the order of all floats, as uint64."""
+    a, b = _ordered(left), _ordered(right)
+    # What wraps around in the conversion wraps back in the subtraction.
+    x, y = a.astype(np.uint64), b.astype(np.uint64)
+    return np.where(a > b, x - y, y - x)
+
+
+def _ordered(array: Array) -> Array:
+    """Integers in the order of the floats, one for each; 0 and -0 are both 0."""
+    # Read as integers, the bits of positive floats are in the order of the floats, and those of
+    # negative ones run backwards.
+    bits = array.view(_bits(array.dtype))
+    return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits)
+
+
+def _bits(dtype: Dtype) -> str | None:
+    """The integers to look at the bits of a floating dtype with; None for what has no sign bit
+    on top.
+    """
+    # e8m0 has an exponent alone, without a sign.
+    name = dtype.name
+    has_sign = name in ("float16", "bfloat16", "float32", "float64") or (
+        name.startswith("float8") and "e8m0" not in name
+    )
+    return f"int{8 * dtype.itemsize}" if has_sign else None
+
+
+def _cosine(left: Array, right: Array, scales: Array) -> float | None:
+    """The cosine of the angle between two vectors of finite elements; None if one is zero."""
+    product = lefts = rights = 0.0
+    for _, a, b in _chunks(left, right):
+        # Scaled, so that no square overflows or vanishes.
+        x, y = _wide(a), _wide(b)
+        finite = np.isfinite(x) & np.isfinite(y)
+        x, y = x[finite] / (scales[0] or 1.0), y[finite] / (scales[1] or 1.0)
+        product += float(np.vdot(x, y).real)
+        lefts += float(np.vdot(x, x).real)
+        rights += float(np.vdot(y, y).real)
+    norm = math.sqrt(lefts) * math.sqrt(rights)
+    return max(-1.0, min(1.0, product / norm)) if norm else None
+
+
+def _number(element: Array) -> Array:
+    """An element as Python's own bool, int, float or complex."""
+    if element.dtype.kind in "biu":
+        return element.item()
+    # item() of a longdouble is itself.
+    return complex(element) if element.dtype.kind == "c" else float(element)
+
+
+def _status(row: Row, check_dtype: bool) -> str:
+    # What explains most comes first: a NaN, say, is also beyond every limit.
+    if check_dtype and row.dtypes[0] != row.dtypes[1]:
+        return "dtype"
+    if any(row.nans):
+        return "nan"
+    if math.isinf(row.absolute) and any(row.infs):
+        return "inf"
+    if row.absolute == 0:
+        return "equal"
+    return "within" if row.absolute <= row.atol + row.limit * row.largest else "beyond"

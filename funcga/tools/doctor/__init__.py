@@ -1,0 +1,185 @@
+"""`watch`: a training loop of torch as it is, and how its windows weigh what they add up.
+
+- `loop_in_torch.py` sees what calls backward, clips, scales and steps, and looks at a few elements
+  of the gradients; `graph_in_torch.py` reads from the graph of a loss how it weighs its targets.
+- `ledger.py`: with which factor each micro-batch reaches the step.
+- `causes.py`: what is wrong; texts are in `causes.toml`.
+
+The package can be removed. It uses `Cause` of `verify` and the tables of reports.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
+from os import PathLike
+from typing import Any
+
+from funcga._backend.dispatch import load
+from funcga.tools.doctor.causes import is_note, judge, off
+from funcga.tools.doctor.windows import Finding, Window
+from funcga.tools.reports.tables import bars, json_text, new_figure, save, text_table
+from funcga.tools.verify import cause_lines, wrapped
+from funcga.tools.verify.causes import Cause, cause, note
+
+ROWS, BARS = 8, 16  # rows of a table, and micro-batches of a row
+
+
+class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
+    """Watches a training loop of torch as it is, and says how its windows weigh their targets.
+
+    While the `with` block is open, calls of `backward`, of torch's functions that clip, of
+    GradScaler and of `optimizer.step()` are seen. The graph of each loss says how it weighs its
+    targets; some thousand elements of `.grad`, before and after each event, say with which factor
+    a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
+    the bit. It waits for a device at the step only. An error of its own ends the watch, never the
+    run.
+
+    The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
+    "short window", "divided by another n", "stepped too often", "another count", "erased", "left
+    over", "clipped inside the window", "scaled inside the window", "clipped before unscaling",
+    "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
+
+    `ok` is None where it cannot tell, and a note says why: compiled or fused losses, functions of
+    your own in the graph, sums of losses with different counts, weights of your own.
+
+    Args:
+        model: The module that is trained, such as a ModuleList of several; default: what
+            optimizers have.
+        optimizer: The one that steps it; default: all that have parameters of it.
+        across: A process group, or "world" for all processes: they gather some numbers at each
+            step, so all of them must watch, and step equally often.
+        steps: How many steps are watched; 0 for all of them.
+
+    Raises:
+        FuncgaError: If model is no module, or optimizer no optimizer.
+
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with funcga.watch(model, optimizer) as watched:
+        ...     for x in torch.ones(4, 2, 3):
+        ...         (model(x).mean() / 4).backward()
+        ...     optimizer.step()
+        >>> watched.ok
+        True
+
+    Attributes:
+        windows: A Window for each step, in their order: its micro-batches, their `.shares` in the
+            gradient beside those in the targets, the `.factor` between what the optimizer got and
+            the mean over the window, `.ok`, and the names of its `.causes`.
+    """
+
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, *, across: Any = None, steps: int = 1000
+    ) -> None:
+        load("torch")  # says how to install it if it is missing
+        from funcga.tools.doctor.loop_in_torch import Loop
+
+        self._loop = Loop(model, optimizer, across, steps)
+        self._findings: list[Finding] = []
+        self.windows: list[Window] = self._loop.windows
+
+    def __enter__(self) -> "watch":
+        self._loop.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.close(is_whole=error[0] is None)
+        self._findings = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
+
+    @property
+    def ok(self) -> bool | None:
+        """True if every window was exact, False if one was not, and None if that cannot be told."""
+        if self.causes:
+            return False
+        known = [window.ok for window in self.windows if window.is_step]
+        return True if known and all(known) and not self._loop.is_blind else None
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """What is wrong, the worst first: `.name`, `.what`, the line that is the `.fix`, and
+        `.evidence`.
+        """
+        found = [each for each in self._findings if not is_note(each)]
+        return tuple(cause(each.name, __name__, **each.words) for each in found)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Further remarks, such as what cannot be seen."""
+        found = [each for each in self._findings if is_note(each)]
+        return tuple(note(each.name, __name__, **each.words) for each in found)
+
+    def assert_exact(self) -> None:
+        """Raises an error unless every window was exact.
+
+        Raises:
+            AssertionError: If one was not, or if that cannot be told, with the text of the report.
+        """
+        if not self.ok:
+            raise AssertionError(str(self))
+
+    def to_json(self) -> str:
+        """The report as JSON; a number that is not finite is null."""
+        windows = [asdict(window) | {"ok": window.ok} for window in self.windows]
+        causes = [asdict(cause) for cause in self.causes]
+        return json_text({"ok": self.ok, "causes": causes, "notes": self.notes, "windows": windows})
+
+    def plot(self, file: str | PathLike[str]) -> None:
+        """Writes a picture of the shares in the window that is furthest off, to a .png, .svg or
+        .pdf file.
+
+        Raises:
+            FuncgaError: If matplotlib is not installed, or cannot write the file.
+        """
+        worst = max(self.windows, key=off, default=Window())
+        figure = new_figure("watched.plot", (8, 4))
+        axes = figure.subplots()
+        axes.bar(range(len(worst.shares)), worst.shares, label="share of the gradient")
+        axes.plot(worst.of_targets, "k_", label="share of the targets")
+        axes.set(xlabel="micro-batch", title=", ".join(_row(worst)[::5]))
+        axes.legend()
+        save(figure, "watched.plot", file)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# --- the text
+
+
+def _lines(watched: watch) -> Iterator[str]:
+    causes, windows = watched.causes, watched.windows
+    steps = sum(window.is_step for window in windows)
+    yield {
+        True: f"Every target weighs the same in each of the steps. Steps: {steps}.",
+        False: f"This loop is NOT exact. Steps: {steps}, causes: {len(causes)}.",
+        None: f"Whether this loop is exact cannot be told. Steps: {steps}.",
+    }[watched.ok]
+    for number, each in enumerate(causes, 1):
+        yield from cause_lines(number, each)
+    if windows:
+        # The first, and those that differ from the one before.
+        alike = groupby(windows, lambda each: (each.causes, each.unknown, len(each.parts)))
+        shown = [next(group) for _, group in alike][:ROWS]
+        yield ""
+        yield from text_table([_HEADINGS, *map(_row, shown)]).split("\n")
+        if len(windows) > len(shown):
+            yield f"and {len(windows) - len(shown)} more"
+    for text in watched.notes:
+        yield from wrapped(text, "Note: ")
+
+
+_HEADINGS = ["window", "optimizer", "micro-batches", "targets", "gradient", "factor", ""]
+
+
+def _row(window: Window) -> list[str]:
+    verdict = ", ".join(window.causes) or (f"? {window.unknown}" if window.unknown else "exact")
+    return [
+        str(window.number),
+        window.optimizer,
+        str(len(window.parts)),
+        bars(window.of_targets, BARS),
+        bars(window.shares, BARS),
+        f"{window.factor:.4g}",
+        verdict,
+    ]

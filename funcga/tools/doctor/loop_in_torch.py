@@ -1,0 +1,332 @@
+"""A training loop of torch, watched: what calls `backward`, clips, scales and steps.
+
+Two sources, and nothing is computed a second time: the graph of each loss, read before `backward`
+frees it (`graph_in_torch`); and a sketch of `.grad`, some thousand elements, looked at before and
+after each event (`ledger`).
+"""
+
+import gc
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from funcga.errors import FuncgaError, listed
+from funcga.tools.doctor.graph_in_torch import read
+from funcga.tools.doctor.ledger import Look, settle
+from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
+from torch_backend import _private
+from torch_backend.dtensor import local
+
+ELEMENTS, PARAMETERS = 4096, 16  # of a sketch at most, and how many parameters they are of
+
+
+Watcher = Callable[..., Any] | None
+
+
+class Ledger:
+    """What the gradients of an optimizer went through since its last step.
+
+    It looks at some of their elements, and keeps how these differ from the look before.
+    """
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.optimizer, self.number = optimizer, number
+        self.unknown = ""
+        self.looks: list[Look] = []
+        self.begin()
+        # What gradients hold by now is of nothing that was seen.
+        self.last = torch.zeros_like(self.sketch())
+
+    def begin(self) -> None:
+        """Looks at what gradients hold before the first backward of a window."""
+        groups = self.optimizer.param_groups
+        params = [param for group in groups for param in group["params"] if param.requires_grad]
+        self.params = params[:: math.ceil(len(params) / PARAMETERS) or 1]
+        # A sharded module may keep gradients elsewhere until it reduces them.
+        self.is_sharded = any(local(param) is not param for param in self.params)
+        self.last, self.versions = self.sketch(), self.version()
+
+    def version(self) -> list[tuple[int, int]]:
+        """Of each gradient; another one when it was written to."""
+        grads = [param.grad for param in self.params]
+        return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
+
+    def sketch(self) -> torch.Tensor:
+        """Elements of the gradients; 0 where there is no gradient."""
+        parts = [_elements(param, ELEMENTS // len(self.params)) for param in self.params]
+        parts = [part.to(parts[0].device, non_blocking=True) for part in parts]
+        return torch.cat(parts or [torch.zeros(1, device="cpu")]).float()
+
+    def look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
+        """Compares the gradients with what they were at the last look."""
+        now, versions = self.sketch(), self.version()
+        is_new = versions != self.versions or self.is_sharded
+        last = self.last
+        change = torch.stack([last @ last, last @ now, now @ now])
+        self.looks.append(Look(kind, micro_batch, is_new, change))
+        self.last, self.versions = now, versions
+
+    def settle(self, window: Window, scale: float) -> None:
+        """Writes into the window what became of its micro-batches, and begins the next."""
+        changes = torch.stack([look.change for look in self.looks]).tolist()
+        settle(window, self.looks, changes, scale)
+        # A factor is known as exactly as gradients are rounded.
+        if window.by_hand != 1:
+            window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
+        window.unknown = self.unknown or window.unknown
+        self.looks, self.unknown = [], ""
+
+
+def _elements(param: torch.Tensor, most: int) -> torch.Tensor:
+    count = min(most, local(param).numel())
+    grad = None if param.grad is None else local(param.grad.detach())
+    # Only what has a view without axes: a copy would be as large as the parameter.
+    if grad is None or grad.layout != torch.strided or not grad.is_contiguous():
+        return torch.zeros(count, dtype=param.dtype, device=param.device)
+    flat: torch.Tensor = grad.view(-1)
+    return flat[:: max(1, len(flat) // max(1, count))][:count]
+
+
+class Loop:
+    """Everything that is watched while a `watch` is open.
+
+    Nothing of it may stop the run: an error of its own ends the watch, and is told once.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, across: Any, steps: int) -> None:
+        for given, kind in ((model, torch.nn.Module), (optimizer, Optimizer)):
+            if not isinstance(given, kind | None):
+                raise FuncgaError(
+                    f"watch was given {type(given).__name__} in place of a torch {kind.__name__}. "
+                    "Write funcga.watch(model, optimizer), or funcga.watch() for all there are."
+                )
+        self.model: torch.nn.Module = model or torch.nn.Module()
+        self.optimizer = optimizer
+        self.across, self.steps = across, steps
+        self.windows: list[Window] = []
+        self.findings: list[Finding] = []  # that are no matter of one window
+        self.is_blind = False
+        self._ledgers: dict[tuple[int, ...], Ledger] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._is_reduced = False
+        self._micro_batch = MicroBatch()
+        self._scaler: Any = None
+
+    # --- what is replaced while it is open
+
+    def open(self) -> None:
+        """Begins to watch."""
+        scaler = torch.amp.grad_scaler.GradScaler
+        before, clipped = (
+            lambda *_, kind=kind, **__: self._look(kind) for kind in ("before", "clip")
+        )
+        for owner, name, first, then in (
+            (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
+            (torch.autograd, "backward", self._before_backward, self._after_backward),
+            (scaler, "scale", self._scale, None),
+            (scaler, "step", None, self._after_scaler_step),
+            (DistributedDataParallel, "forward", self._before_forward, None),
+            # However it was imported, clip_grad_norm_ calls this by its name.
+            (clip_grad, "_clip_grads_with_norm_", before, clipped),
+            (torch.nn.utils, "clip_grad_value_", before, clipped),
+        ):
+            self._replace(owner, name, first, then)
+        self._undo += [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        # By type, as a proxy may claim to be an instance of anything.
+        alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        self.quietly(self._find_optimizers, alive)
+
+    def close(self, is_whole: bool = True) -> None:
+        """Ends the watch, and puts all that was replaced back."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        for ledger in self._ledgers.values() if is_whole else ():
+            self.quietly(self._end_window, ledger, False)
+        owned = {key for keys in self._ledgers for key in keys}
+        named = self.model.named_parameters()
+        names = [name for name, p in named if p.requires_grad and id(p) not in owned]
+        if names and self.windows:
+            self.findings.append(Finding("in no optimizer", {"names": listed(names)}))
+        if not any(window.is_step for window in self.windows):
+            self.findings.append(Finding("nothing"))
+
+    def _replace(self, owner: Any, name: str, first: Watcher, then: Watcher) -> None:
+        """Has a function called between two others, which get its arguments, while this is open."""
+        original = vars(owner)[name]
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if not self._undo:
+                return original(*args, **kwargs)
+            self.quietly(first, *args, **kwargs)
+            result = original(*args, **kwargs)
+            self.quietly(then, *args, **kwargs)
+            return result
+
+        def undo() -> None:
+            # Where somebody has replaced it meanwhile, this one stays below, and does nothing.
+            if vars(owner)[name] is replacement:
+                setattr(owner, name, original)
+
+        setattr(owner, name, replacement)
+        self._undo.append(undo)
+
+    def quietly(self, look: Watcher, *args: Any, **kwargs: Any) -> Any:
+        """What a function of ours returns, and None if it raises an error."""
+        try:
+            with torch.no_grad():
+                return None if look is None or self.is_blind else look(*args, **kwargs)
+        except Exception as error:
+            self.is_blind = True
+            text = f"{type(error).__name__}: {error}"
+            self.findings.append(Finding("error", {"error": text}))
+            sys.stderr.write(f"funcga.watch sees nothing more of this run: {text}\n")
+
+    # --- what a loop does
+
+    def _look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
+        for ledger in self._ledgers.values():
+            ledger.look(kind, micro_batch)
+
+    def _before_backward(self, tensors: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
+        # A checkpoint may call backward inside of one.
+        if _private.graph_task() < 0:
+            losses = [tensors] if torch.is_tensor(tensors) else tensors
+            terms = [term for loss in losses for term in read(loss)]
+            if gradient is not None:
+                terms = [Term("backward with a gradient")]
+            self._micro_batch = MicroBatch(terms, self._is_reduced, place=_place())
+            self._is_reduced = False
+            self._look("before")
+
+    def _after_backward(self, *_: Any, **__: Any) -> None:
+        if _private.graph_task() < 0:
+            self._look("backward", self._micro_batch)
+
+    def _before_forward(self, module: Any, *_: Any, **__: Any) -> None:
+        self._is_reduced = module.require_backward_grad_sync
+
+    def _scale(self, scaler: Any, *_: Any) -> None:
+        self._scaler = scaler
+
+    def _after_scaler_step(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+        ledger = self._ledger(optimizer)
+        if ledger is not None and ledger.looks:
+            ledger.unknown = "GradScaler skipped the step"
+            self._end_window(ledger, False)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", (*args[1:], None)[0])
+        if not callable(closure):
+            self._step(optimizer)
+            return None
+
+        # The last backward of the window is in the closure.
+        def with_step() -> Any:
+            loss = closure()
+            self._step(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": with_step}
+        return (optimizer, with_step, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (ledger := self._ledger(optimizer)) is not None:
+            self.quietly(ledger.begin)
+            self.steps -= 1
+            if not self.steps:
+                self.findings.append(Finding("too long"))
+                self.close()
+
+    # --- windows
+
+    def _find_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        ours = {id(param) for param in self.model.parameters()}
+        ours.update(() if self.optimizer is None else _key(self.optimizer))
+        for optimizer in optimizers:
+            key = _key(optimizer)
+            if key not in self._ledgers and not (ours and ours.isdisjoint(key)):
+                # It may take over the parameters of one before it.
+                for other in [each for each in self._ledgers if not {*each}.isdisjoint(key)]:
+                    del self._ledgers[other]
+                self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1)
+
+    def _ledger(self, optimizer: Any) -> Ledger | None:
+        return self._ledgers.get(_key(optimizer))
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """What one step got; with `across` every process gathers here, whatever befell it."""
+        window = self.quietly(self._see_step, optimizer)
+        if self.across is not None and dist.is_initialized() and (window or self.is_blind):
+            group = None if self.across == "world" else self.across
+            everyone: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, window, group)
+            self.quietly(_merge, window, everyone)
+
+    def _see_step(self, optimizer: Optimizer) -> Window | None:
+        if self._ledger(optimizer) is None:
+            self._find_optimizers([optimizer])
+        if (ledger := self._ledger(optimizer)) is None:
+            return None  # one of another model
+        ledger.optimizer = optimizer  # another one may be around it
+        if _private.graph_task() >= 0:
+            raise FuncgaError("an optimizer steps inside of backward")
+        return self._end_window(ledger, is_step=True)
+
+    def _end_window(self, ledger: Ledger, is_step: bool) -> Window:
+        optimizer = ledger.optimizer
+        name = f"{type(optimizer).__name__} {ledger.number}"
+        window = Window(len(self.windows) + 1, name, is_step=is_step)
+        ledger.look("before")
+        scaler = self._scaler
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 0.0
+        # An optimizer that unscales by itself has this while it steps.
+        own = getattr(optimizer, "grad_scale", None)
+        ledger.settle(window, scale if own is None else 0.0)
+        window.scale(1.0 if own is None else 1 / float(own))
+        window.is_part = dist.is_initialized() and dist.get_world_size() > 1
+        for each, coefficient in window.parts:
+            each.terms = [term.plain() for term in each.terms]
+            each.steps += is_step and coefficient != 0
+        if window.parts:
+            self.windows.append(window)
+        return window
+
+
+def _place() -> int:
+    """Where in the program this is called, the same in all processes."""
+    return hash(tuple(frame.f_lasti for frame, _ in traceback.walk_stack(None)))
+
+
+def _key(optimizer: Any) -> tuple[int, ...]:
+    """What it updates: an optimizer inside of another one is the same."""
+    return tuple(id(param) for group in optimizer.param_groups for param in group["params"])
+
+
+def _merge(window: Window, everyone: Sequence[Window | None]) -> None:
+    """Makes a window that of all processes, whose gradients are averaged."""
+    windows = [each for each in everyone if each is not None]
+    if len(windows) < len(everyone):
+        window.unknown = "another process sees nothing more of its run"
+        return
+    for rank, other in enumerate(windows):
+        for each, _ in other.parts:
+            each.rank = rank
+    window.parts = [part for other in windows for part in other.parts]
+    window.ranks, window.is_part = len(windows), False

@@ -1,0 +1,138 @@
+"""What was seen of a training loop: the terms of losses, micro-batches and windows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+Number = Any  # a float; before the step perhaps a tensor without axes, which waits on its device
+
+
+@dataclass(frozen=True)
+class Term:
+    """A sum under a loss: a mean is one that is divided by its own count.
+
+    Attributes:
+        name: Of what is summed: an operation of autograd, such as "NllLoss". Without counts,
+            reading ended there.
+        factors: What it is multiplied by on its way to the loss.
+        divisors: What it is divided by.
+        counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
+            of targets: elements that no mask hides, the weights themselves, or all elements.
+    """
+
+    name: str = ""
+    factors: tuple[Number, ...] = ()
+    divisors: tuple[Number, ...] = ()
+    counts: tuple[tuple[Number, Number], ...] = ()
+
+    def times(self, *factors: Number) -> "Term":
+        """The term with further factors."""
+        return replace(self, factors=(*self.factors, *factors))
+
+    def over(self, *divisors: Number) -> "Term":
+        """The term with further divisors."""
+        return replace(self, divisors=(*self.divisors, *divisors))
+
+    def plain(self) -> "Term":
+        """It with floats, for which this waits."""
+        return Term(self.name, *map(_plain, (self.factors, self.divisors, self.counts)))
+
+    @property
+    def each(self) -> float:
+        """The factor with which each target enters the loss."""
+        divisor = math.prod(self.divisors)
+        return math.prod(self.factors) / divisor if divisor else math.nan
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is divided by more than its factors say."""
+        return self.outer != math.prod(self.divisors)
+
+    @property
+    def outer(self) -> float:
+        """What it is divided by, but for its own count: the number of micro-batches, if that."""
+        counts = {count for pair in self.counts for count in pair}
+        own = [d for d in self.divisors if any(math.isclose(d, count) for count in counts)]
+        return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
+
+
+def _plain(numbers: Any) -> Any:
+    return tuple(map(_plain, numbers)) if isinstance(numbers, tuple) else float(numbers)
+
+
+@dataclass
+class MicroBatch:
+    """One call of `backward`.
+
+    Attributes:
+        terms: What its loss adds up.
+        is_reduced: True if a wrapped module reduced gradients over processes in it.
+        steps: How many steps of optimizers its gradient has entered.
+        rank: The process that it ran in.
+        place: Of the call in the program.
+    """
+
+    terms: Sequence[Term] = ()
+    is_reduced: bool = False
+    steps: int = 0
+    rank: int = 0
+    place: int = 0
+
+
+class Finding(NamedTuple):
+    """The name of a cause or a note, and what its texts are filled in with."""
+
+    name: str
+    words: dict[str, object] = {}  # noqa: RUF012 - nobody writes to it
+
+
+@dataclass
+class Window:
+    """What one `optimizer.step()` got.
+
+    Attributes:
+        number: Counted from 1, over all optimizers.
+        optimizer: Its class, with a number if there are several.
+        parts: The calls of `backward` since its last step, also those that were lost, and the
+            factor with which each of them reached the step; 0 if it did not. One that clips all of
+            them after the last is left out.
+        findings: What happened to the gradients.
+        by_hand: What they were multiplied by after the last backward, other than clipping.
+        precision: How exactly that is known, relative.
+        ranks: Over how many processes the gradient is a mean.
+        shares: The share of each micro-batch in the gradient, if all targets had the same one.
+        of_targets: The share of each in the targets, which is right. Both are () if unknown.
+        factor: What the step got, over the mean over all targets of the window: 1 is right, and
+            NaN is unknown.
+        causes: The names of what is wrong.
+        unknown: Why it cannot be judged; "" if it can.
+        is_part: True if other processes take part in the step, and were not seen.
+        is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
+    """
+
+    number: int = 0
+    optimizer: str = ""
+    parts: list[tuple[MicroBatch, float]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    by_hand: float = 1.0
+    precision: float = 0.0
+    ranks: int = 1
+    shares: tuple[float, ...] = ()
+    of_targets: tuple[float, ...] = ()
+    factor: float = math.nan
+    causes: tuple[str, ...] = ()
+    unknown: str = ""
+    is_part: bool = False
+    is_step: bool = True
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what the gradients hold."""
+        self.parts = [(each, coefficient * factor) for each, coefficient in self.parts]
+
+    @property
+    def ok(self) -> bool | None:
+        """True if it is exact, False if not, None if that cannot be told."""
+        if self.causes:
+            return False
+        return None if self.unknown else True

@@ -1,0 +1,165 @@
+"""The losses that `python -m funcga parity` compares, written as this framework's users write
+them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import lax
+
+from funcga._transform import Transform
+from funcga._types import Tree
+from funcga.tools.verify import in_jax
+from jax_backend.gradients import apply_updates as apply_updates
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+
+@contextmanager
+def precision(precise: bool) -> Iterator[None]:
+    """A context in which floats are computed with in all of their bits, and with `precise`
+    float64 exists.
+    """
+    # As optax needs it.
+    with in_jax.precision(precise), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def optimizer(name: str) -> Transform:
+    """The transform of this name, with the options that both frameworks share."""
+    transforms: dict[str, Callable[[], Transform]] = {
+        "sgd": lambda: optax.sgd(0.5),
+        "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+        "adam": lambda: optax.adam(0.01),
+        "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
+    }
+    return transforms[name]()
+
+
+def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The step as this framework's users run it."""
+    return jax.jit(step)
+
+
+def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The step, compiled as fast as can be: for small programs that have none of the user's
+    code.
+    """
+    return jax.jit(step, compiler_options=_quick_to_compile())
+
+
+# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter
+# of the time. They may go as they came, as the second one did with jaxlib 0.12, and XLA refuses
+# options that it does not know: those are left out, and compiling takes longer.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+@cache
+def _quick_to_compile() -> dict[str, int | bool]:
+    """The `compiler_options` for a jitted function that is small and seldom called."""
+    return {name: value for name, value in QUICK.items() if _is_option({name: value})}
+
+
+def _is_option(option: dict[str, int | bool]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=option).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of an MLP with one tanh layer, in the dtype of the parameters: for
+    `funcga.mean()`.
+
+    images: float[rows, 64]; labels: int[rows], 0 to 9; params: `hidden` and `output`, each a
+    `weight` [in, out] and a `bias` [out].
+    """
+    return _cross_entropy(
+        _linear(jnp.tanh(_linear(images, params["hidden"])), params["output"]), labels
+    )
+
+
+def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for
+    `funcga.mean()`.
+
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in
+    this framework's layout, each a `kernel` and a `bias`.
+    """
+    x = jax.nn.gelu(_conv(images[..., None], params["conv1"], "SAME"), approximate=False)
+    x = x.reshape(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4))
+    x = jax.nn.gelu(_conv(x, params["conv2"], "SAME"), approximate=False)
+    return _cross_entropy(
+        x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels
+    )
+
+
+def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    output = lax.conv_general_dilated(
+        x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions
+    )
+    return jnp.asarray(output + layer["bias"])
+
+
+def _linear(x: jax.Array, layer: Tree) -> jax.Array:
+    return jnp.asarray(x @ layer["weight"] + layer["bias"])
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(_cross_entropies(logits, labels))
+
+
+def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return jnp.asarray(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(targets * logits, axis=-1))
+
+
+# Jitted, since operation by operation it would take longer to compile.
+@jax.jit
+def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
+    """The sum of the next-token cross-entropies of a causal transformer, PAD left out: for
+    `funcga.per_weight()`.
+
+    tokens: int[rows, length], padded with PAD at the end; params: `embed` (`token` [256, width],
+    which is also the output layer, and `position` [length - 1, width]), `blocks` (each leaf has the
+    blocks on its first axis) and `norm`. The result has the dtype of the parameters, and is 0 where
+    every target is PAD.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = params["embed"]["token"][inputs] + params["embed"]["position"][: inputs.shape[1]]
+    x, _ = lax.scan(_block, x, params["blocks"])
+    x = _standardize(x) * params["norm"]["scale"] + params["norm"]["bias"]
+    logits = x @ params["embed"]["token"].T
+    return jnp.sum(_cross_entropies(logits, targets), where=targets != PAD)
+
+
+def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    normed = _standardize(x) * block["norm1_scale"] + block["norm1_bias"]
+    x = x + _attention(normed, block["qkv"]) @ block["out"].reshape(-1, x.shape[-1])
+    normed = _standardize(x) * block["norm2_scale"] + block["norm2_bias"]
+    hidden = jax.nn.gelu(normed @ block["up"] + block["up_bias"], approximate=False)
+    return x + hidden @ block["down"] + block["down_bias"], None
+
+
+def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
+    # Not jax.nn.dot_product_attention, which takes the softmax in float32 whatever the dtype of its
+    # arguments. Products of matrices, and not einsum over weights of four axes, which XLA takes
+    # three times as long to compile.
+    heads = (x @ qkv.reshape(x.shape[-1], -1)).reshape(*x.shape[:2], *qkv.shape[1:])
+    query, key, value = heads.transpose(2, 0, 3, 1, 4)
+    scores = query @ key.swapaxes(-1, -2) / query.shape[-1] ** 0.5
+    # Padding stands at the end, so that causality already hides it from every token that counts.
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], dtype=bool))
+    mixed = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)) @ value
+    return jnp.asarray(mixed.swapaxes(1, 2).reshape(x.shape))
+
+
+def _standardize(x: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, variance=jnp.var(x, axis=-1, keepdims=True), epsilon=1e-5)

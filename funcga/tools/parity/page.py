@@ -1,0 +1,208 @@
+"""The report of a run as a page and as pictures: where a difference is, and how it grows."""
+
+import io
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from funcga.tools.compare.report import Report
+from funcga.tools.parity.report import as_text, conclusion
+from funcga.tools.parity.run import Compared, Findings
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>funcga parity</title>
+<style>
+  body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; }}
+  pre {{ overflow-x: auto; font-size: .85rem; }}
+  svg {{ width: 100%; height: auto; }}
+</style>
+<h1>funcga parity</h1>
+{}
+</html>
+"""
+
+
+def page(every: Sequence[Findings]) -> str:
+    """A page of all problems, with tables, verdicts and pictures; it loads nothing."""
+    sections = [f"<p><strong>{escape(conclusion(every))}</strong></p>"]
+    for findings in every:
+        full = [c for c in findings.of("model") + findings.of("rounding") if c.micro_batch is None]
+        leaves = "\n\n".join(f"{c.what}, {c.dtype}\n{c.report}" for c in full)
+        sections += [
+            f"<h2>{escape(findings.problem.name)}</h2>",
+            f"<pre>{escape(as_text(findings))}</pre>",
+            _svg(findings),
+            "<details><summary>Every leaf of the full batch</summary>",
+            f"<pre>{escape(leaves)}</pre></details>",
+        ]
+    return _PAGE.format("\n".join(sections))
+
+
+def _svg(findings: Findings) -> str:
+    """The picture of a problem as an element of a page."""
+    text = io.StringIO()
+    # Letters stay text, which can be searched; with a salt and without the date a picture is the
+    # same each time.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": findings.problem.name}):
+        picture([findings]).savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def picture(every: Sequence[Findings]) -> Figure:
+    """A figure with four axes for each problem: by n, by leaf, by micro-batch and by update."""
+    whole = Figure(figsize=(14, 7.5 * len(every)), layout="constrained")
+    parts = whole.subfigures(len(every), 1, squeeze=False)[:, 0]
+    for part, findings in zip(parts, every, strict=True):
+        result = "the same" if findings.ok else "DIFFERENT"
+        text = f"{findings.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
+        part.suptitle(text, fontweight="bold")
+        panels = (_by_n, _by_leaf, _by_micro_batch, _by_update)
+        for axes, panel in zip(part.subplots(2, 2).flatten(), panels, strict=True):
+            _draw(axes, panel(findings))
+    return whole
+
+
+FLOOR = 1e-18
+"""Where no difference at all is drawn, as a logarithmic axis has no 0."""
+
+
+class _Panel(NamedTuple):
+    """What one of the axes shows: the largest relative differences, by name and dtype.
+
+    `reports` have the limits. `joined` is whether a line joins neighbouring points, as steps of one
+    course. `empty` stands there if there is no series.
+    """
+
+    title: str
+    xlabel: str
+    ticks: list[str]
+    series: dict[tuple[str, str], list[float]]
+    reports: list[Report]
+    joined: bool = False
+    empty: str = "not run"
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The largest limit of every dtype."""
+        rows = [row for report in self.reports for row in report.rows]
+        dtypes = dict.fromkeys(row.dtype for row in rows if row.dtype)
+        return {dtype: max(row.limit for row in rows if row.dtype == dtype) for dtype in dtypes}
+
+
+_WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
+
+
+def _by_n(findings: Findings) -> _Panel:
+    accumulated = [c for c in findings.of("accumulation") if c.n != 1]
+    return _Panel(
+        "accumulated vs full batch",
+        "n, micro-batches",
+        [str(n) for n in dict.fromkeys(c.n for c in accumulated)],
+        _series(accumulated),
+        [c.report for c in accumulated],
+        joined=True,
+        empty=_WHOLE,
+    )
+
+
+def _by_leaf(findings: Findings) -> _Panel:
+    full = [c for c in findings.of("model") if c.micro_batch is None]
+    # With one framework alone its largest n stands for the comparison of the full batches.
+    full = full or [c for c in findings.of("accumulation") if c.n == len(findings.rows)]
+    leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
+    return _Panel(
+        f"{full[0].what}, leaf by leaf",
+        "leaf, in the order of the parameters",
+        [row.path for row in leaves[full[0].dtype]],
+        {("", dtype): [row.relative for row in rows] for dtype, rows in leaves.items()},
+        [c.report for c in full],
+    )
+
+
+def _by_micro_batch(findings: Findings) -> _Panel:
+    model, n = findings.of("model"), len(findings.rows)
+    micro = [c for c in model if c.micro_batch is not None and n > 1]
+    return _Panel(
+        "torch vs JAX, each micro-batch",
+        "micro-batch",
+        [str(number) for number in range(1, n + 1)],
+        _series(micro),
+        [c.report for c in micro],
+        empty=_WHOLE if model else "not run",
+    )
+
+
+def _by_update(findings: Findings) -> _Panel:
+    trained = findings.trajectories
+    updates = max((len(t.reports) for t in trained), default=0)
+    return _Panel(
+        "torch vs JAX, parameters in training",
+        "update",
+        [str(update) for update in range(1, updates + 1)],
+        {(t.optimizer, t.dtype): [report.most for report in t.reports] for t in trained},
+        [t.reports[-1] for t in trained],
+        joined=True,
+    )
+
+
+def _series(compared: list[Compared]) -> dict[tuple[str, str], list[float]]:
+    values: dict[tuple[str, str], list[float]] = {}
+    for each in compared:
+        values.setdefault((each.framework or "", each.dtype), []).append(each.report.most)
+    return values
+
+
+# What can be told apart without colours: a name by its marker, a dtype by its dashes and by the
+# size of its markers, so that of two in one place the larger one is a ring around the smaller.
+# Colours: Okabe and Ito (2008).
+_STYLES = {"float64": ("-", 4), "float32": ("--", 8), "bfloat16": (":", 11), "float16": ("-.", 14)}
+_MARKERS = "osD^"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+
+
+def _draw(axes: Axes, panel: _Panel) -> None:
+    axes.set(
+        title=panel.title,
+        yscale="log",
+        xlabel=panel.xlabel,
+        ylabel="largest relative difference",
+    )
+    axes.grid(alpha=0.3)
+    if not panel.series:
+        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center")
+        axes.set_axis_off()
+        return
+    names = list(dict.fromkeys(name for name, _ in panel.series))
+    for (name, dtype), values in panel.series.items():
+        index = names.index(name) % len(_MARKERS)
+        dashes, size = _STYLES[dtype]
+        axes.plot(
+            [max(value, FLOOR) for value in values],
+            label=f"{name}, {dtype}" if name else dtype,
+            color=_COLOURS[index],
+            marker=_MARKERS[index],
+            markersize=size,
+            markerfacecolor=None if size == 4 else "none",
+            linestyle=dashes if panel.joined else "",
+        )
+    for dtype, limit in panel.limits.items():
+        if limit > 0:
+            axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
+            text, data = f"limit, {dtype}", axes.get_yaxis_transform()
+            axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
+    # More names than these would cover one another.
+    every = -(-len(panel.ticks) // 24)
+    rotation = 0 if panel.ticks[0].isdecimal() else 60
+    positions = range(0, len(panel.ticks), every)
+    axes.set_xticks(positions, panel.ticks[::every], fontsize="x-small", rotation=rotation)
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=FLOOR / 3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)

@@ -1,0 +1,227 @@
+"""The built-in problems, as trees of NumPy arrays, and the problem that the command line names."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from funcga._types import Array, Tree
+from funcga.errors import FuncgaError
+from funcga.folds import per_weight
+from funcga.tools.parity import OPTIMIZERS, Problem
+from funcga.tools.reports.commands import check_installed, is_function_of, load_object
+from funcga.tools.trees.rules import torch_to_flax
+
+PAD = 255
+"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+
+# Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not
+# the accumulated one) is more than 2e-6 from its float64 gradient: layer_norm's backward adds up
+# rows one after the other.
+_ROWS, _LENGTH = 40, 48
+_WIDTH, _HEADS, _BLOCKS = 32, 4, 2  # of its transformer
+
+
+def digits(seed: int = 0) -> Problem:
+    """The 1,797 handwritten digits of scikit-learn, a mean over rows."""
+    random = np.random.default_rng(seed)
+    params = {"hidden": _linear(random, 64, 32), "output": _linear(random, 32, 10)}
+    return _problem(
+        "digits",
+        "mean cross-entropy of an MLP (64-32-10, tanh) on handwritten digits; fold=funcga.mean()",
+        params,
+        _digits(),
+        optimizers=("sgd", "momentum", "adam", "adamw"),
+    )
+
+
+def cnn(seed: int = 0) -> Problem:
+    """A convolutional network on the digits, in each framework's own layout of the weights."""
+    random = np.random.default_rng(seed)
+    shapes = {"conv1": (8, 1, 3, 3), "conv2": (16, 8, 3, 3), "output": (10, 16)}
+    params = {
+        name: {
+            "weight": _normal(random, *shape, fan_in=int(np.prod(shape[1:]))),
+            "bias": _normal(random, shape[0]),
+        }
+        for name, shape in shapes.items()
+    }
+    images, labels = _digits(_EVEN)
+    return _problem(
+        "cnn",
+        "mean cross-entropy of two convolutions on handwritten digits; OIHW in torch, HWIO in "
+        "JAX; fold=funcga.mean()",
+        params,
+        (images.reshape(-1, 8, 8), labels),
+        jax_params={
+            name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]}
+            for name, layer in params.items()
+        },
+        rules=torch_to_flax,
+        reduction=64 * len(labels),
+        optimizers=("adamw",),
+    )
+
+
+def text(seed: int = 0) -> Problem:
+    """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to
+    be predicted.
+    """
+    # Rows of different lengths, filled up at the end: micro-batches then differ in their number of
+    # targets.
+    rows = _paragraphs(np.random.default_rng(seed + 1))
+    tokens = np.full((len(rows), _LENGTH), PAD, dtype=np.int32)
+    for row, paragraph in zip(tokens, rows, strict=True):
+        row[: len(paragraph)] = list(paragraph)
+    return _problem(
+        "text",
+        "summed cross-entropy of a small causal transformer, byte by byte; "
+        "fold=funcga.per_weight()",
+        _transformer(np.random.default_rng(seed + 2)),
+        (tokens,),
+        fold=per_weight(),
+        weight=count_targets,
+        reduction=sum(len(paragraph) - 1 for paragraph in rows),  # the first byte is not predicted
+        optimizers=("adamw",),
+    )
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {"digits": digits, "cnn": cnn, "text": text}
+
+
+def count_targets(tokens: Array) -> Array:
+    """The number of tokens that are to be predicted: a 0-d integer array of the tokens'
+    framework.
+    """
+    return (tokens[:, 1:] != PAD).sum()
+
+
+def _problem(
+    name: str, about: str, params: Tree, batch: tuple[Tree, ...], **options: Any
+) -> Problem:
+    torch_loss, jax_loss = (
+        vars(importlib.import_module(f"funcga.tools.parity.in_{framework}"))[f"{name}_loss"]
+        for framework in ("torch", "jax")
+    )
+    return Problem(params, batch, torch_loss, jax_loss, name=name, about=about, **options)
+
+
+_EVEN = 1792
+"""Rows that 2, 4 and 8 divide, as all 1,797 of `digits` do not: JAX then compiles half as much."""
+
+
+def _digits(rows: int | None = None) -> tuple[Array, Array]:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    images, labels = load_digits(return_X_y=True)
+    return images[:rows] / 16, labels[:rows].astype(np.int32)
+
+
+def _paragraphs(random: np.random.Generator) -> list[bytes]:
+    # Text that every Python brings along; a slim one may not have it, so it is not imported above.
+    from pydoc_data.topics import topics
+
+    every = [
+        part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")
+    ]
+    short = [part for part in every if 2 <= len(part) <= _LENGTH]
+    chosen = random.choice(len(short), _ROWS, replace=False)
+    # As a loader that buckets by length would: micro-batches then differ most in their number of
+    # tokens.
+    return sorted((short[paragraph_index] for paragraph_index in chosen), key=len, reverse=True)
+
+
+def _transformer(random: np.random.Generator) -> Tree:
+    each, head = (_BLOCKS, _WIDTH), _WIDTH // _HEADS
+    return {
+        "embed": {
+            "token": _normal(random, 256, _WIDTH),
+            "position": _normal(random, _LENGTH - 1, _WIDTH),
+        },
+        "blocks": {
+            "norm1_scale": 1 + _normal(random, *each),
+            "norm1_bias": _normal(random, *each),
+            "qkv": _normal(random, *each, 3, _HEADS, head, fan_in=_WIDTH),
+            "out": _normal(random, _BLOCKS, _HEADS, head, _WIDTH, fan_in=_WIDTH),
+            "norm2_scale": 1 + _normal(random, *each),
+            "norm2_bias": _normal(random, *each),
+            "up": _normal(random, *each, 4 * _WIDTH, fan_in=_WIDTH),
+            "up_bias": _normal(random, _BLOCKS, 4 * _WIDTH),
+            "down": _normal(random, _BLOCKS, 4 * _WIDTH, _WIDTH, fan_in=4 * _WIDTH),
+            "down_bias": _normal(random, *each),
+        },
+        "norm": {"scale": 1 + _normal(random, _WIDTH), "bias": _normal(random, _WIDTH)},
+    }
+
+
+def _linear(random: np.random.Generator, inputs: int, outputs: int) -> dict[str, Array]:
+    return {"weight": _normal(random, inputs, outputs), "bias": _normal(random, outputs)}
+
+
+def _transposed(weight: Array) -> Array:
+    return weight.transpose(*range(2, weight.ndim), 1, 0)
+
+
+def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Array:
+    return random.standard_normal(shape) / fan_in**0.5
+
+
+def chosen(where: str, seed: int) -> Problem:
+    """The problem that the command line names.
+
+    Args:
+        where: A built-in problem, or `FILE.py:NAME` of a Problem or of a function that returns one.
+        seed: What a function gets that has a parameter `seed`.
+
+    Raises:
+        FuncgaError: If there is no such object, or it is not a Problem.
+    """
+    if where in PROBLEMS:
+        check_installed("torch", "jax", "optax", "sklearn")
+        return PROBLEMS[where](seed)
+    if ".py" not in where:
+        raise FuncgaError(
+            f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of "
+            "your own, FILE.py:problem."
+        )
+    definition = "problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...)"
+    value, name, _ = load_object(where, definition, _can_be_chosen)
+    if callable(value) and not isinstance(value, Problem):
+        value = value(seed=seed) if "seed" in inspect.signature(value).parameters else value()
+    if not isinstance(value, Problem):
+        raise FuncgaError(
+            f"{where} is of type {type(value).__name__}, and parity takes a funcga.checks.Problem, "
+            f"or a function that returns one: {definition}."
+        )
+    # In a report a problem without a name goes by its variable.
+    problem = value if value.name else replace(value, name=name)
+    check_installed(*problem.losses, *(["optax"] if problem.jax_loss is not None else []))
+    _check(problem)
+    return problem
+
+
+def _can_be_chosen(value: object, module: ModuleType) -> bool:
+    """Whether it is a Problem, or a function that can be called for one."""
+    if not is_function_of(value, module):
+        return isinstance(value, Problem)
+    parameters = inspect.signature(value).parameters.values()
+    return all(p.name == "seed" or p.default is not p.empty for p in parameters)
+
+
+def _check(problem: Problem) -> None:
+    """Raises FuncgaError for a problem without a loss, and for optimizers that do not exist."""
+    if problem.torch_loss is None and problem.jax_loss is None:
+        raise FuncgaError(
+            f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is "
+            "nothing to run."
+        )
+    unknown = [name for name in problem.optimizers if name not in OPTIMIZERS]
+    if unknown:
+        raise FuncgaError(
+            f"the problem {problem.name!r} is trained with {unknown[0]!r}, and parity has "
+            f"{', '.join(OPTIMIZERS)}."
+        )

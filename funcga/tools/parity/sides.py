@@ -1,0 +1,486 @@
+"""One framework's side of a problem in one dtype: its gradients of the batch, of micro-batches,
+and accumulated.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from funcga._accumulate import accumulate
+from funcga._backend import Backend
+from funcga._backend.dispatch import load, load_imported
+from funcga._backend.prefixes import paths_and_leaves
+from funcga._call.arguments import Arguments, groups, read_arguments, starts
+from funcga._grad import value_and_grad
+from funcga._transform import Transform
+from funcga._types import Array, Dtype, Scalar, Tree
+from funcga.errors import FuncgaError
+from funcga.folds import Fold, sum
+from funcga.tools.compare import compare, tolerances
+from funcga.tools.compare.report import Report
+from funcga.tools.compare.row import Row, row_of
+from funcga.tools.parity import Problem
+from funcga.tools.trees import to_jax, to_numpy, to_torch
+from funcga.tools.trees.rules import Rule
+from funcga.tools.verify import Verdict, verify
+from funcga.trees import match
+
+FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
+"""The frameworks, as they are imported and as they are written."""
+
+
+class Framework(Protocol):
+    """What `in_torch.py` and `in_jax.py` have for problems."""
+
+    def precision(self, precise: bool) -> AbstractContextManager[None]:
+        """A context in which floats are computed with in all of their bits, and with `precise`
+        float64 exists.
+        """
+        ...
+
+    def optimizer(self, name: str) -> Transform:
+        """The transform of this name, with the options that both frameworks share."""
+        ...
+
+    def apply_updates(self, params: Tree, updates: Tree) -> Tree:
+        """The parameters with the updates added."""
+        ...
+
+    def compiled(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
+        """The step as this framework's users run it."""
+        ...
+
+    def unoptimised(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
+        """The step, compiled as fast as can be: for small programs that have none of the user's
+        code.
+        """
+        ...
+
+
+class Result(NamedTuple):
+    """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its
+    dotted path.
+    """
+
+    loss: Array
+    gradient: dict[str, Array]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every number of it is."""
+        return all(
+            np.isfinite(leaf.astype(np.float64)).all()
+            for leaf in (self.loss, *self.gradient.values())
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """One framework's side of a problem in one dtype, and in the precision that the dtype needs.
+
+    Args:
+        problem: The problem.
+        framework: "torch" or "jax".
+        dtype: The dtype of all floats.
+        n: The number of `micro_batches`.
+        device: The device of the arrays.
+
+    Raises:
+        FuncgaError: If the loss, the fold or the weight do not fit their arguments; the error says
+            in which framework.
+    """
+
+    problem: Problem
+    framework: str
+    dtype: str
+    n: int = 1
+    device: str = "cpu"
+
+    @cached_property
+    def whole(self) -> Result:
+        """The loss and gradients of the whole batch, divided by hand: no fold takes part."""
+        with self.running():
+            # This is what accumulation is measured by, so it uses none of it: one call and one
+            # division.
+            return self._full(self.arguments.cut(0, self.arguments.rows(), []))
+
+    def nearby(self, dtype: str) -> Result:
+        """The loss and gradients of the whole batch at arguments whose floats are moved by up to
+        half an epsilon of a dtype, as rounding would.
+        """
+        random = np.random.default_rng(0)
+
+        def moved(leaf: Array) -> Array:
+            if not isinstance(leaf, np.ndarray | np.generic) or not is_float(leaf.dtype):
+                return leaf
+            # Relative to each element, at most half a unit in its last place in that dtype.
+            shift = tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)
+            return leaf * (1 + shift).astype(leaf.dtype)
+
+        with self.running():
+            leaves, structure = self.backend.trees.flatten(to_numpy(self.args))
+            args = self.backend.trees.unflatten(structure, [*map(moved, leaves)])
+            return self._full(self.placed(args))
+
+    def _full(self, args: tuple[Tree, ...]) -> Result:
+        # A sum that is normalised is divided by its weight; a sum over nothing is 0 and stays so.
+        weight = float(self.weight(args, self.arguments.rows())) or 1
+        divisor = weight if named(self.problem.fold) == "per_weight()" else 1
+        # `nearby` runs the same program, which is compiled once.
+        return self.result(self.compiled(*args), divisor)
+
+    def accumulated(self, n: int) -> Result:
+        """The loss and gradients, accumulated over n micro-batches."""
+        with self.running():
+            step = accumulate(self.gradient, n, **self.options)
+            return self.result(self.own.compiled(step)(*self.args))
+
+    @property
+    def options(self) -> dict[str, Array]:
+        """The options of `accumulate` and `verify` that the problem has."""
+        problem = self.problem
+        return {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
+
+    @cached_property
+    def micro_batches(self) -> list[Result]:
+        """What the gradient function itself returns for each of n micro-batches, neither folded
+        nor divided.
+        """
+        with self.running():
+            return [self.result(self.compiled(*args)) for args, _ in self.parts]
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each of n micro-batches."""
+        with self.running():
+            return [float(self.weight(args, rows)) for args, rows in self.parts]
+
+    def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
+        """The weight of a micro-batch of so many rows."""
+        weight = self.problem.weight
+        return rows if weight is None else weight(*self.arguments.split_args(args))
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each of n micro-batches."""
+        with self.running():
+            return [rows for _, rows in self.parts]
+
+    @property
+    def reduction(self) -> int:
+        """How many terms an element of a gradient is a sum of, forth and back: rows or tokens,
+        and a longest axis.
+        """
+        if self.problem.reduction is not None:
+            return self.problem.reduction
+        # Forward it is a sum over an axis of a parameter, and backward one over rows or tokens.
+        kind = self.backend.arrays.kind
+        axes = [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()]
+        arrays = [leaf for leaf, _ in self.arguments if self.backend.arrays.is_array(leaf)]
+        tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]
+        return int(max([self.arguments.rows(), *tokens]) + max(axes, default=0))
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """The params and the batch, and how they are split."""
+        return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
+
+    @property
+    def parts(self) -> list[tuple[tuple[Tree, ...], int]]:
+        """(args, rows) of each of n micro-batches."""
+        rows = groups(self.arguments.rows(), self.n, None)
+        return [(self.arguments.cut(start, size, []), size) for start, size in starts(rows)]
+
+    @property
+    def label(self) -> str:
+        """The framework's name as it is written."""
+        return FRAMEWORKS[self.framework]
+
+    @property
+    def loss(self) -> Callable[..., Tree]:
+        """The loss of this framework."""
+        return self.problem.losses[self.framework]
+
+    @cached_property
+    def gradient(self) -> Callable[..., Tree]:
+        """The gradient function that is folded."""
+        return value_and_grad(self.loss)
+
+    @cached_property
+    def compiled(self) -> Callable[..., Tree]:
+        """The gradient function as this framework's users run it."""
+        return self.own.compiled(self.gradient)
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the framework."""
+        return load(self.framework)
+
+    @property
+    def own(self) -> "Framework":
+        """What the framework has for problems: its losses, optimizers and precision."""
+        module = importlib.import_module(f"funcga.tools.parity.in_{self.framework}")
+        return cast("Framework", module)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which arrays of this dtype exist, and errors say which framework they
+        come from.
+        """
+        with self.own.precision(self.dtype == "float64"):
+            try:
+                yield
+            # Contexts are nested, and each error is to be prefixed once.
+            except FuncgaError as error:
+                where = f"{self.label}, {self.dtype}: "
+                raise (
+                    error if str(error).startswith(where) else FuncgaError(f"{where}{error}")
+                ) from error
+
+    @cached_property
+    def args(self) -> tuple[Tree, ...]:
+        """The params and the batch in this framework and dtype."""
+        problem = self.problem
+        with self.running():
+            # Both frameworks get the same data, by way of NumPy. Params in a structure of JAX's own
+            # take their values from it.
+            params, *batch = (
+                as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch)
+            )
+            _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
+            if self.framework == "jax" and problem.jax_params is not None:
+                params = match(params, problem.jax_params, rules=problem.rules)
+            return (self.placed(params), *map(self.placed, batch))
+
+    def placed(self, tree: Tree) -> Tree:
+        """The tree in this framework, on its device."""
+        convert = {"torch": to_torch, "jax": to_jax}[self.framework]
+        return convert(tree, device=self.device)
+
+    def named(self, tree: Tree) -> dict[str, Array]:
+        """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this
+        framework.
+        """
+        leaves = paths_and_leaves(tree, self.backend.trees.children)
+        return {path: to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
+
+    def report(
+        self,
+        left: Result,
+        right: Result,
+        names: tuple[str, str],
+        rules: Sequence[Rule] = (),
+        check_dtype: bool = True,
+    ) -> Report:
+        """The Report of two results: the loss, then the gradients in the order in which the
+        parameters were given.
+        """
+        gradients, terms = (left.gradient, right.gradient), self.reduction
+        report = self.compared(*gradients, names, terms, rules, check_dtype)
+        limit = self.limit(names, terms)
+        loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
+        return replace(report, rows=(loss, *report.rows))
+
+    def limit(self, names: tuple[str, str], reduction: int) -> float:
+        """What a relative difference may be: what rounding in sums explains, and in float64 what
+        depth may add to it.
+
+        A mistake still shows there: it is larger by orders of magnitude.
+        """
+        depth = 1e-12 if names == tuple(FRAMEWORKS.values()) else 1e-13
+        limit = tolerances.limit(self.dtype, reduction)
+        return max(limit, depth) if self.dtype == "float64" else limit
+
+    def compared(
+        self,
+        left: dict[str, Array],
+        right: dict[str, Array],
+        names: tuple[str, str],
+        reduction: int,
+        rules: Sequence[Rule] = (),
+        check_dtype: bool = True,
+    ) -> Report:
+        """The Report of the leaves of two trees, in the order of the left one.
+
+        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for
+        which the largest leaf stands; if it is 0 but for that, its difference is said relative to
+        the largest leaf.
+        """
+        # In a sum that cancels, rounding is relative to the terms, and not to what is left of them.
+        largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
+        report = compare(
+            left,
+            right,
+            rtol=self.limit(names, reduction),
+            atol=4 * tolerances.epsilon(self.dtype) * largest if np.isfinite(largest) else 0.0,
+            rules=rules,
+            names=names,
+            check_dtype=check_dtype,
+        )
+        # `compare` has the order of the right tree.
+        order = {path: position for position, path in enumerate(left)}
+        rows = sorted(report.rows, key=lambda row: order.get(row.left_path, len(order)))
+        return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
+
+    def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
+        """The verdict of `verify` on the loss and the fold."""
+        with self.running():
+            return verify(self.gradient, *self.args, n=n, seed=seed, **self.options)
+
+    def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
+        """The loss and the gradient that a gradient function has returned, divided."""
+        loss, gradient = value_and_gradient
+        # The loss travels with the gradients, under a path that no leaf of a tree has.
+        named = {"": to_numpy(loss), **self.named(gradient)}
+        divided = {
+            path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype)
+            for path, leaf in named.items()
+        }
+        return Result(divided.pop(""), divided)
+
+
+def as_dtype(tree: Tree, dtype: str, side: Side) -> Tree:
+    """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a
+    side's framework.
+    """
+    trees = (_owner(tree) or side.backend).trees
+    leaves, structure = trees.flatten(tree)
+    return trees.unflatten(structure, [_as_dtype(leaf, dtype, side.framework) for leaf in leaves])
+
+
+def _owner(tree: Tree) -> Backend | None:
+    """The backend of the framework that an array of the tree is of."""
+    owners = (
+        backend
+        for backend in load_imported()
+        if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0]))
+    )
+    return next(owners, None)
+
+
+def _as_dtype(leaf: Array, dtype: str, framework: str) -> Array:
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    array = to_numpy(leaf)
+    if is_float(array.dtype):
+        return array.astype(numpy_dtype(dtype))
+    # torch's losses and indices want 64 bits, and JAX has 32 by default.
+    if framework == "torch" and array.dtype == np.int32:
+        return array.astype(np.int64)
+    fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
+    return array.astype(np.int32) if framework == "jax" and fits else array
+
+
+def numpy_dtype(dtype: str) -> Dtype:
+    """NumPy's dtype of this name, also of those that it has by extension."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(vars(ml_dtypes)[dtype])
+
+
+def is_float(dtype: Dtype) -> bool:
+    """Whether it is a float, also one that NumPy has by extension."""
+    return tolerances.epsilon(dtype.name) > 0 and dtype.kind != "c"
+
+
+def _by_largest(row: Row, largest: float, atol: float) -> Row:
+    """The row of a leaf that is 0 but for rounding with its difference relative to the largest
+    leaf.
+    """
+    # Rows with a status of their own, such as NaN, stay as they are.
+    if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
+        return row
+    return replace(
+        row,
+        relative=row.absolute / largest if largest else 0.0,
+        limit=atol / largest if largest else 0.0,
+    )
+
+
+def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
+    """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
+    for name, tree in named_trees.items():
+        for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
+            if isinstance(leaf, np.ndarray | np.generic) and is_float(leaf.dtype):
+                leaf = np.asarray(leaf)
+                finite = np.isfinite(leaf.astype(np.float64))
+                if not finite.all():
+                    first = tuple(map(int, np.argwhere(~finite)[0]))
+                    raise FuncgaError(
+                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which "
+                        f"{int((~finite).sum())} are not finite; the first is {leaf[first]} at "
+                        f"{list(first)}. What is computed of them would be NaN in both frameworks: "
+                        "leave these rows out, or mask them with finite numbers."
+                    )
+
+
+def named(fold: object) -> str:
+    """A stock fold as it is written. Raises FuncgaError for another one."""
+    name = _NAMES.get(fold.name) if isinstance(fold, Fold) else None
+    if name is None:
+        raise FuncgaError(
+            f"fold is {fold!r}, and parity knows what the whole batch's gradient is for mean(), "
+            "per_weight() and sum(). Compare with one of them."
+        )
+    return name
+
+
+_NAMES = {
+    "weighted, by_weight": "mean()",
+    "sum, by_weight": "per_weight()",
+    "sum, identity": "sum()",
+}
+
+
+class Folded(NamedTuple):
+    """What became of the micro-batches: by the problem's fold, and as plain sums."""
+
+    fold: dict[str, Array]
+    sums: dict[str, Array]
+
+
+def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
+    """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient
+    of a micro-batch.
+    """
+    # Counts stay integers, as they come from a loader.
+    is_count = all(float(weight).is_integer() for weight in weights)
+    dtype = "int32" if is_count else "float64" if side.dtype == "float64" else "float32"
+
+    def first(gradients: dict[str, Array], weights: Array) -> Tree:
+        gradient = {path: leaf[0] for path, leaf in gradients.items()}
+        return gradient, gradient
+
+    with side.running():
+        batch = side.placed((stacked, np.asarray(weights, dtype)))
+        folds = (side.problem.fold, sum())
+        step = accumulate(
+            first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
+        )
+        return Folded(*to_numpy(side.own.unoptimised(step)(*batch)))
+
+
+def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
+    """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype of
+    the accumulators.
+    """
+    factors = np.asarray(weights, np.float64) if named(fold) == "mean()" else np.ones(len(weights))
+    divisor = 1.0 if named(fold) == "sum()" else float(np.sum(weights))
+    folded, sums = {}, {}
+    for path, leaf in stacked.items():
+        total = np.tensordot(factors, leaf.astype(np.float64), 1)
+        # A mean of nothing is 0.
+        folded[path] = (total / divisor if divisor else np.zeros_like(total)).astype(leaf.dtype)
+        # In the order and precision of the loops, so that plain sums agree bit for bit.
+        first, *rest = leaf if leaf.dtype.itemsize >= 4 else leaf.astype(np.float32)
+        sums[path] = reduce(np.add, rest, first).astype(leaf.dtype)
+    return Folded(folded, sums)

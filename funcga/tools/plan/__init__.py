@@ -1,0 +1,396 @@
+"""The tool that finds how many micro-batches a batch needs to fit in memory, without running them.
+
+    plan = funcga.plan(grad_fn, params, batch, memory="14 GiB")
+    step = funcga.accumulate(grad_fn, plan.n)
+
+The search and the table are in this file. The memory of a window is measured in `in_torch.py`, on
+fake tensors, and in `in_jax.py`, by XLA. It stands on the core's programs and loops
+(`funcga._call`, the backends' `loop` and `passes`); nothing stands on it, but `n="auto"` asks for
+it by name.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Protocol, cast
+
+from funcga._backend import Backend, Coupled
+from funcga._backend.dispatch import load_imported
+from funcga._call import Memory, Program, read_program, step_program
+from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga.errors import FuncgaError, check_callable
+from funcga.folds import FoldTree, mean
+from funcga.tools.reports.tables import text_table
+
+
+class Planner(Protocol):
+    """Measures the memory of a window without running it."""
+
+    def is_shape(self, leaf: object) -> bool:
+        """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
+        ...
+
+    def rows(self, program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+        """The number of rows of the arguments of a call."""
+        ...
+
+    def nbytes(self, tree: Tree) -> int:
+        """The bytes of the arrays of a tree; shared memory is counted once."""
+        ...
+
+    def free_memory(self, tree: Tree) -> int | None:
+        """The free bytes on the device of these arrays; None for the host."""
+        ...
+
+    def peak(
+        self,
+        program: Program,
+        window: Callable[[Program], Callable[..., Tree]],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        backend: Backend,
+    ) -> dict[str, int]:
+        """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
+        ...
+
+
+def side(backend: Backend) -> Planner:
+    """The Planner of a framework."""
+    return cast("Planner", import_module(f"funcga.tools.plan.in_{backend.name}"))
+
+
+Measure = Callable[[int], dict[str, int]]
+"""The bytes that a window of n micro-batches holds at its peak, by what they are."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The memory of a step with one number of micro-batches.
+
+    Attributes:
+        n: The number of micro-batches.
+        microbatch_size: The number of rows of the largest of them.
+        peak_bytes: The largest number of bytes held at one time: parameters, batch and state are
+            among them.
+        fits: Whether that is no more than the memory.
+        parts: The bytes by what they are.
+    """
+
+    n: int
+    microbatch_size: int
+    peak_bytes: int
+    fits: bool
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many micro-batches fit, and what they take; `print(plan)` shows the table.
+
+    Attributes:
+        n: The smallest number of micro-batches that fits; None if not even one row at a time does.
+        microbatch_size: The number of rows of the largest of them; 1 if none fits.
+        peak_bytes: The largest number of bytes that they hold at one time.
+        fits: Whether that is no more than the memory.
+        parts: These bytes by what they are.
+        memory: The bytes that there are.
+        rows: A `PlanRow` for each n that was looked at.
+        whole_batch: About how many rows fit without accumulation, as one micro-batch; None if all
+            do, or none does.
+
+    Example:
+        >>> gradient = funcga.value_and_grad(lambda w, x: ((x @ w) ** 2).mean())
+        >>> plan = funcga.plan(gradient, torch.ones(1000), torch.ones(64, 1000), memory="1 MiB")
+        >>> plan.n, plan.microbatch_size, plan.fits
+        (1, 64, True)
+    """
+
+    n: int | None
+    microbatch_size: int
+    peak_bytes: int
+    fits: bool
+    parts: dict[str, int]
+    memory: int
+    rows: tuple[PlanRow, ...]
+    whole_batch: int | None = None
+
+    def table(self) -> str:
+        """A line for each n: the rows of a micro-batch, the peak, and what it consists of."""
+        names = [*self.parts]
+        lines = [["n", "rows", "peak", "fits", *names]]
+        for row in self.rows:
+            fits = ("yes" if row.fits else "no") + (" <" if row.n == self.n else "")
+            sizes = [size_of(row.parts.get(name, 0)) for name in names]
+            peak = size_of(row.peak_bytes)
+            lines.append([str(row.n), str(row.microbatch_size), peak, fits, *sizes])
+        return text_table(lines, right=True)
+
+    def __str__(self) -> str:
+        memory = size_of(self.memory)
+        if self.fits:
+            said = (
+                f"n={self.n}, micro-batches of {self.microbatch_size} rows: "
+                f"{size_of(self.peak_bytes)} of {memory}."
+            )
+        else:
+            said = (
+                f"One row at a time takes {size_of(self.peak_bytes)}, and there are {memory}: no n "
+                "fits."
+            )
+        if self.whole_batch is not None:
+            said += (
+                f"\nA batch of about {self.whole_batch} rows fits without accumulation. A small "
+                "batch may train as well, if the half-life of Adam's second moment stays the same "
+                "in tokens (Marek et al. 2025)."
+            )
+        return f"{self.table()}\n\n{said}"
+
+
+def plan(
+    grad_fn: GradFn,
+    *args: Tree,
+    memory: int | str | None = None,
+    state: Tree = None,
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    totals: TotalsFn | None = None,
+    **kwargs: Tree,
+) -> Plan:
+    """Finds the smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory.
+
+    Nothing is run. In torch the step runs on fake tensors (FakeTensorMode), and every allocation is
+    recorded, so the peak is exact in torch's own bytes; workspaces of libraries and fragmentation
+    come on top. In JAX the peak is XLA's figure for the compiled step: arguments, results and
+    temporaries, without results that reuse the memory of arguments.
+
+    The peak is about linear in the rows of a micro-batch, so only a few n are measured: 1, 2, the
+    number of rows, and the ones that the line suggests. In JAX it is less linear, and a smaller n
+    may fit as well.
+
+    The arguments may be real arrays or shapes: tensors on `torch.device("meta")`,
+    `jax.ShapeDtypeStruct`. Meta tensors are planned for torch's default device. Functions compiled
+    by `torch.compile` are planned as if they were not compiled, which usually takes more memory. A
+    loss that reads numbers, such as with `.item()`, cannot be planned, nor can a pipeline.
+
+    In torch a step with `across=`, or of a module in DDP or FSDP, is planned as if all replicas had
+    the rows of this one. Nothing is sent, so one replica may plan alone; the peak of a wrapped
+    module is within 5 %. In JAX plan `jax_backend.replicated(step, mesh)`: bytes and rows are those
+    of one device.
+
+    Args:
+        grad_fn: As for `accumulate`; or a step made by `accumulate` or `coupled`, with its options,
+            in JAX also a replicated one. Its n is ignored.
+        *args: The arguments of the step: parameters and a whole batch.
+        memory: The available bytes, including the arguments: a number, or a string such as "14 GiB"
+            or "800 MB". By default what is free on the device of the arguments.
+        state: A tree of arrays that also have to fit, such as the state of an optimizer.
+        fold: As for `accumulate`.
+        weight: As for `accumulate`.
+        in_axes: As for `accumulate`.
+        totals: As for `accumulate`.
+        **kwargs: Keyword arguments of grad_fn, passed whole.
+
+    Returns:
+        A Plan. Pass its `n` to `accumulate`, which refuses the None of a plan that does not fit.
+
+    Raises:
+        FuncgaError: If an argument is invalid, or the step cannot be planned.
+
+    Example:
+        >>> loss_fn = lambda params, x: torch.tanh(x @ params["w"]).square().mean()
+        >>> params = {"w": torch.empty(512, 512, device="meta")}
+        >>> x = torch.empty(4096, 512, device="meta")
+        >>> plan = funcga.plan(funcga.value_and_grad(loss_fn), params, x, memory="16 MiB")
+        >>> plan.fits, plan.n > 1, plan.peak_bytes <= plan.memory
+        (True, True, True)
+        >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
+    """
+    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
+    # Of a step in `jax_backend.replicated`, which says what it wraps.
+    on_each = getattr(grad_fn, "on_each", None)
+    step = grad_fn if on_each is None else grad_fn.step  # type: ignore[attr-defined]
+    job = getattr(step, "coupled", None)  # of a step of `coupled`, which has its program
+    program = step_program(step) if job is None else job.program
+    if on_each is not None and program is None:
+        raise FuncgaError(
+            "the plan of a replicated function was asked for, and what runs on every device is no "
+            "step of accumulate or coupled, so nothing says what its n is. Plan such a step alone, "
+            "replicated(funcga.accumulate(grad_fn, "
+            '1, across="data"), mesh), and count the state of an optimizer in: plan(..., '
+            "state=tx.init(params))."
+        )
+    if program is not None and (
+        fold != mean() or any(given is not None for given in (weight, in_axes, totals))
+    ):
+        raise FuncgaError(
+            "plan was given a step, which has options of its own, and fold=, weight=, in_axes= or "
+            "totals= beside it. Give these to the step alone: plan(funcga.accumulate(grad_fn, 1, "
+            "weight=...), ...)."
+        )
+    program = replace(
+        program or read_program(grad_fn, fold, weight, in_axes, None, totals), on_each=on_each
+    )
+    backend = _backend(program, args, kwargs, state)
+    return planned(
+        program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job
+    )
+
+
+def planned(
+    program: Program,
+    backend: Backend,
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    memory: int | None = None,
+    state: Tree = None,
+    job: Coupled = None,
+) -> Plan:
+    """The Plan of a program, or of a step of `coupled` if there is a job."""
+    measured: dict[int, dict[str, int]] = {}
+
+    def window(program: Program) -> Callable[..., Tree]:
+        if job is None:
+            return backend.loop.accumulate(program, backend)
+        step: Callable[..., Tree] = replace(job, program=program, memory=Memory()).passes(backend)
+        return step
+
+    def measure(n: int) -> dict[str, int]:
+        if n not in measured:
+            parts = side(backend).peak(
+                replace(program, n=n, microbatch_size=None), window, args, kwargs, backend
+            )
+            measured[n] = (
+                parts if state is None else {**parts, "state": side(backend).nbytes(state)}
+            )
+        return measured[n]
+
+    rows = side(backend).rows(program, args, backend)
+    if memory is None:
+        own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
+        memory = available_memory(backend, (args, kwargs, state), own)
+    n, fits = smallest_that_fits(measure, rows, memory)
+    table = {
+        k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
+        for k, parts in sorted(measured.items())
+    }
+    has_line = n > 1 and len(table) > 1
+    whole = _whole_batch([*table.values()], rows, memory) if has_line else None
+    best = vars(table[n]) | {"n": n if fits else None}
+    return Plan(**best, memory=memory, rows=tuple(table.values()), whole_batch=whole)
+
+
+def _backend(
+    program: Program, args: tuple[Tree, ...], kwargs: dict[str, Tree], state: Tree
+) -> Backend:
+    """The backend of a call whose arrays may be shapes alone."""
+    for backend in load_imported():
+        if any(map(side(backend).is_shape, backend.trees.flatten((args, kwargs, state))[0])):
+            return backend
+    return program.backend(args, kwargs)
+
+
+# -- the search
+
+
+def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, bool]:
+    """(the smallest n from 1 to `rows` whose peak is no more than the memory, True); (rows, False)
+    if none is.
+
+    The peak is taken to fall with the rows of the largest micro-batch, and to be about linear in
+    them for n >= 2.
+    """
+
+    def peak(n: int) -> int:
+        return sum(measure(n).values())
+
+    if rows == 1 or peak(1) <= memory:
+        return 1, peak(1) <= memory
+    if peak(rows) > memory:
+        return rows, False
+    if rows == 2 or peak(2) <= memory:
+        return 2, True
+    # Invariant: `too_few` micro-batches do not fit, and `enough` do. Where the line between their
+    # peaks meets the memory is looked at next, until the line rules out everything below `enough`.
+    too_few, enough = 2, rows
+    while enough - too_few > 1:
+        large, small = _size(rows, too_few), _size(rows, enough)
+        slope = (peak(too_few) - peak(enough)) / max(1, large - small)
+        # Of all n with micro-batches of that size the smallest.
+        n = _size(rows, small + int((memory - peak(enough)) / slope))
+        if n >= enough:
+            break
+        n = max(n, too_few + 1)
+        too_few, enough = (too_few, n) if peak(n) <= memory else (n, enough)
+    return enough, True
+
+
+def _size(rows: int, n: int) -> int:
+    """The rows of the largest of n micro-batches; and the smallest n for micro-batches of so
+    many rows.
+    """
+    return -(-rows // n)
+
+
+def _whole_batch(table: list[PlanRow], rows: int, memory: int) -> int | None:
+    """About how many rows fit without accumulation, by the line between the peaks of two n."""
+    first, second, last = table[0], table[1], table[-1]
+    more_rows = second.microbatch_size - last.microbatch_size
+    bytes_of_row = (second.peak_bytes - last.peak_bytes) / max(1, more_rows)
+    if bytes_of_row <= 0:
+        return None
+    fitting = rows - math.ceil((first.peak_bytes - memory) / bytes_of_row)
+    return fitting if 0 < fitting < rows else None
+
+
+# -- bytes
+
+_UNITS = {"": 1, "B": 1, **{f"{k}B": 1000 ** (i + 1) for i, k in enumerate("KMGT")}}
+_UNITS |= {f"{k}IB": 1024 ** (i + 1) for i, k in enumerate("KMGT")}
+
+
+def read_memory(memory: int | str) -> int:
+    """A number of bytes > 0, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for
+    anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(memory))
+    count = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if not count:
+        raise FuncgaError(
+            f"memory is {memory!r}, which is no number of bytes. Write an int, or a string: "
+            'memory="14 GiB", "800 MB".'
+        )
+    return count
+
+
+def size_of(count: int) -> str:
+    """A readable number of bytes: `1.5 GiB`."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, _ = size / 1024, units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def available_memory(backend: Backend, tree: Tree, own: int) -> int:
+    """The available bytes for a call: what is free, plus `own`, the bytes of its arguments."""
+    leaves = backend.trees.flatten(tree)[0]
+    real = [leaf for leaf in leaves if not side(backend).is_shape(leaf)]
+    free = side(backend).free_memory(real)
+    return (_free_on_host() if free is None else free) + (
+        own if len(real) == len(leaves) else side(backend).nbytes(real)
+    )
+
+
+def _free_on_host() -> int:
+    """The available bytes of main memory. Raises FuncgaError if the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+            return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        raise FuncgaError(
+            "this system does not say how much memory is free, and no memory= was given. Say it: "
+            'plan(grad_fn, params, batch, memory="14 GiB").'
+        ) from None

@@ -1,0 +1,460 @@
+"""The memory of a window in torch: the window runs on fake tensors, which have shapes but no data.
+
+The engine runs as usual. Every storage is recorded from its allocation to its end, also in the
+backward pass, so the peak is exactly that of the real window.
+"""
+
+import itertools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcga._backend import Backend
+from funcga._call import Memory, Program, owner_of
+from funcga._call.arguments import groups, starts
+from funcga._grad import GradientFunction
+from funcga._types import Tree
+from funcga.errors import FuncgaError
+from funcga.folds import Fold
+from funcga.tools.plan.wrapped_in_torch import Held, planned
+from torch_backend import _private, trees
+from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.modules import PureLoss
+from torch_backend.modules.checks import check_initialised
+from torch_backend.replicas import PLANNED, Channel
+from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.window import WrappedGradient
+
+_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
+# micro-batches: the third does what the second did; with a wrapper the fourth what the third, but
+# the last
+_ENOUGH = 2
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
+
+
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+    """The number of rows of the arguments of a call."""
+    return program.read(args, backend).rows()
+
+
+def nbytes(tree: Tree) -> int:
+    """The bytes of the arrays of a tree; shared memory is counted once."""
+    return sum(_sizes(trees.flatten(tree)[0]).values())
+
+
+def free_memory(tree: Tree) -> int | None:
+    """The free bytes on the device of these arrays; None for the host."""
+    devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
+    try:
+        return min([_free_on(device) for device in devices if device.type != "cpu"], default=None)
+    except RuntimeError:
+        return None
+
+
+def _free_on(device: torch.device) -> int:
+    memory = torch.accelerator
+    # What the allocator has reserved and does not use is as good as free.
+    return (
+        memory.get_memory_info(device)[0]
+        + memory.memory_reserved(device)
+        - memory.memory_allocated(device)
+    )
+
+
+def peak(
+    program: Program,
+    window: Callable[[Program], Callable[..., Any]],
+    args: tuple[Tree, ...],
+    kwargs: dict[str, Tree],
+    backend: Backend,
+) -> dict[str, int]:
+    """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
+    for module in _modules(program):
+        check_initialised(module)
+    mode = _mode(program)
+    fakes = _Fakes(mode)
+    args, kwargs = fakes.of((args, kwargs))
+    wrapper = planned(_wrapper(program))
+    parts = {id(part): part for module in _modules(program) for part in module.modules()}.values()
+    with fakes.in_place_of_tensors([*parts, *wrapper.holders()]):
+        with mode:
+            wrapper.begin()
+        arguments = program.read(args, backend)
+        batch = _sizes([leaf for leaf, _ in arguments])
+        params = _sizes(
+            trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0]
+        )
+        args, n = _first(program, args, backend)
+        follower = _Follower({**params, **batch}, wrapper.held)
+        step = window(
+            replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
+        )
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(),
+                _planning(),
+                mode,
+                follower,
+            ):
+                # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all
+                # was the same.
+                warnings.filterwarnings(
+                    "ignore", message="Accessing the data pointer of FakeTensor"
+                )
+                result = step(args, kwargs)
+        except RuntimeError as error:
+            if not _private.is_for_lack_of_numbers(error):
+                raise
+            raise _reads_numbers(error) from error
+        at_peak = follower.at_peak()
+        del result
+        # A module also has parameters that the arguments stand in for. What it uses of its own
+        # counts.
+        of_modules = _sizes([fake for _, fake in fakes.made.values()])
+        params |= {key: follower.outside.pop(key) for key in of_modules if key in follower.outside}
+        for name, tensors in wrapper.held().items():  # some of it was there before
+            at_peak[name] += sum([follower.outside.pop(key, 0) for key in _sizes(tensors)])
+        closed_over = sum(follower.outside.values())
+    found = {"parameters": sum(params.values()), "batch": sum(batch.values()), **at_peak}
+    return {**found, "closed over": closed_over} if closed_over else found
+
+
+def _mode(program: Program) -> Any:
+    """A FakeTensorMode. Raises FuncgaError if the program cannot be planned."""
+    # The tool is known by name alone, as it may be taken away.
+    if type(owner_of(program.grad_fn)).__name__ == "PipelineGradient":
+        raise FuncgaError(
+            "the plan of a step of a pipeline was asked for, whose stages wait for each other, and "
+            "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
+            "module."
+        )
+    return _private.fake_mode()
+
+
+@contextmanager
+def _planning() -> Iterator[None]:
+    """A context in which all replicas are like this one, without communication or compilation."""
+    token = PLANNED.set(_Echo)
+    try:
+        # What torch.compile sees in such a mode it would leave as it is in real steps, too.
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        PLANNED.reset(token)
+
+
+class _Echo(Channel):
+    """A channel on which all replicas send what this one sends, also for arrays."""
+
+    def carrier(self, device: torch.device) -> Any:
+        """What arrays travel over."""
+        return self
+
+    def owe(self, send: Callable[[], None]) -> None:
+        """Nothing: nobody waits."""
+
+    def send_owed(self) -> None:
+        """Nothing: what real steps owe is sent by the next one of them."""
+
+    def exchange(self, mine: list[float]) -> Any:
+        """The numbers of all."""
+        return lambda: [mine] * self.count
+
+    def all_gather(self, mine: object) -> list[Any]:
+        """What each replica says."""
+        return [mine] * self.count
+
+    def broadcast_from(self, source: int, mine: object) -> object:
+        """What one replica says."""
+        return mine
+
+    def is_marked(self, mark: torch.Tensor) -> bool:
+        """Whether a replica has failed: none does."""
+        return False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> "_Echo":
+        """A sum, of numbers that mean nothing."""
+        return self
+
+    def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Echo":
+        """What all have, which stays empty here."""
+        return self
+
+    def wait(self) -> None:
+        """There is nothing to wait for: what is sent is over as soon as it begins."""
+
+
+def _modules(program: Program) -> list[torch.nn.Module]:
+    """The modules that the gradient function is known to use."""
+    owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
+    loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
+    modules = [owner.module] if isinstance(owner, ModuleGradient) else []
+    return [*modules, loss.module] if isinstance(loss, PureLoss) else modules
+
+
+def _wrapper(program: Program) -> Wrapper | None:
+    """What wraps the module of a gradient function; None if nothing does."""
+    owner = owner_of(program.grad_fn)
+    return owner.wrapper if isinstance(owner, WrappedGradient) else None
+
+
+def _first(
+    program: Program, args: tuple[Tree, ...], backend: Backend
+) -> tuple[tuple[Tree, ...], int | None]:
+    """The arguments of the first micro-batches, and the last one if it differs; their number.
+
+    The others are like the second one.
+    """
+    arguments, n = program.read(args, backend), program.n
+    folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+    # What collects or threads may hold more with each micro-batch.
+    grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
+    is_wrapped = _wrapper(program) is not None
+    enough = _ENOUGH + 2 * is_wrapped
+    if n is None or n <= enough or grows or program.totals is not None:
+        return args, n
+    sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
+    # The first micro-batches are the larger ones, so that rows for all of these are cut into the
+    # same sizes.
+    sizes = [*sizes[: enough - 1], sizes[-1]] if is_wrapped else sizes[:enough]
+    return arguments.cut(0, sum(sizes), []), enough
+
+
+def _reads_numbers(error: BaseException) -> FuncgaError:
+    return FuncgaError(
+        f"the step asks for numbers that are computed ({' '.join(str(error).split())}), as "
+        ".item(), float(tensor) and x[mask] do, and while planning nothing is computed. Write it "
+        "with tensors alone, as torch.where does; or let "
+        'the step try sizes when it runs: n="auto".'
+    )
+
+
+class _Fakes:
+    """A fake tensor for each real one. Tensors that share memory have fakes that share memory."""
+
+    def __init__(self, mode: Any):
+        self.mode = mode
+        # Each tensor and its stand-in, by the id of the tensor.
+        self.made: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, tree: Tree) -> Any:
+        """The tree with these in place of its tensors."""
+        leaves, structure = trees.flatten(tree)
+        return trees.unflatten(structure, [*map(self.of_leaf, leaves)])
+
+    def of_leaf(self, leaf: Any) -> Any:
+        """The stand-in of a tensor; anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self.made:
+            fake = self._new(leaf)
+            self.made[id(leaf)] = leaf, fake
+            # What others have set on a parameter they look for on its stand-in.
+            for name, value in vars(leaf).items() if isinstance(leaf, torch.nn.Parameter) else ():
+                attribute = (
+                    [*map(self.of_leaf, value)]
+                    if type(value) in (list, tuple)
+                    else self.of_leaf(value)
+                )
+                vars(fake).setdefault(name, attribute)
+        return self.made[id(leaf)][1]
+
+    def _new(self, leaf: Any) -> Any:
+        if not is_shape(leaf):
+            # A tensor that is computed is detached by `.data`, which asks nothing of its graph.
+            return self.mode.from_tensor(
+                leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data
+            )
+        if is_dtensor(leaf):
+            fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
+        else:
+            with self.mode:
+                fake = torch.empty_strided(
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device()
+                )
+        return (
+            torch.nn.Parameter(fake, leaf.requires_grad)
+            if isinstance(leaf, torch.nn.Parameter)
+            else fake
+        )
+
+    @contextmanager
+    def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
+        """A context in which the tensors in the attributes of these objects, and in lists and dicts
+        there, are fakes.
+
+        Afterwards attributes, lists and dicts are as before.
+        """
+        before: dict[int, tuple[Any, Any]] = {}
+        for attributes in map(vars, holders):
+            for table in (
+                attributes,
+                *[each for each in attributes.values() if isinstance(each, dict | list)],
+            ):
+                before[id(table)] = table, table.copy()
+        try:
+            for table, saved in before.values():
+                for key, value in saved.items() if isinstance(table, dict) else enumerate(saved):
+                    if isinstance(value, torch.Tensor):
+                        table[key] = self.of_leaf(value)
+            yield
+        finally:
+            for table, saved in before.values():
+                table.clear()
+                (table.update if isinstance(table, dict) else table.extend)(saved)
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory that was allocated: what for, when, and when it was freed.
+
+    `names` has the name that a wrapper has for it, if any; all blocks that a storage had in turn
+    share it.
+    """
+
+    size: int
+    granule: int
+    kind: str
+    born: int
+    names: list[str]
+    died: float = math.inf
+
+
+class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every storage that is allocated while it is entered, until it is freed.
+
+    `held()` returns the tensors that a wrapper holds, by their names in a plan.
+    """
+
+    def __init__(self, known: dict[int, int], held: Callable[[], Held]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known, self.held = {*known}, held
+        self.live: dict[int, _Block] = {}  # the last block of every storage
+        self.outside: dict[int, int] = {}  # what is used, and was there before
+        self.blocks: list[_Block] = []
+        self.deltas: list[int] = []  # of every allocation, and of every end
+        self.in_backward = False
+
+    def __enter__(self) -> "_Follower":
+        # FSDP frees memory by resizing storages, which no mode is told of.
+        own = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = own(storage, size)
+            if storage.device.type == "meta" and (
+                id(storage) in self.live or self._is_new(storage)
+            ):
+                self._follow(storage)
+            return done
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        del torch.UntypedStorage.resize_  # then it is that of the base class again
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_backward = _private.in_backward()
+        if self.in_backward and not in_backward:
+            self._noted()
+        self.in_backward = in_backward
+        for tensor, storage in _storages(_tensors((args, kwargs))):
+            if self._is_new(storage):
+                self.outside[id(storage)] = _rounded(storage.nbytes(), _granule(tensor))
+                weakref.finalize(storage, self.outside.pop, id(storage), None).atexit = False
+        out = op(*args, **(kwargs or {}))
+        for tensor, storage in _storages(_tensors(out)):
+            if self._is_new(storage):
+                self._follow(storage, _granule(tensor))
+        return out
+
+    def _is_new(self, storage: Any) -> bool:
+        return not any(id(storage) in seen for seen in (self.live, self.known, self.outside))
+
+    def _follow(self, storage: Any, granule: int = 1) -> None:
+        """Notes the size of a storage that is new, or has another size than before."""
+        last, names = self.live.get(id(storage)), list[str]()
+        if last is None:
+            weakref.finalize(storage, self._ended, id(storage)).atexit = False
+        else:
+            self._freed(last)
+            granule, names = last.granule, last.names
+        size = _rounded(storage.nbytes(), granule)
+        kind = "gradients" if _private.in_backward() else "activations"
+        self.live[id(storage)] = block = _Block(size, granule, kind, len(self.deltas), names)
+        self.blocks.append(block)
+        self.deltas.append(size)
+
+    def _ended(self, key: int) -> None:
+        self._freed(self.live.pop(key))
+
+    def _freed(self, block: _Block) -> None:
+        block.died = len(self.deltas)
+        self.deltas.append(-block.size)
+
+    def _noted(self) -> None:
+        """Notes what is held at the end of a backward pass: it is the sums and the results."""
+        for block in self.live.values():
+            block.kind = "sums"
+        for name, tensors in self.held().items():
+            for _, storage in _storages(_tensors(tensors)):
+                if id(storage) in self.live:
+                    self.live[id(storage)].names[:] = [name]
+
+    def at_peak(self) -> dict[str, int]:
+        """The bytes of every kind when most are held."""
+        for block in self.live.values():
+            block.kind = "sums"
+        totals = [*itertools.accumulate(self.deltas)]
+        when = max(range(len(totals)), key=totals.__getitem__, default=0)
+        bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
+        for block in self.blocks:
+            if block.born <= when < block.died:
+                bytes_of[block.names[0] if block.names else block.kind] += block.size
+        return bytes_of
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in _private.pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storages(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
+    """(tensor, its storage) of every plain tensor among the leaves, and of the shards of
+    DTensors.
+    """
+    return [
+        (leaf, leaf.untyped_storage())
+        for leaf in local_tensors(leaves)
+        if leaf.layout is torch.strided
+    ]
+
+
+def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
+    """The bytes of every storage that the leaves lie in."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {
+        id(storage): _rounded(storage.nbytes(), _granule(leaf))
+        for leaf, storage in _storages(tensors)
+    }
+
+
+def _granule(tensor: torch.Tensor) -> int:
+    return 1 if tensor.device.type in ("cpu", "meta") else _BLOCK
+
+
+def _rounded(size: int, granule: int) -> int:
+    return -(-size // granule) * granule

@@ -1,0 +1,117 @@
+"""`n="auto"`: the smallest number of micro-batches that fits in memory, planned, then tried out."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from funcga._backend import Backend
+from funcga._call import Memory, Program, owner_of
+from funcga.errors import FuncgaError
+from funcga.tools.plan import planned
+
+# How many shapes of arguments are remembered.
+_SHAPES = 256
+
+
+class Search:
+    """The fold of a program with the smallest n that fits; what fitted is remembered for each shape
+    of arguments.
+
+    A window that runs out of memory is dropped and replayed from its start with more micro-batches.
+    So no part of it is counted twice, and the result is that of the n that ran to its end.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.fitted: dict[Any, int] = {}
+        self.programs: dict[int, Program] = {}
+
+    def __call__(
+        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, Any]:
+        """(n, the result). Raises what the framework raises if not even one row at a time fits."""
+        if backend.loop.is_traced((args, kwargs)):
+            raise FuncgaError(
+                'n="auto" tries sizes out when it is called, which cannot be done in a program '
+                "that is being compiled. "
+                "Call the step outside of jax.jit or torch.compile, or give a number: n=8."
+            )
+        leaves = filter(backend.arrays.is_array, backend.trees.flatten((args, kwargs))[0])
+        key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        rows = self.program.read(args, backend).rows()
+        owner = owner_of(self.program.grad_fn)
+        undo = None if owner is None else owner.snapshot()
+
+        def run(n: int) -> Any:
+            if undo is not None:  # an earlier attempt may have written to the module's buffers
+                undo()
+            program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
+            result = backend.loop.accumulate(program, backend)(args, kwargs)
+            # JAX raises when the result is waited for.
+            for leaf in backend.trees.flatten(result)[0]:
+                if hasattr(leaf, "block_until_ready"):
+                    leaf.block_until_ready()
+            return result
+
+        fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
+        n, result = smallest(run, rows, backend.loop.is_out_of_memory, fitted)
+        # Least recently used: the latest shapes are last in the dict, and the first is
+        # forgotten.
+        self.fitted.pop(key, None)
+        self.fitted[key] = n
+        if len(self.fitted) > _SHAPES:
+            del self.fitted[next(iter(self.fitted))]
+        return n, result
+
+    def _planned(
+        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int | None:
+        """The n of a plan; None if it cannot be planned."""
+        try:
+            return planned(self.program, backend, args, kwargs).n
+        except Exception:
+            return None  # an invalid call raises in the attempt, too
+
+
+def smallest(
+    run: Callable[[int], Any],
+    most: int,
+    is_out_of_memory: Callable[[BaseException], bool],
+    fitted: int | None = None,
+) -> tuple[int, Any]:
+    """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
+
+    `fitted` is one that had enough before. It is tried first, and is the answer if it still has.
+    """
+
+    def attempt(n: int) -> tuple[bool, Any]:
+        try:
+            return True, run(n)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if n == most:
+                error.add_note(
+                    f"funcga: tried up to n={n}, one row a micro-batch, and that does not fit "
+                    "either."
+                )
+                raise
+        # Not in the `except` block, where the error still references frames and their arrays.
+        gc.collect()
+        return False, None
+
+    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
+    fits, result = attempt(n)
+    # Invariant: `too_few` micro-batches are taken not to fit. Double until something fits, ...
+    while not fits:
+        too_few, n = n, min(2 * n, most)
+        fits, result = attempt(n)
+    # ... then halve the gap below it.
+    while n - too_few > 1:
+        middle = (n + too_few) // 2
+        result = None  # frees its memory for the next attempt
+        fits, result = attempt(middle)
+        n, too_few = (middle, too_few) if fits else (n, middle)
+    # If the last attempt did not fit, the result of n is gone: run it again.
+    return (n, result) if fits else smallest(run, most, is_out_of_memory, n)

@@ -1,0 +1,1 @@
+"""What reports and commands share: tables, files of users, versions."""

@@ -1,0 +1,256 @@
+"""Tensors to and from other frameworks: by DLPack or NumPy in the memory where they lie, or in
+new memory once.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils import dlpack
+
+from funcga._types import Array
+from funcga.errors import needs_numpy
+from funcga.tools.trees import ExportError, Extent, Transfer, extent
+from torch_backend import arrays
+from torch_backend.dtensor import is_dtensor, local
+
+
+def platforms() -> set[str]:
+    """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
+    return {"cpu", "gpu"} if torch.cuda.is_available() else {"cpu"}
+
+
+def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
+    """The array as others import it: by DLPack, if it lies on one of their platforms, else as
+    NumPy's.
+    """
+    _check_exportable(leaf)
+    tensor, copied = leaf.detach(), None
+    if leaf.is_conj() or leaf.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+        copied = (
+            "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is "
+            "what it reads as"
+        )
+    # JAX calls both CUDA and ROCm "gpu".
+    platform = "gpu" if leaf.is_cuda else leaf.device.type
+    if platform in platforms:
+        # JAX imports only contiguous arrays by DLPack.
+        if tensor.is_contiguous():
+            return Transfer(tensor, copied)
+        return Transfer(tensor.contiguous(), "it is not contiguous; x.contiguous() is")
+    if platform != "cpu":
+        copied = f"it lies on {leaf.device}; x.cpu() does not"
+    return Transfer(_as_numpy(tensor.cpu()), copied)
+
+
+def _check_exportable(leaf: torch.Tensor) -> None:
+    """Raises ExportError for a tensor whose numbers do not lie in one piece of memory, or of a
+    dtype of torch alone.
+    """
+    if is_dtensor(leaf):
+        raise ExportError(
+            f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() "
+            "does not"
+        )
+    if is_lazy(leaf):
+        raise ExportError(
+            "a parameter of a lazy module, which has no shape yet. Run the module once before: "
+            "with torch.no_grad(): module(x)"
+        )
+    if leaf.layout is not torch.strided:
+        raise ExportError(
+            f"a sparse tensor {arrays.describe(leaf)}, or one of other parts; x.to_dense() is in "
+            "one piece"
+        )
+    if leaf.device.type == "meta":
+        raise ExportError(f"{arrays.describe(leaf)} on the meta device, where nothing has numbers")
+    _check_dtype(_name(leaf.dtype), leaf.shape)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_dtype(name: str, shape: Sequence[int]) -> None:
+    if name not in _DTYPES:
+        raise ExportError(
+            f"{name}[{', '.join(map(str, shape))}], of a dtype that torch does not have, or has "
+            "alone. Convert it before, to one that all have, such as int8 or float32"
+        )
+
+
+# NumPy has these dtypes from ml_dtypes, and torch does not convert them. They travel as unsigned
+# integers of equal width.
+_EXTENSIONS = {name for name in dir(torch) if name.startswith("float8_")} | {"bfloat16"}
+_DTYPES = _EXTENSIONS | {
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
+
+
+def _as_numpy(tensor: torch.Tensor) -> Array:
+    """NumPy's view of a tensor on the CPU."""
+    name = _name(tensor.dtype)
+    # Without it a tensor only says that it is not available.
+    with needs_numpy("this call"):
+        import_module("numpy")
+    try:
+        if name not in _EXTENSIONS:
+            return tensor.numpy()
+        import ml_dtypes
+
+        bits = tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint8)
+        return bits.numpy().view(vars(ml_dtypes)[name])
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"{arrays.describe(tensor)}, which NumPy has with ml_dtypes only: pip install ml_dtypes"
+        ) from error
+    # Of a running torch.func transform, or of a FakeTensorMode.
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:
+        raise ExportError(
+            f"{arrays.describe(tensor)} without memory that can be read "
+            f"({str(error).splitlines()[0].rstrip('.')}). A tensor inside of a torch.func "
+            "transform or of torch.compile has none; convert it outside"
+        ) from error
+
+
+def check_importable(array: Array) -> None:
+    """Raises ExportError if this framework cannot have the array of another, or NumPy's, as it
+    is.
+    """
+    if not isinstance(array, torch.Tensor):
+        _check_dtype(array.dtype.name, array.shape)
+
+
+def import_arrays(
+    exports: Sequence[Transfer], device: torch.device | None, copy: bool
+) -> list[Transfer]:
+    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in
+    new memory.
+    """
+    imports = [_placed(_imported(export), device, copy) for export in exports]
+    if copy:
+        # JAX may reuse the memory of its arrays as soon as this returns, so the copies must be
+        # done.
+        pairs = zip(imports, exports, strict=True)
+        copies = [new.array for new, old in pairs if not isinstance(old.array, torch.Tensor)]
+        for device in {tensor.device for tensor in copies if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
+    return imports
+
+
+def _imported(export: Transfer) -> Transfer:
+    """The array as a tensor where it lies."""
+    array, copied = export
+    if isinstance(array, torch.Tensor):
+        return Transfer(array.detach(), copied)
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        return Transfer(dlpack.from_dlpack(array), copied)
+    # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of
+    # whole, positive elements.
+    if not array.flags.writeable:
+        array, copied = (
+            array.copy(),
+            copied or "it is read-only, which no tensor is; x.copy() is not",
+        )
+    elif any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        copied = (
+            copied or f"torch has no strides of {list(array.strides)} bytes; x.copy() has others"
+        )
+        array = array.copy()
+    if array.dtype.name in _EXTENSIONS:
+        bits = torch.from_numpy(array.view(f"uint{8 * array.itemsize}"))
+        return Transfer(bits.view(arrays.as_dtype(array.dtype.name)), copied)
+    return Transfer(torch.from_numpy(array), copied)
+
+
+def _placed(imported: Transfer, device: torch.device | None, copy: bool) -> Transfer:
+    tensor, copied = imported
+    if device is not None and tensor.device != device:
+        return Transfer(
+            tensor.to(device),
+            f"it lies on {tensor.device}, and device= is {str(device)!r}; leave that out",
+        )
+    return Transfer(tensor.clone(), "a copy was asked for") if copy and copied is None else imported
+
+
+def extents(leaf: torch.Tensor) -> list[Extent]:
+    """The addresses of the first byte and of that after the last, of every piece of memory of
+    the array.
+    """
+    return [piece for part in _strided_parts(local(leaf)) for piece in _extent(part)]
+
+
+def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, or those that a sparse one is made of."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (
+        [tensor.crow_indices(), tensor.col_indices()]
+        if rows
+        else [tensor.ccol_indices(), tensor.row_indices()]
+    )
+    return [*indices, tensor.values()]
+
+
+def _extent(tensor: torch.Tensor) -> list[Extent]:
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of a running torch.func transform
+        return []
+    if storage.device.type == "meta" or not tensor.numel():
+        return []
+    # Not tensor.data_ptr(), which fake and functional tensors refuse.
+    start = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
+    strides = [int(stride) * tensor.itemsize for stride in tensor.stride()]
+    return [extent(start, tensor.shape, strides, tensor.itemsize)]
+
+
+def stored(array: torch.Tensor) -> torch.Tensor:
+    """The array as one of numbers, which any file format takes: of random keys, their data."""
+    return array  # torch has its generators' states in tensors
+
+
+def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What was stored of an array like this one."""
+    return numbers
+
+
+def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The array on the devices of another one of its shape."""
+    if like.is_meta:  # it stands for a tensor, and lies nowhere
+        return array
+    if is_dtensor(like) and not is_dtensor(array):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(like, DTensor)
+        moved: torch.Tensor = distribute_tensor(
+            array.to(like.device), like.device_mesh, like.placements
+        )
+    else:
+        moved = array.to(like.device)
+    return arrays.with_strides_of(moved, like)

@@ -1,0 +1,451 @@
+"""`verify`: whether accumulation is exact for a loss, and if not, why.
+
+Two halves, read in this order:
+
+- `exact.py`: *is it exact?* One table: several splits against the whole batch. `probe.py` calls the
+  function with any rows of the batch.
+- `causes/`: *why not?* Questions in one table, `LOSS` below for a loss and `STEP` for a step of
+  `coupled`. Each tests for its causes and yields those it finds; their texts are in the TOML file
+  beside it. `causes/groups.py` (what kind of function is it?) and `counted.py` (what in the batch
+  does it count?) are shared by several questions, and so is `causes/lines.py`: what is printed can
+  be pasted.
+
+`in_torch.py` and `in_jax.py` contain what only one framework can answer. The package can be
+removed: the library has its name, `funcga.verify`, and only `parity` and the command line import
+it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of the core:
+
+- `step_program(step)` and `step.coupled`: what a step computes; `Program.read`, `weigh`, `counting`
+- `Arguments.cut`: any rows of the arguments; `argument_names`
+- `GradientFunction`: which arguments are differentiated, and where the gradient is
+- `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer` and `.normalizer`
+- `leaf_paths` and a Backend's `arrays` and `trees`
+- in torch `recording_loss`, `PureLoss`, `ModuleGradient` and `modules_in`
+"""
+
+import importlib
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from funcga._accumulate import accumulate
+from funcga._backend.prefixes import leaf_paths
+from funcga._call import owner_of, step_program
+from funcga._grad import GradientFunction
+from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga.errors import FuncgaError, check_count
+from funcga.folds import FoldTree, mean
+from funcga.tools.coupled import Coupled
+from funcga.tools.verify.causes import (
+    Answer,
+    Cause,
+    Note,
+    Question,
+    Stop,
+    calls,
+    causes_in,
+    counts,
+    division,
+    folds,
+    note,
+    outputs,
+    rows,
+    summaries,
+)
+from funcga.tools.verify.exact import Case, Measured, first_line
+from funcga.tools.verify.probe import Probe
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+# The questions, in the order in which they are asked.
+LOSS: tuple[Question, ...] = (
+    calls.not_differentiable,
+    calls.repeatable,
+    outputs.small_gradients,
+    outputs.per_example,
+    folds.all_weightless,
+    outputs.unused_parameters,
+    counts.of_totals,
+    folds.explain,
+    folds.weightless_rows,
+    division.divided_by_n,
+    outputs.wrong_gradient,
+    outputs.remarks,
+)
+STEP: tuple[Question, ...] = (
+    rows.fixed_number,
+    calls.not_differentiable,
+    calls.repeatable,
+    outputs.small_gradients,
+    counts.of_totals,
+    summaries.explain_step,
+    outputs.unused_parameters,
+    rows.of_order,
+)
+# A cause, and another one that it implies.
+_IMPLIED = {
+    "divided by n": "mean under sum",  # a division by n makes it right, for this n
+    "divided twice": "sum under mean",
+    "wrong weight": "uneven tokens",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of `verify`. `str(verdict)` is a short text to read.
+
+    Attributes:
+        ok: True if no cause was found: every split gives the result of the whole batch, except for
+            what a note says.
+        causes: The mistakes, each a `Cause` with `.name`, `.what`, the line that is the `.fix`, and
+            the `.evidence`.
+        rows: A `Measured` for each split: its largest relative difference from the whole batch,
+            with its limit.
+        dtype: The dtype of the arguments in the comparison.
+        notes: Further remarks, such as what could not be checked.
+        gradients: Whether any were compared; False for a loss that was given in place of its
+            gradient.
+
+    Example:
+        >>> gradient = funcga.value_and_grad(lambda w, x: ((x @ w) ** 2).sum())
+        >>> verdict = funcga.verify(gradient, torch.ones(3), torch.randn(16, 3), n=4)
+        >>> verdict.ok, [cause.name for cause in verdict.causes]
+        (False, ['sum under mean'])
+    """
+
+    ok: bool
+    causes: tuple[Cause, ...]
+    rows: tuple[Measured, ...]
+    dtype: str
+    notes: tuple[str, ...] = ()
+    gradients: bool = True
+
+    def assert_exact(self) -> None:
+        """Raises an error unless accumulation is exact.
+
+        Raises:
+            AssertionError: If accumulation is not exact, with the text of the verdict.
+        """
+        if not self.ok:
+            raise AssertionError(str(self))
+
+    def as_dict(self) -> dict[str, object]:
+        """The verdict as dicts, tuples, strings, numbers and None, for JSON; a number that is not
+        finite is a string.
+        """
+        rows = [
+            # JSON has no numbers that are not finite.
+            row._asdict()
+            | {"ok": row.ok, "relative": row.relative if row.relative < inf else str(row.relative)}
+            for row in self.rows
+        ]
+        return asdict(self) | {"rows": rows}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        first, *rest = str(self).partition("\n")
+        return Text.assemble((first, "bold green" if self.ok else "bold red"), *rest)
+
+
+def _lines(verdict: Verdict) -> Iterator[str]:
+    count = len(verdict.causes)
+    if not verdict.ok:
+        yield f"Accumulation is NOT exact for this loss: {count} cause{'s' * (count != 1)}."
+    elif verdict.gradients:
+        yield "Accumulation is exact for this loss."
+    else:
+        yield "The values agree, and no gradient was compared: see the note."
+    for number, each in enumerate(verdict.causes, 1):
+        yield from cause_lines(number, each)
+    if verdict.rows:
+        yield from ("", f"Largest relative difference from the whole batch, in {verdict.dtype}:")
+    for row in verdict.rows:
+        difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
+        yield f"   {row.split}: {row.error or difference}"
+    for text in verdict.notes:
+        yield from wrapped(text, "Note: ")
+
+
+def cause_lines(number: int, cause: Cause) -> Iterator[str]:
+    """A cause as lines of a report, after an empty one."""
+    # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
+    line, *sentences = re.split(r"\. (?=[A-Z])|; ", cause.fix, maxsplit=1)
+    yield from ("", f"{number}. {cause.name}", *wrapped(cause.what), f"   Fix: {line}")
+    yield from wrapped("".join(sentences))
+    yield from wrapped(f"Seen: {cause.evidence}")
+
+
+def wrapped(text: str, first: str = "   ") -> list[str]:
+    """The lines of a sentence, indented as in a report; `first` stands before the first one."""
+    return textwrap.wrap(
+        text, 88, initial_indent=first, subsequent_indent="   ", break_long_words=False
+    )
+
+
+def verify(
+    grad_fn: GradFn,
+    *args: Tree,
+    n: int | Sequence[int] | None = None,
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    totals: TotalsFn | None = None,
+    seed: int = 0,
+    bitwise: bool = False,
+    **kwargs: Tree,
+) -> Verdict:
+    """Checks whether `accumulate(grad_fn, n, ...)(*args, **kwargs)` is exact, and finds the cause
+    if it is not.
+
+    The step over n micro-batches, in order, and over two uneven ones in another order is compared
+    with the step over the whole batch, in float64 if grad_fn can compute in it. If the results
+    differ, grad_fn is called with repeated groups of rows, to find out what kind of function of the
+    rows the loss is. Each cause comes with the line that fixes it.
+
+    A step of `coupled` is compared with the same step over the whole batch as one micro-batch. If
+    they differ, the summary is at fault: the causes are those of a loss, or "wrong fold", such as
+    concat() for a mean.
+
+    The names of the causes: "sum under mean", "mean under sum", "mean under per_weight", "uneven
+    tokens", "wrong weight", "weight not additive", "totals not additive", "divided twice" by totals
+    and by the fold, "total of zero" if that makes the loss NaN, "divided by n", "regulariser",
+    "other normaliser", "batch statistics", "in-batch negatives", "coupled rows", "row order",
+    "fixed rows" if their number is hard-coded, "randomness", "state", "per-example output",
+    "params unused", "by steps", "wrong gradient" if torch.func computes a different one,
+    "first-order step", "small remainder" if the difference is less than 1e-5, as from an epsilon
+    in a count, and "not decomposable" if none of these explains it.
+
+    A note says what may be wrong, or could not be checked, and leaves `.ok` as it is: that the
+    loss is divided by a number which equals n, perhaps by chance; that only its value differs, by
+    less than 1e-5; that every gradient is as small as rounding; or that there are no gradients.
+
+    Differences are relative: to the largest value that was added up to a leaf, plus a share of the
+    largest of all leaves, plus a floor. In float64 up to 1e-9 counts as rounding, and the share is
+    a thousandth; where the loss computes in float32, 1e-4 and a tenth; in 16 bits, 8 epsilons and a
+    half. The floor is 8 epsilons over that limit: 2e-6 in float64, 0.01 in float32, 1 in 16 bits.
+    If all gradients are smaller than the floor, it shrinks with the largest of them, unless that is
+    below 8 eps**0.75 of the loss: then a note says that these arguments cannot show anything. A
+    smaller mistake goes unnoticed.
+
+    No argument is changed, and the global random generators are restored. The loss is called
+    several times, with whatever it prints or stores.
+
+    Args:
+        grad_fn: As for `accumulate`, such as `funcga.value_and_grad(loss_fn)`, or
+            `torch_backend.module_value_and_grad(module, loss_fn)` of a module that nothing wraps,
+            whose buffers stay as they are; or a step of `coupled`, which brings its n, fold,
+            weight, in_axes and totals.
+        *args: Parameters, unless grad_fn is that of a module, and one batch of about 16 rows. More
+            rows show no more, as long as the rows vary as they do in training.
+        n: The number of micro-batches to verify, or several. Default: 3, or that of the step.
+        fold: As for `accumulate`.
+        weight: As for `accumulate`.
+        in_axes: As for `accumulate`.
+        totals: As for `accumulate`.
+        seed: Of the order of the rows, and of their groups.
+        bitwise: Whether to check as well that the same micro-batches, of rows // n rows each, give
+            the same bits in any order, as `reproducible` promises. Further causes are then "order
+            of sums"; "order of kernels", if the bits differ although the sums are exact; and "bits
+            not repeatable", if even two calls with the same arguments differ.
+        **kwargs: Keyword arguments of grad_fn, passed whole.
+
+    Returns:
+        A Verdict.
+
+    Raises:
+        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows or than n, an
+            argument has NaN, or a gradient is not finite.
+
+    Example:
+        >>> w, x = torch.ones(3), torch.randn(16, 3)
+        >>> of_mean = funcga.grad(lambda w, x: ((x @ w) ** 2).mean())
+        >>> funcga.verify(of_mean, w, x, n=4).assert_exact()
+        >>> of_sum = funcga.grad(lambda w, x: ((x @ w) ** 2).sum())
+        >>> verdict = funcga.verify(of_sum, w, x, n=4)
+        >>> [cause.name for cause in verdict.causes]
+        ['sum under mean']
+    """
+    job = job_of(grad_fn)
+    instead = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
+    options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
+    if job is not None:
+        _check_options(options | {"fold": fold != mean()})
+        grad_fn = job.program.grad_fn
+        instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
+    grad_fn, args, options = _as_function_of_parameters(
+        grad_fn, args, options, instead, job is None
+    )
+    # A loss that does not depend on its parameters is a cause here, and no error.
+    if isinstance(grad_fn, GradientFunction):
+        grad_fn = replace(grad_fn, reached={True})
+    counts = _counts(n)
+    program = step_program(accumulate(grad_fn, 1, **options)) if job is None else job.program
+    assert program is not None
+    if program.totals is not None:
+        program.totals.check_call(kwargs)
+    probe = Probe(program, job, args, kwargs, precise=False)
+    _check_rows(counts, probe)
+    _check_finite(probe, args[probe.brings_parameters :], kwargs)
+    if job is not None:
+        counts = counts or _counts_of(job, probe.rows)
+    questions = LOSS if job is None else STEP
+    with probe.random_kept():
+        # In float64 if possible, where rounding hides next to nothing.
+        with probe.framework.precision(precise=True):
+            precise, found = _precise(probe)
+            case = Case(precise, counts, seed)
+            if precise is not probe:
+                found += _answers(case, questions)
+        with probe.framework.precision(precise=False):
+            if precise is probe:
+                found += _answers(case, questions)
+            if bitwise and job is None:
+                probe.values(probe.all_rows)
+                found += calls.same_bits(Case(probe, counts, seed))
+    return _verdict(case, found)
+
+
+def _as_function_of_parameters(
+    grad_fn: GradFn, args: tuple[Tree, ...], options: dict[str, Tree], instead: str, is_plain: bool
+) -> tuple[GradFn, tuple[Tree, ...], dict[str, Tree]]:
+    """A gradient function of a module's own parameters as one that takes them first; any other as
+    it is. `is_plain`: whether it is no step of `coupled`. Raises FuncgaError for a wrapped module.
+    """
+    if owner_of(grad_fn) is None:
+        return grad_fn, args, options
+    own = importlib.import_module("funcga.tools.verify.in_torch").of_parameters(grad_fn)
+    if own is not None and is_plain:
+        grad_fn, parameters = own
+        in_axes = _with_parameters(options["in_axes"], args)
+        return grad_fn, (parameters, *args), {**options, "in_axes": in_axes}
+    raise FuncgaError(
+        "verify evaluates a gradient function, or a step, with parameters of its own choice, "
+        f"and this one brings its own. Give it {instead}, with the module that was wrapped."
+    )
+
+
+# --- what is refused
+
+
+def job_of(step: object) -> Coupled | None:
+    """What a step of `coupled` computes; None for any other function."""
+    job = getattr(step, "coupled", None)
+    return job if isinstance(job, Coupled) else None
+
+
+def _check_options(options: dict[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise FuncgaError(
+                f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
+                f"funcga.verify(step, params, *batch)."
+            )
+
+
+def _with_parameters(in_axes: Tree, args: tuple[Tree, ...]) -> Tree:
+    """The in_axes of a gradient function of a module, which splits all of its arguments, for one
+    that gets the parameters before them.
+    """
+    if isinstance(in_axes, tuple | list):
+        return (None, *in_axes)
+    return (None, *[0 if in_axes is None else in_axes] * len(args))
+
+
+def _counts(n: int | Sequence[int] | None) -> list[int]:
+    """The values of n, without repetitions; [] for None."""
+    if n is None:
+        return []
+    several = n if isinstance(n, tuple | list) else [n]
+    counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in several]
+    if not counts or min(counts) < 2:
+        raise FuncgaError(
+            f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8."
+        )
+    return list(dict.fromkeys(counts))
+
+
+def _counts_of(job: Coupled, rows: int) -> list[int]:
+    """The number of micro-batches that the step makes of these rows; [] if that is one, or if there
+    are fewer rows.
+    """
+    size = job.program.microbatch_size
+    n = -(-rows // size) if size else job.program.n
+    return [n] if n and 2 <= n <= rows else []
+
+
+def _check_rows(counts: Sequence[int], probe: Probe) -> None:
+    rows = probe.rows
+    if rows < 2:
+        raise FuncgaError(
+            "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises "
+            "more with 16 or so. Give it a whole batch."
+        )
+    if max(counts, default=0) > rows:
+        raise FuncgaError(
+            f"n={max(counts)} micro-batches were asked of a batch of {rows} rows: a micro-batch "
+            f"has at least one. Write n={rows} or less, or give it a larger batch."
+        )
+    # Refuses what has no rows to be cut, such as a sparse tensor.
+    probe.arguments.cut(0, 1, probe.arguments.state)
+
+
+def _check_finite(probe: Probe, *call: Tree) -> None:
+    """Raises FuncgaError for NaN among the arguments, with which nothing can be compared."""
+    leaves = probe.backend.trees.flatten(call)[0]
+    paths = leaf_paths(call, probe.backend.trees)
+    for path, leaf, numbers in zip(paths, leaves, probe.numbers(call), strict=True):
+        count = int(np.isnan(numbers).sum())
+        if count:
+            raise FuncgaError(
+                f"the argument at {path[3:]} of the call is {probe.backend.arrays.describe(leaf)} "
+                f"with {count} NaN: no two results could be compared. Give verify arguments "
+                "without NaN."
+            )
+
+
+# --- the answers
+
+
+def _precise(probe: Probe) -> tuple[Probe, list[Answer]]:
+    """The Probe with arguments in float64; or the same, and the note that says why."""
+    try:
+        precise = Probe(probe.program, probe.job, probe.args, probe.kwargs, precise=True)
+        _ = precise.whole
+    # Something that the function closes over is in another dtype than float64.
+    except Exception as error:
+        return probe, [note("own dtypes", error=first_line(error))]
+    return precise, []
+
+
+def _answers(case: Case, questions: Sequence[Question]) -> list[Answer]:
+    """The answers to these questions, up to the first Stop."""
+    found: list[Answer] = []
+    for question in questions:
+        found += question(case)
+        if found and isinstance(found[-1], Stop):
+            break
+    return found
+
+
+def _verdict(case: Case, found: Sequence[Answer]) -> Verdict:
+    """The Verdict of all answers."""
+    causes = causes_in(found)
+    implied = {_IMPLIED.get(each.name) for each in causes}
+    is_stopped = any(isinstance(answer, Stop) for answer in found)
+    return Verdict(
+        ok=not causes,
+        causes=tuple(each for each in causes if each.name not in implied),
+        rows=() if is_stopped else tuple(case.splits.rows),
+        dtype="float64" if case.probe.precise else "the arguments' own dtypes",
+        notes=tuple(str(answer) for answer in found if isinstance(answer, Note)),
+        gradients=note("loss") not in found,
+    )

@@ -1,0 +1,157 @@
+"""Calls that do not give the same result again.
+
+If a call writes to its arguments, draws random numbers or keeps state, no two results can be
+compared, so these questions come first. Bits are compared in the arguments' own dtypes and with
+micro-batches of one size, since the gradient of a micro-batch depends on its size.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import numpy as np
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import Argument, argument_names
+from funcga._fold.outputs import broadcast_folds
+from funcga.errors import FuncgaError
+from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
+from funcga.tools.verify.causes.lines import axes_line
+from funcga.tools.verify.exact import Case, limit_of
+from funcga.tools.verify.probe import Leaves, Probe, Trace
+
+
+def not_differentiable(case: Case) -> Iterator[Answer]:
+    """A loss whose gradient cannot be computed, since it writes to state that it closes over."""
+    probe = case.probe
+    try:
+        whole = probe.whole
+    except Exception as error:
+        # A transform of torch forbids it.
+        if "mutate a captured Tensor" not in str(error):
+            raise
+        layers = probe.layers()
+        layers = f"; in the loss are {layers}" if layers else ""
+        yield cause("state: buffers", error=type(error).__name__, layers=layers)
+        yield stop("no gradient")
+        return
+    bad = [i for i in probe.additive() if not np.isfinite(whole[i]).all()]
+    if bad:
+        raise FuncgaError(
+            f"{probe.paths[bad[0]]} of grad_fn is not finite for the whole batch ({len(bad)} "
+            "leaves are not): nothing can be compared with it. Give verify parameters and rows for "
+            "which the loss and its gradients are finite."
+        )
+
+
+def repeatable(case: Case) -> Iterator[Answer]:
+    """Calls with the same arguments that differ: by written arguments, randomness or state.
+
+    Stores the trace of the first call, and the limit that follows from it, in the case.
+    """
+    probe = case.probe
+    args = probe.take_rows(probe.all_rows)
+    call = (args, probe.kwargs)
+    before = probe.numbers(call)
+    with probe.random_kept():
+        case.trace = probe.trace_call(args)
+        case.limit = limit_of(case.trace.epsilon)
+        # Writing to arguments comes first, as it explains a second call that differs.
+        names = argument_names(probe.grad_fn, len(args))
+        named = [*zip(names, args, strict=True), ("kwargs", probe.kwargs)]
+        paths = [
+            path for name, tree in named for path in leaf_paths(tree, probe.backend.trees, name)
+        ]
+        for path, x, y in zip(paths, before, probe.numbers(call), strict=True):
+            if not np.array_equal(x, y, equal_nan=True):
+                yield cause("state: arguments", path=path)
+                yield stop("no comparison")
+                return
+        distance = _distance(case, probe.trace_call(args))
+    if distance > case.limit.relative:
+        # A third call, with the random generators as they were for the first one.
+        with probe.random_kept():
+            again = _distance(case, probe.trace_call(args))
+        # Infinite: another program was traced, or one result is NaN.
+        by = "altogether" if distance == inf else f"by {distance:.1e} of the largest element"
+        difference = f"two calls with the same arguments differ {by}"
+        yield cause("state" if again > case.limit.relative else "randomness", difference=difference)
+        yield stop("no comparison")
+    elif case.limit.relative > 1e-9:
+        yield note("rounding", limit=case.limit.relative)
+
+
+def _distance(case: Case, other: Trace) -> float:
+    """The largest relative difference from the first call, each leaf relative to itself; infinite
+    if the programs differ.
+    """
+    first, limit = case.trace, case.limit._replace(share=0.0)
+    if first.program != other.program or len(first.values) != len(other.values):
+        return inf
+    return max(limit.differences(first.values, other.values), default=0.0)
+
+
+def by_position(case: Case) -> Iterator[Answer]:
+    """Results that change with the order of the rows alone, in one micro-batch."""
+    probe, added = case.probe, case.probe.additive()
+    if probe.has_state or not case.splits.failed or not added:
+        return
+    whole, permuted = probe.step_values([probe.all_rows, case.order], n=1)
+    split = "one micro-batch, permuted"
+    row, apart = case.measured(split, (probe.rows,), added, permuted, whole)
+    case.splits.rows.append(row)
+    if apart:
+        yield of_position(case, row.relative, row.leaf)
+
+
+def of_position(case: Case, difference: float, where: str) -> Cause:
+    """The Cause for a result that depends on a row's position in its micro-batch."""
+    probe = case.probe
+    words = {"subject": probe.subject, "difference": difference, "where": where}
+    if not case.trace.draws:
+        return cause("row order", **words)
+    keys = {index: "0" for index, part in enumerate(probe.arguments.parts) if _is_key(probe, part)}
+    return cause(
+        f"randomness: by position, {probe.backend.name}", line=axes_line(probe, keys), **words
+    )
+
+
+def _is_key(probe: Probe, part: Argument) -> bool:
+    """Whether an argument that is passed whole is a random key of JAX."""
+    leaves = [] if part.axes else probe.backend.trees.flatten(part.value)[0]
+    kinds = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
+    return bool(kinds) and all(kind.startswith(("key<", "uint32")) for kind in kinds)
+
+
+# How many orders of the micro-batches have to have the same bits.
+_ORDERS = 8
+
+
+def same_bits(case: Case) -> Iterator[Answer]:
+    """Whether a step is bitwise reproducible: for the same micro-batches, in any order."""
+    probe, program = case.probe, case.probe.program
+    if probe.has_state:
+        yield note("bits of state")
+        return
+    n = case.counts[0] if case.counts else min(3, probe.rows)
+    size = probe.rows // n
+    step = probe.step(microbatch_size=size, fold=program.fold, weight=program.weight)
+
+    def result(order: Sequence[int]) -> Leaves:
+        rows = tuple(size * k + row for k in order for row in range(size))
+        return probe.numbers(step(*probe.take_rows(rows), **probe.kwargs))
+
+    first, random = result(range(n)), np.random.default_rng(case.seed)
+    folds = broadcast_folds(program.fold, probe.output, len(first), probe.backend)
+    line = "torch.use_deterministic_algorithms(True)"
+    if probe.backend.name == "jax":
+        line = "deterministic kernels"
+    for times in range(_ORDERS + 1):
+        other = result(random.permutation(n).tolist() if times else range(n))
+        for path, (fold, _), x, y in zip(probe.paths, folds, first, other, strict=True):
+            # What keeps the order, such as concat(), is to have another result in another one.
+            is_moved = times and fold.reducer.monoid.ordered
+            if not is_moved and not np.array_equal(x, y, equal_nan=True):
+                key = "order of kernels" if fold.reducer.of_bits else "order of sums"
+                words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
+                yield cause(key if times else "bits not repeatable", **words)
+                return

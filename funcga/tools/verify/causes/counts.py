@@ -1,0 +1,107 @@
+"""Counts as totals=: what several terms are divided by, and totals that a step has already."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from funcga._backend.prefixes import leaf_paths
+from funcga._types import Array
+from funcga.tools.verify.causes import Answer, Cause, cause
+from funcga.tools.verify.causes.lines import signature
+from funcga.tools.verify.counted import Count
+from funcga.tools.verify.exact import Case
+from funcga.tools.verify.probe import Leaves, Probe
+
+# --- the counts of several terms, as totals=
+
+
+def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[str, str]:
+    """The words of the fix for terms that are divided by these counts: totals=, and the loss that
+    takes them. has_sum: whether another term is a sum.
+    """
+    entries: dict[str, str] = {}
+    terms = ["the_sum"] if has_sum else []
+    for count in chosen:
+        name = "rows" if count.is_of_rows else _name_of(count)
+        if name in entries:
+            name += f"_{len(entries) + 1}"
+        entries[name] = count.expression
+        total = f'totals["{name}"]'
+        # There is a row in every window, and there may be nothing else.
+        terms.append(f"{name}_sum / {total if name == 'rows' else at_least_one(probe, total)}")
+    body = ", ".join(f'"{name}": {expression}' for name, expression in entries.items())
+    return {
+        "line": f"totals=lambda {chosen[0].parameters}: {{{body}}}",
+        "signature": signature(probe),
+        "terms": " + ".join(terms),
+    }
+
+
+def _name_of(count: Count) -> str:
+    """A name for the count: "tokens" if it is of labels, else the last word of the expression."""
+    # Of `(batch["labels"][:, 1:] != -100).sum()` the word labels.
+    *_, word = re.findall(r"[A-Za-z_]\w*", re.sub(r"\.sum.*|\[:.*", "", count.expression))
+    return "tokens" if re.search("label|target|mask", word, re.IGNORECASE) else word
+
+
+def at_least_one(probe: Probe, total: str) -> str:
+    """The expression of a total that may be 0, as a divisor."""
+    form = {"torch": "{}.clamp(min=1)", "jax": "jnp.maximum({}, 1)"}[probe.backend.name]
+    return form.format(total)
+
+
+# --- totals that a step has already
+
+
+def of_totals(case: Case) -> Iterator[Answer]:
+    """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
+    probe = case.probe
+    if probe.program.totals is not None:
+        paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
+        parts = (*case.parts, case.order)
+        counted = [probe.numbers(probe.count(rows)) for rows in parts]
+        yield from _not_additive(paths, counted)
+        yield from _divided_twice(probe, paths)
+        yield from _not_finite_at_zero(probe, paths, counted, [len(rows) for rows in parts])
+
+
+def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[Cause]:
+    for path, x, y, both in zip(paths, *counted, strict=True):
+        apart = abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both))
+        if apart and not _counts_micro_batches(x, y, both):
+            yield cause("totals not additive", path=path, parts=float(x + y), whole=float(both))
+            return
+
+
+def _counts_micro_batches(*of_parts: Array) -> bool:
+    """Whether a total is 1 for any rows, as {"one": 1} is, by which a term is divided that is to
+    count once in a window.
+    """
+    return all(total == 1 for total in of_parts)
+
+
+def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Cause]:
+    # Twice the totals halve what is divided by them.
+    halved = probe.with_totals([2] * len(paths))
+    for i in probe.additive():
+        is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
+        if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
+            yield cause("divided twice", where=probe.paths[i])
+            return
+
+
+def _not_finite_at_zero(
+    probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
+) -> Iterator[Cause]:
+    for path, *of_parts in zip(paths, *counted, strict=True):
+        if _counts_micro_batches(*of_parts):
+            continue
+        shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
+        # What every row has as much of, such as a count of rows, is never 0.
+        if np.allclose(shares, shares[0], rtol=1e-6, atol=0):
+            continue
+        zeroed = probe.with_totals([int(other != path) for other in paths])
+        if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
+            yield cause("total of zero", path=path, line=at_least_one(probe, path))
+            return

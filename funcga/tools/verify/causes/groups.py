@@ -1,0 +1,299 @@
+"""Groups: which kind of function of its rows a result is, found from groups of rows.
+
+F(i, j) is the gradient of a batch that has a group A of rows i times and another one, B, j times.
+Repeating the whole batch k times separates a sum S from the rest M: F = k S + M. A sum is additive
+in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights proportional to
+what the loss counts. Any other F that repetition does not change depends on statistics of the
+batch, or is a sum of several means, which counts in the batch then explain.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+from typing import NamedTuple
+
+import numpy as np
+
+from funcga._types import Array
+from funcga.folds import Fold
+from funcga.tools.verify.causes import Cause, cause
+from funcga.tools.verify.counted import Count, counts
+from funcga.tools.verify.exact import Case
+from funcga.tools.verify.probe import Probe, Rows
+
+
+class Kind(NamedTuple):
+    """What kind of function of its rows some leaves are.
+
+    name: "nothing", "sum", "sum and constant", "mean", "power", "statistics", "coupled", or
+    "unknown" where it could not be evaluated. ratio: of a mean, how much A weighs for each B; of a
+    power, a sum over something to the power 1 - `power`, how much of that A has for each B.
+    """
+
+    name: str
+    ratio: float = 0.0
+    power: float = 0.0
+
+
+# How often each group of rows is in a batch, and the values there: a list of arrays, later one
+# vector of size 1.
+Point = tuple[int, ...]
+_Points = dict[Point, Array]
+_POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
+_NEEDED = {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)}
+
+# What an exact fit to values in float64 leaves.
+_EXACT = 1e-6
+# Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the
+# last one or less; of a logarithm it is 0.58, of what is linear in k 1.
+_SETTLING = 0.45
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The Kind of some leaves under one fold, found from two groups of rows, a and b."""
+
+    case: Case
+    leaves: Sequence[int]
+    a: Rows
+    b: Rows
+    kind: Kind
+
+    @property
+    def probe(self) -> Probe:
+        """The function."""
+        return self.case.probe
+
+    @property
+    def fold(self) -> Fold:
+        """The fold of the leaves."""
+        return self.probe.folds[self.leaves[0]]
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether weight= was given."""
+        return self.probe.program.weight is not None
+
+    @property
+    def divides_by(self) -> str | None:
+        """What the fold divides by."""
+        return self.fold.normalizer.divides_by
+
+    @property
+    def ratio(self) -> float:
+        """How much A weighs for each B in the loss."""
+        return self.kind.ratio
+
+    @property
+    def tolerance(self) -> float:
+        """How much equal ratios may differ by rounding."""
+        return max(1e-5, 100 * self.case.limit.relative)
+
+    def cause(self, key: str, **words: object) -> Cause:
+        """The Cause with the texts of this key, for these leaves."""
+        words = {
+            "where": self.probe.paths[self.leaves[0]],
+            "a": len(self.a),
+            "b": len(self.b),
+            "ratio": self.ratio,
+            "subject": self.probe.subject,
+            **words,
+        }
+        return cause(key, **words)
+
+    @cached_property
+    def weights(self) -> tuple[float, float, float]:
+        """The weights of A, of B and of both together."""
+        return self.probe.weigh(self.a), self.probe.weigh(self.b), self.probe.weigh(self.a + self.b)
+
+    @cached_property
+    def divisor(self) -> Count | None:
+        """The count that the loss divides by: the rows, or the first expression that fits."""
+        return next(iter(self.fitting(1)), None)
+
+    def fitting(self, number: int, has_sum: bool = False) -> tuple[Count, ...]:
+        """The first `number` counts such that the leaves are a sum of means over these counts, plus
+        a sum if `has_sum`; () if there are none.
+
+        Where several count alike in this batch, it is those that the loss counts also when the rows
+        of one array no longer belong to those of another.
+        """
+        chosen = [*combinations(counts(self.probe), number)]
+        fits = self._fits(chosen, has_sum)
+        first = next(fits, None)
+        if first is None:
+            return ()
+        alike = [first, *fits]
+        if len(alike) > 1:
+            apart = replace(self.case, probe=self.probe.with_rows_apart(self.case.seed))
+            # The expressions are the same, as every array has its own rows.
+            others = dict(zip(chosen, combinations(counts(apart.probe), number), strict=True))
+            of_others = {others[each]: each for each in alike}
+            still = next(replace(self, case=apart)._fits([*of_others], has_sum), None)
+            first = first if still is None else of_others[still]
+        return first
+
+    def _fits(
+        self, chosen: Sequence[tuple[Count, ...]], has_sum: bool
+    ) -> Iterator[tuple[Count, ...]]:
+        """Those of the chosen counts that explain the leaves.
+
+        With three groups of rows few counts fit by chance. With two, a mean over pairs of rows of
+        two kinds looks like two means.
+        """
+        order, size = self.case.order, self.case.group
+        parts = [order[:size], order[size : 2 * size], order[2 * size : 3 * size]]
+        points = [point for point in product((0, 1, 2), repeat=3) if 0 < sum(point) < 4]
+        vectors = _values_at(self.case, parts, self.leaves, points)
+        # A loss may refuse some batches, and a few points show nothing.
+        if len(vectors) <= 3 * (len(chosen[0]) + has_sum):
+            return
+        times = np.array([*vectors])
+        # As many numbers as points have the same distances as whole gradients.
+        values = np.transpose(np.linalg.qr(np.transpose([*vectors.values()]), mode="r"))
+        tolerance = 100 * self.case.limit.relative * np.linalg.norm(values)
+        for each in chosen:
+            counted = [times * [count.of(part) for part in parts] for count in each]
+            if not all((every.sum(1) > 0).all() for every in counted):
+                continue
+            # The mean of several groups is the sum of their own means, each times its share of what
+            # is counted. Fit those means.
+            shares = [every / every.sum(1, keepdims=True) for every in counted]
+            terms = np.concatenate([*shares, *([times] if has_sum else [])], axis=1)
+            means = np.linalg.lstsq(terms, values, rcond=None)[0]
+            if np.linalg.norm(terms @ means - values) <= tolerance:
+                yield each
+
+    def leaves_out(self, count: Count) -> bool:
+        """Whether rows that count 0 have a gradient that is not 0. A micro-batch of them has the
+        weight 0, and a mean leaves it out.
+        """
+        return leaves_out(self.case, self.leaves, lambda row: count.of((row,)))
+
+    def reweighs(self) -> bool:
+        """Whether the ratio of A to B depends on the parameters: then the loss does not divide by
+        a count.
+        """
+        moved = self.probe.at_other_parameters()
+        if moved is None:
+            return False
+        kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
+        if kind.name != self.kind.name:
+            return kind.name in ("statistics", "coupled")
+        return abs(self.ratio - kind.ratio) > self.tolerance * (self.ratio + kind.ratio)
+
+
+def leaves_out(case: Case, leaves: Sequence[int], weigh: Callable[[int], float]) -> bool:
+    """Whether these leaves change where the rows of weight 0 are taken out, and nothing else."""
+    weights = [weigh(row) for row in case.probe.all_rows]
+    rows = tuple(row for row, weight in zip(case.probe.all_rows, weights, strict=True) if weight)
+    if not 0 < len(rows) < len(weights):
+        return False
+    some, whole = case.probe.try_values(rows), case.probe.whole
+    if some is None:
+        return False
+    differences = case.limit.differences(some, whole)
+    return max(differences[leaf] for leaf in leaves) > case.limit.relative
+
+
+def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
+    """The Evidence of the groups A and B for these leaves of the output."""
+    vectors = _values_at(case, (a, b), leaves, _POINTS)
+    kind = Kind("unknown")
+    if vectors.keys() >= _NEEDED:
+        kind = classify(vectors, 10 * case.limit.relative)
+    return Evidence(case, leaves, a, b, kind)
+
+
+def _values_at(
+    case: Case, parts: Sequence[Rows], leaves: Sequence[int], points: Sequence[Point]
+) -> _Points:
+    """The values of the leaves as one vector, scaled to about 1, at each point where the loss
+    can be evaluated and is finite.
+    """
+    values: dict[Point, list[Array]] = {}
+    for point in points:
+        rows = tuple(row for part, times in zip(parts, point, strict=True) for row in part * times)
+        result = case.probe.try_values(rows)
+        if result is not None and all(np.isfinite(result[leaf]).all() for leaf in leaves):
+            flat = [result[leaf].ravel() for leaf in leaves]
+            values[point] = [np.concatenate([x.real, x.imag]) for x in flat]
+    scales = case.limit.scales([*values.values()]) if values else []
+    return {
+        point: np.concatenate([leaf / scale for leaf, scale in zip(leaves, scales, strict=True)])
+        for point, leaves in values.items()
+    }
+
+
+_Near = Callable[[Array, Array], bool]
+
+
+def classify(f: _Points, tolerance: float) -> Kind:
+    """The Kind of a function, from its scaled values at points (i, j)."""
+    near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
+    # Not linear in the number of repetitions: neither a sum nor a mean.
+    if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
+        return _as_power(f, near) or _as_growth(f)
+    # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
+    once = ((1, 0), (0, 1), (1, 1))
+    sums: _Points = {(i, j): f[2 * i, 2 * j] - f[i, j] for i, j in once}
+    rests: _Points = {point: f[point] - sums[point] for point in once}
+    is_sum = all(near(rest, 0) for rest in rests.values())
+    if all(near(part, 0) for part in sums.values()):
+        return Kind("nothing") if is_sum else _as_mean(f, near)
+    if not near(sums[1, 1], sums[1, 0] + sums[0, 1]):
+        return Kind("statistics")
+    if is_sum:
+        return Kind("sum")
+    if near(rests[1, 0], rests[0, 1]) and near(rests[1, 1], rests[1, 0]):
+        return Kind("sum and constant")
+    return Kind("statistics")
+
+
+def _as_growth(f: _Points) -> Kind:
+    """The Kind of any other function that grows with repetitions: "statistics" if it converges,
+    else "coupled".
+    """
+    first, second = (float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2))
+    return Kind("statistics" if second < _SETTLING * first else "coupled")
+
+
+def _is_mixture(f: _Points, ratio: float, q: float, near: _Near) -> bool:
+    """Whether F(i, j) = (i ratio**q A + j B) / (i ratio + j)**q: with q = 1 a mean in which A
+    weighs `ratio` for each B, and otherwise a sum over such a count to the power q.
+    """
+    a, b = ratio**q * f[1, 0], f[0, 1]
+    return all(near(f[i, j], (i * a + j * b) / (i * ratio + j) ** q) for i, j in f)
+
+
+def _as_mean(f: _Points, near: _Near) -> Kind:
+    """The Kind of a function that repeating the batch does not change: "mean" or "statistics"."""
+    a, b, both = f[1, 0], f[0, 1], f[1, 1]
+    apart, share = a - b, 0.5
+    # Where A and B differ, their mixture lies on the line between them.
+    if not near(apart, 0):
+        share = float((both - b) @ apart / (apart @ apart))
+    # The ratio that one mixture shows must hold for every other.
+    ratio = share / (1 - share) if 0 < share < 1 else 0.0
+    return Kind("mean", ratio) if ratio and _is_mixture(f, ratio, 1, near) else Kind("statistics")
+
+
+def _as_power(f: _Points, near: _Near) -> Kind | None:
+    """The Kind of a sum over a count to some power, if it is one.
+
+    A sum over the root of the rows counts rows. The gradient of a norm is a sum over the root of
+    a sum as well, and counts sums of squares.
+    """
+    # All rows twice: F is 2 ** (1 - q) times as large.
+    growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0
+    q = 1 - float(np.log2(growth)) if growth > 0 else 0.0
+    (x, _), _, rank, _ = np.linalg.lstsq(np.stack([f[1, 0], f[0, 1]], 1), f[1, 1], rcond=_EXACT)
+    if rank < 2 or not q or x <= 0:
+        return None
+    # x is the share of A in the count, to the power q.
+    share = float(x ** (1 / q))
+    if not 0 < share < 1:
+        return None
+    ratio = share / (1 - share)
+    return Kind("power", ratio, 1 - q) if _is_mixture(f, ratio, q, near) else None

@@ -1,0 +1,135 @@
+"""Outputs that are not the gradient of the intended loss.
+
+They are as wrong for the whole batch as for a micro-batch, so comparing the two does not show it.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from funcga._types import Tree
+from funcga.folds import concat
+from funcga.tools.verify.causes import Answer, cause, note, stop
+from funcga.tools.verify.causes.lines import fold_line, loss_names
+from funcga.tools.verify.exact import Case, largest
+
+
+def small_gradients(case: Case) -> Iterator[Answer]:
+    """Gradients that may be nothing but rounding. If all are below the floor of the limit, the
+    floor is lowered.
+
+    A gradient is about as large as its loss; one that is zero but for rounding, eps times as
+    large.
+    """
+    probe, limit = case.probe, case.limit
+    evaluated = [
+        rows for rows in (probe.all_rows, *case.parts) if probe.try_values(rows) is not None
+    ]
+    top = max(largest(probe.values(rows)) for rows in evaluated)
+    # The usual case: gradients stand out from the floor.
+    if not 0 < top < limit.floor / limit.relative:
+        return
+    if top > 8 * case.trace.epsilon**0.75 * max(abs(probe.loss(rows)) for rows in evaluated):
+        case.limit = limit._replace(floor=limit.floor * top)
+    else:
+        yield note("small gradients", top=top)
+
+
+def per_example(case: Case) -> Iterator[Answer]:
+    """Outputs that have a row for each example, added up or joined along another axis.
+
+    Further questions are about the step with concat() in its place.
+    """
+    probe, part = case.probe, case.parts[0]
+    some = probe.try_values(part)
+    # The splits tell of a loss that refuses some batches.
+    if some is None:
+        return
+    folds, first = [*probe.folds], dict[str, object]()
+    for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
+        if x.shape == y.shape:
+            continue
+        # The axis whose length follows the number of rows.
+        sizes = zip(x.shape, y.shape, strict=False)
+        axis = next((axis for axis, (of_x, of_y) in enumerate(sizes) if of_x != of_y), 0)
+        monoid = folds[i].reducer.monoid
+        if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
+            continue
+        folds[i] = concat(axis)
+        first = first or {
+            "key": "per-example output" + ": axis" * (monoid.axis is not None),
+            "where": probe.paths[i],
+            "whole": [*x.shape],
+            "part": [*y.shape],
+            "rows": probe.rows,
+            "some": len(part),
+        }
+    if first:
+        changed = probe.with_folds(folds)
+        # The line has concat() for all of them.
+        yield cause(str(first.pop("key")), line=fold_line(changed, "", ()), **first)
+        if probe.has_state:
+            yield stop("nothing else")
+        case.probe = changed
+
+
+def unused_parameters(case: Case) -> Iterator[Answer]:
+    """Parameters that the loss does not use: every gradient is zero, and no output depends on
+    them.
+    """
+    probe = case.probe
+    gradients, moved = probe.gradient_leaves(), probe.at_other_parameters()
+    if not gradients or moved is None or any(np.any(probe.whole[i]) for i in gradients):
+        return
+    pairs = zip(probe.whole, moved.whole, strict=True)
+    if all(np.array_equal(x, y, equal_nan=True) for x, y in pairs):
+        # Of a module's own parameters, or those of a function.
+        key = "module" if probe.brings_parameters else probe.backend.name
+        batch = ", ".join(["module", *loss_names(probe)[1:]])
+        yield cause(f"params unused: {key}", count=len(gradients), batch=batch)
+
+
+def wrong_gradient(case: Case) -> Iterator[Answer]:
+    """A gradient that misses a part of the loss, if there is a second way to compute it.
+
+    A part of a loss that leaves the graph is missing from every micro-batch. So the gradient of
+    the whole batch is computed a second time: by the framework's own transform, or with graphs for
+    the steps in the loss.
+    """
+    probe, gradient, limit = case.probe, case.probe.gradient, case.limit
+    args = probe.take_rows(probe.all_rows)
+    if gradient is not None and gradient.scaled:
+        return
+    transform = None if gradient is None else gradient.bound(probe.backend)
+    output = probe.framework.second_output(probe.grad_fn, transform, args, probe.kwargs)
+    if output is None:
+        return
+    in_gradient: Tree = gradient.gradient_in if gradient else lambda output: output
+    own, other = (probe.numbers(in_gradient(tree)) for tree in (probe.output, output))
+    differences = limit.differences(own, other)
+    worst = max(differences, default=0.0)
+    # Of two ways to compute the same number rounding may differ by more than in one.
+    if not 10 * limit.relative < worst < float("inf"):
+        return
+    where = probe.paths[differences.index(worst)] if gradient is None else ""
+    key = "wrong gradient" if gradient else "first-order step"
+    of_loss = "loss_fn", "funcga.value_and_grad(loss_fn)"
+    of_module = (
+        "torch_backend.pure_loss(module, loss_fn)",
+        "torch_backend.module_value_and_grad(module, loss_fn)",
+    )
+    loss_fn, own_way = of_module if probe.brings_parameters else of_loss
+    yield cause(key, where=where, difference=worst, loss_fn=loss_fn, own_way=own_way)
+
+
+def remarks(case: Case) -> Iterator[Answer]:
+    """Notes about what was not compared."""
+    probe, carried = case.probe, case.splits.carried
+    if probe.gradient is None and not probe.gradient_leaves():
+        yield note("loss")
+    if any(fold.reducer.over_steps for fold in probe.folds):
+        yield note("moments")
+    if carried:
+        yield note("carried", where=probe.paths[carried[0]])
+    if probe.has_state:
+        yield note("threaded")

@@ -1,0 +1,194 @@
+"""Losses that depend on several rows together, on their number or their order.
+
+No fold is exact for such a loss. The fix is a call of `coupled` with the names of the user's
+arguments. `verify` cannot split the loss in two by itself, so the user replaces two words of the
+line by the two parts.
+
+A hard-coded number of rows, such as torch.arange(8) for labels, is right for batches of that size
+only. With more or fewer rows the loss raises an error, or it treats the first rows differently from
+the rest: then the order of the rows makes a difference.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
+from funcga.tools.verify.causes.groups import Evidence
+from funcga.tools.verify.causes.lines import axes_line, loss_names
+from funcga.tools.verify.exact import Case, first_line
+from funcga.tools.verify.probe import Probe, Rows
+
+# --- a loss of all rows together
+
+
+def of_statistics(evidence: Evidence) -> Cause:
+    """The Cause of a loss that depends on statistics of its rows, or couples them."""
+    layers = evidence.probe.layers()
+    if _grows_as_a_logarithm(evidence.probe, evidence.a):
+        return evidence.cause("in-batch negatives", line=coupled_line(evidence.case, "embeddings"))
+    if evidence.kind.name == "coupled":
+        return of_sums(evidence)
+    if layers:
+        return evidence.cause("batch statistics: layers", layers=layers)
+    return of_means(evidence)
+
+
+def of_means(evidence: Evidence) -> Cause:
+    """The Cause of a loss that is a function of means over rows, as a variance is, or of sums over
+    them, as a ratio with a constant in it is.
+    """
+    case, probe = evidence.case, evidence.probe
+    twice = probe.try_values(probe.all_rows * 2)
+    # A function of means alone is the same for all rows twice.
+    if twice is None or max(case.limit.differences(twice, probe.whole)) <= case.limit.relative:
+        line = coupled_line(case, "means", "funcga.mean()")
+        return evidence.cause("batch statistics", line=line)
+    line = coupled_line(case, "sums", "funcga.sum()")
+    return evidence.cause("batch statistics: sums", line=line)
+
+
+def of_sums(evidence: Evidence, growth: str = "") -> Cause:
+    """The Cause of a loss that is a function of sums over rows, as the square of a sum is."""
+    line = coupled_line(evidence.case, "sums", "funcga.sum()")
+    return evidence.cause("coupled rows", line=line, growth=growth)
+
+
+def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
+    """Whether the loss, or the loss per row, grows as the logarithm of the number of repetitions.
+
+    Each doubling of the rows adds the same to a logarithm, or nearly so if a row is not its own
+    candidate. It multiplies a power, such as a norm, by the same factor.
+    """
+    times = (2, 4, 8, 16)
+    values = np.array([probe.loss(rows * k) for k in times])
+    for each in (values, values / times):
+        steps = np.diff(each)
+        # It stays as it is, or is unknown.
+        if not np.abs(steps).min() > 1e-6 * max(abs(each[0]), 1e-9):
+            continue
+        first, second = np.abs(steps[1:] / steps[:-1] - 1)
+        if first < 0.4 and second < max(0.7 * first, 1e-3):
+            return True
+    return False
+
+
+def coupled_line(case: Case, summary: str, fold: str = "") -> str:
+    """The call of `coupled` for this loss. summary: a word for what is folded. fold: the fold, if
+    not concat().
+    """
+    probe, gradient = case.probe, case.probe.gradient
+    of_module = probe.framework.module_loss(probe.grad_fn)
+    names = loss_names(probe)
+    summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
+    if probe.brings_parameters:
+        summary_fn = f"torch_backend.module_value_and_grad(module, {summary_fn})"
+    elif of_module is not None:
+        names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
+    # The second function gets what is differentiated, by default the first argument.
+    arg_indices = gradient.arg_indices(len(names)) if gradient else (0,)
+    differentiated = ", ".join([names[arg_index] for arg_index in arg_indices])
+    has_aux = gradient is not None and gradient.has_aux
+    loss_fn = f"lambda {differentiated}, s: {'(loss, aux)' if has_aux else 'loss'}"
+    return f"funcga.coupled({summary_fn}, {loss_fn}, {_options(case, fold)})"
+
+
+def _options(case: Case, fold: str) -> str:
+    probe, gradient = case.probe, case.probe.gradient
+    options = {
+        "n": str(case.counts[0] if case.counts else 8),
+        "fold": fold,
+        "weight": "weight" if probe.program.weight and fold == "funcga.mean()" else "",
+        "in_axes": _axes(probe),
+    }
+    if gradient is not None:
+        options["argnums"] = repr(gradient.argnums) if gradient.argnums else ""
+        options["has_aux"] = "True" if gradient.has_aux else ""
+    return ", ".join([f"{name}={value}" for name, value in options.items() if value])
+
+
+def _axes(probe: Probe) -> str:
+    """in_axes=, where they are not the default."""
+    axes = [part.in_axes for part in probe.arguments.parts]
+    is_default = axes == [None, *[0] * (len(axes) - 1)]
+    return "" if is_default else axes_line(probe, {}).removeprefix("in_axes=")
+
+
+# --- a step of `coupled` that knows a number of rows
+
+
+def fixed_number(case: Case) -> Iterator[Answer]:
+    """A loss that raises an error for the whole batch, but not for a micro-batch; or for any other
+    number of rows than that of the batch.
+    """
+    probe, job, every = case.probe, case.probe.job, case.probe.all_rows
+    assert job is not None
+
+    def is_refused(rows: Rows) -> bool:
+        return probe.try_values(rows) is None
+
+    if is_refused(every):
+        n = min(job.program.n or 1, probe.rows)
+        sizes = (job.program.microbatch_size or -(-probe.rows // n), probe.rows // n)
+        fewer = [every[:size] for size in (*sizes, probe.rows // 2)]
+        works = next((rows for rows in fewer if not is_refused(rows)), every)
+        fails = every
+    elif all(map(is_refused, (*case.parts, every[:-1]))):
+        works, fails = every, every[: probe.rows // 2]
+    else:
+        return
+    try:
+        probe.values(fails)
+    except Exception as error:
+        # Another error is not about their number.
+        if works == fails:
+            return
+        words = {"works": len(works), "fails": len(fails), "error": first_line(error)}
+        try:
+            probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
+        except Exception:
+            yield cause("fixed rows", function="summary_fn", **words)
+        else:
+            yield cause("fixed rows", function="loss_fn", **words)
+        if fails == every:
+            yield stop("no gradient")
+
+
+def of_order(case: Case) -> Iterator[Answer]:
+    """A loss that treats the first rows differently from the rest; a note if it depends on the
+    order in another way.
+    """
+    probe, every = case.probe, case.probe.all_rows
+    folds, twice = probe.backend.trees.flatten(probe.program.fold)[0], every + every
+    has_order = any(fold.reducer.monoid.axis is not None for fold in folds)
+    # Nothing has an order, it makes no difference, or the cause is known already.
+    is_known = not case.splits.are_exact or probe.try_values(every[:-1]) is None
+    if not has_order or is_known or not _differ(case, twice, tuple(sorted(twice))):
+        return
+    # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
+    # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
+    changing = _changing(case, twice)
+    within = [row for row in changing if row < probe.rows]
+    if len(changing) == 1 and _changing(case, every) == within:
+        yield cause("fixed rows: first", size=changing[0], next=changing[0] + 1)
+    else:
+        yield note("row order")
+
+
+def _changing(case: Case, rows: Rows) -> list[int]:
+    """The rows that change the loss if they are exchanged with the next one."""
+    return [
+        row
+        for row in range(1, len(rows))
+        if _differ(case, rows, (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :]))
+    ]
+
+
+def _differ(case: Case, *orders: Rows) -> bool:
+    """Whether the loss differs for two orders of the same rows; False if it cannot be
+    evaluated.
+    """
+    one, other = map(case.probe.try_values, orders)
+    if one is None or other is None:
+        return False
+    return max(case.limit.differences(one, other), default=0.0) > case.limit.relative

@@ -1,0 +1,285 @@
+"""Is it exact: the results of several splits against the whole batch, in one table.
+
+The step over n micro-batches, in order, and over two uneven ones in another order is compared with
+the step over the whole batch. A difference larger than rounding has a cause, see `causes/`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from funcga._types import Array
+from funcga.errors import FuncgaError, TooFewRowsError
+from funcga.tools.verify.counted import counts
+from funcga.tools.verify.probe import Leaves, Probe, Rows, Trace
+
+# --- which differences are rounding
+
+
+class Limit(NamedTuple):
+    """The largest difference between two results that counts as rounding.
+
+    A difference is `relative` to the largest value that was added up to the leaf, so that gradients
+    which cancel are not reported. The bias of an attention key has a gradient that is nothing but
+    rounding of much larger numbers, so a `share` of the largest of all leaves is added. The `floor`
+    is for gradients that are all zero but for rounding.
+    """
+
+    relative: float
+    share: float
+    floor: float
+
+    def scales(self, parts: Sequence[Leaves]) -> list[float]:
+        """The scale of each leaf's differences, from its values for several parts of the batch."""
+        sizes = [max(map(_largest, leaves)) for leaves in zip(*parts, strict=True)]
+        arrays = [size for size, leaf in zip(sizes, parts[0], strict=True) if leaf.ndim]
+        top = max(arrays or sizes, default=0.0)
+        return [size + self.share * top + self.floor / self.relative for size in sizes]
+
+    def differences(self, left: Leaves, right: Leaves) -> list[float]:
+        """The relative difference of every leaf of two results."""
+        return [*map(relative, left, right, self.scales([left, right]))]
+
+
+def limit_of(eps: float) -> Limit:
+    """The Limit for computations with this machine epsilon.
+
+    float64 has room: a mistake is rarely below 1e-6, rounding rarely above 1e-13. In float32 sums
+    of some thousand terms are 1e-5 off. In 16 bits a sum over rows that is rounded once differs by
+    one or two epsilons.
+    """
+    # float64, float32, then 16 bits.
+    if eps < 1e-12:
+        return Limit(1e-9, 1e-3, 8 * eps)
+    if eps < 1e-5:
+        return Limit(1e-4, 0.1, 8 * eps)
+    return Limit(8 * eps, 0.5, 8 * eps)
+
+
+def relative(left: Array, right: Array, scale: float) -> float:
+    """The largest difference over the scale; infinite if the shapes differ, or an element is NaN in
+    one of them only.
+    """
+    if left.shape != right.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        same = (left == right) | (np.isnan(left) & np.isnan(right))
+        apart = np.where(same, 0.0, np.abs(left - right)).max(initial=0.0)
+    return float("inf") if np.isnan(apart) else float(apart) / scale
+
+
+def _largest(leaf: Array) -> float:
+    return float(np.abs(leaf[np.isfinite(leaf)]).max(initial=0.0))
+
+
+def largest(leaves: Leaves) -> float:
+    """The largest element of all arrays, or of all scalars where there are none."""
+    return max(map(_largest, [leaf for leaf in leaves if leaf.ndim] or leaves), default=0.0)
+
+
+# --- the table
+
+
+class Measured(NamedTuple):
+    """The result of a split against that of the whole batch.
+
+    Attributes:
+        split: Which split it is, in words.
+        sizes: The rows of each micro-batch.
+        relative: The largest relative difference.
+        limit: How large it may be.
+        leaf: The path of the leaf that has it.
+        error: What the split raised instead of a result, or None.
+    """
+
+    split: str
+    sizes: tuple[int, ...]
+    relative: float
+    limit: float
+    leaf: str
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is within the limit; NaN is not."""
+        return self.error is None and self.relative <= self.limit
+
+    def __str__(self) -> str:
+        return self.error or f"{self.leaf} differs by {self.relative:.1e}, limit {self.limit:.0e}"
+
+
+class Splits(NamedTuple):
+    """The table of the splits, and the leaves that differ, by index.
+
+    failed: without carried state; carried: carried state.
+    """
+
+    rows: list[Measured]
+    failed: list[int]
+    carried: list[int]
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether every split gives the result of the whole batch."""
+        return not self.failed and not any(row.error for row in self.rows)
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and its first line."""
+    first, *_ = str(error).splitlines() or [""]
+    # Torch asserts on dtypes that meet, and takes that for a bug of its own.
+    text = first.rpartition("please report a bug to PyTorch. ")[2]
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+# The rows of a group. JAX compiles for each number of rows, so the smaller of two uneven parts has
+# as many.
+GROUP = 4
+# How many random orders are looked at for one in which each group has something of each count.
+_TRIES = 60
+
+
+# Until the first call.
+_NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
+
+
+@dataclass(eq=False)
+class Case:
+    """A function, and how it is compared with the whole batch: the argument of every question.
+
+    Attributes:
+        probe: The function. A question may correct its folds for further questions.
+        counts: The numbers of micro-batches that were asked for, none by default.
+        seed: Of the order of rows, and of the groups that are looked at.
+        trace: The trace of one call.
+        limit: Which differences count as rounding.
+    """
+
+    probe: Probe
+    counts: Sequence[int]
+    seed: int
+    trace: Trace = _NOTHING
+    limit: Limit = _DOUBLE
+
+    def orders(self, times: int) -> list[Rows]:
+        """The rows in this many random orders."""
+        random = np.random.default_rng([self.seed, times])
+        return [self._spread(random) for _ in range(times)]
+
+    def _spread(self, random: np.random.Generator) -> Rows:
+        """The rows in a random order, in which groups of them have something of what few rows
+        have, such as positives: a group without any shows nothing of a loss that divides by them.
+        """
+        rows, size = self.probe.rows, self.group
+        first = random.permutation(rows)
+        if not self._rare:
+            return tuple(first.tolist())
+        of_rows = np.stack(self._rare, 1)
+        # The three groups, and the smaller of the two uneven parts.
+        starts = {0, size, min(2 * size, rows - size), rows - size}
+
+        def lacks(order: Array) -> int:
+            groups = np.stack([order[start : start + size] for start in starts])
+            return int((of_rows[groups].sum(1) == 0).sum())
+
+        others = [random.permutation(rows) for _ in range(_TRIES)]
+        return tuple(min([first, *others], key=lacks).tolist())
+
+    @cached_property
+    def _rare(self) -> list[Array]:
+        """What the counts of the batch count in each row, of those that are 0 in some rows."""
+        every = [(row,) for row in self.probe.all_rows]
+        of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
+        return [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
+
+    @property
+    def group(self) -> int:
+        """The rows of one of three groups."""
+        return max(1, min(GROUP, self.probe.rows // 3))
+
+    @cached_property
+    def parts(self) -> tuple[Rows, Rows]:
+        """Two uneven parts of the rows, in another order."""
+        (order,), rows = self.orders(1), self.probe.rows
+        cut = rows - self.group
+        return order[:cut], order[cut:]
+
+    @property
+    def order(self) -> Rows:
+        """All rows in another order."""
+        return self.parts[0] + self.parts[1]
+
+    @cached_property
+    def pairs(self) -> list[tuple[Rows, Rows]]:
+        """Two groups of rows each: few at first, then all."""
+        size = min(GROUP, self.probe.rows // 2)
+        return [*((order[:size], order[size : 2 * size]) for order in self.orders(3)), self.parts]
+
+    @cached_property
+    def splits(self) -> Splits:
+        """The splits: over n micro-batches, for each n, and over the two parts.
+
+        An error that grad_fn raises for a part of the batch is noted in the table; those of funcga
+        are raised.
+        """
+        probe, every, table = self.probe, self.probe.all_rows, list[Measured]()
+        # State goes through the rows in their order only.
+        order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
+        whole, permuted = probe.step_values([every, order], n=1)
+        parts = len(self.parts[0]), len(self.parts[1])
+        # What each split is called, its sizes, its rows, what they are to give, and how it is cut.
+        splits: list[tuple[str, Rows, Rows, Leaves, dict[str, int]]] = [
+            (f"n = {n}", tuple(map(len, np.array_split(every, n))), every, whole, {"n": n})
+            for n in self.counts or [min(3, probe.rows)]
+        ]
+        splits.append((name, parts, order, permuted, {"microbatch_size": parts[0]}))
+        # Moments depend on the number of micro-batches.
+        compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
+        failed = set[int]()
+        for split, sizes, rows, expected, cut in splits:
+            try:
+                (result,) = probe.step_values([rows], **cut)
+            except Exception as error:
+                if isinstance(error, FuncgaError) and not isinstance(error, TooFewRowsError):
+                    raise
+                text = f"it raised {first_line(error)}"
+                table.append(Measured(split, sizes, np.nan, self.limit.relative, "", text))
+            else:
+                row, apart = self.measured(split, sizes, compared, result, expected)
+                table.append(row)
+                failed |= apart
+        carried = {i for i in failed if probe.folds[i].reducer.carries}
+        return Splits(table, sorted(failed - carried), sorted(carried))
+
+    def measured(
+        self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves
+    ) -> tuple[Measured, set[int]]:
+        """The row of a split, and those of these leaves that differ by more than the limit."""
+        limit, scales = self.limit.relative, self._scales
+        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
+        worst = max(apart, key=lambda i: apart[i], default=-1)
+        path = self.probe.paths[worst] if leaves else ""
+        row = Measured(split, sizes, apart.get(worst, 0.0), limit, path)
+        return row, {i for i in leaves if apart[i] > limit}
+
+    @property
+    def failed(self) -> list[int]:
+        """The leaves that differ, of those whose fold adds up values."""
+        return [i for i in self.splits.failed if i in self.probe.additive()]
+
+    @cached_property
+    def _scales(self) -> list[float]:
+        """The scale of each leaf's differences after the fold."""
+        probe = self.probe
+        some = [values for part in self.parts if (values := probe.try_values(part)) is not None]
+        # per_weight() divides a sum, so that its result is smaller than what was added up.
+        total = max(probe.weigh(probe.all_rows), 1e-300)
+        scales = []
+        for fold, scale in zip(probe.folds, self.limit.scales([probe.whole, *some]), strict=True):
+            is_sum = fold.reducer.additive and not fold.reducer.linear
+            is_divided = is_sum and fold.normalizer.divides_by == "weight"
+            scales.append(scale / total if is_divided else scale)
+        return scales
