@@ -23,6 +23,7 @@ from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.engine.sums import Folding, Sums
 from torch_backend.loop import untraced
+from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress, progress_of
 from torch_backend.reduce.telling import telling as telling_windows
@@ -206,8 +207,7 @@ def zeros_of(
     """Zeros in the shape of a tensor. With `shared`, the 0 of each dtype and device so far, they
     are views of it, so that nobody can write to them.
     """
-    is_plain = type(like) in (torch.Tensor, torch.nn.Parameter) and like.numel() > 1
-    if shared is not None and is_plain:
+    if shared is not None and type(like) in PLAIN and like.numel() > 1:
         kind = dtype, like.device
         if kind not in shared:
             shared[kind] = torch.zeros((), dtype=dtype, device=like.device)

@@ -1,7 +1,7 @@
 """What `multi_steps` needs of this framework: its conditional, and the dtypes of an update."""
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -51,20 +51,19 @@ def when(
     if predicate:
         return *emit(state, operands), True
     leaves, structure = trees.flatten(like)
-    zeros = partial(zeros_of, {} if donate else None)
+    shared: dict[Any, torch.Tensor] | None = {} if donate else None
     nothing = [
-        zeros(leaf, _dtype_of_update(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        zeros_of(shared, leaf, _dtype_of_update(leaf)) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
     return trees.unflatten(structure, nothing), state, False
 
 
 def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
-    return (
-        arrays.accumulator_dtype(like.dtype)
-        if arrays.kind(like.dtype) in ("float", "complex")
-        else like.dtype
-    )
+    dtype = like.dtype
+    if dtype is torch.float32:  # the usual case
+        return dtype
+    return arrays.accumulator_dtype(dtype) if arrays.kind(dtype) in ("float", "complex") else dtype
 
 
 def unknown(compute: Callable[[], Tree]) -> Tree:
