@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from funcga._backend.dispatch import backend_of
 from funcga._types import Across, Tree
-from funcga.errors import FuncgaError
 
 
 def check_replicas(params: Tree, across: Across) -> None:
@@ -30,17 +29,6 @@ def check_replicas(params: Tree, across: Across) -> None:
         >>> funcga.check_replicas({"w": torch.ones(3)}, dist.group.WORLD)
     """
     backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
-
-
-def have_leaves(replicas: Any) -> bool:
-    """Whether leaves have replicas of their own, as in JAX they may."""
-    return getattr(replicas, "leaves", None) is not None
-
-
-def check_one_for_all(replicas: Any, found: str, instead: str) -> None:
-    """Raises FuncgaError if leaves have replicas of their own, where that is not supported."""
-    if have_leaves(replicas):
-        raise FuncgaError(f"across= names the replicas of each leaf, and {found}. {instead}")
 
 
 class Step(NamedTuple):

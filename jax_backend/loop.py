@@ -103,7 +103,6 @@ def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) ->
         return fold(None, *operands)
     # Read outside of the context, in which a fold inside of grad_fn needs no across=.
     replicas = replicas_of(program.across)
-    program.check_one_group(replicas)
     with requiring_across(()):
         return fold(replicas, *varying(operands, replicas))
 

@@ -141,16 +141,6 @@ def read_across(across: Across) -> Replicas:
     return across if isinstance(across, Replicas) else Replicas(across)
 
 
-def of_window(across: Across) -> Across:
-    """`across=` without the replicas of single leaves: those that weights are counted over."""
-    return across
-
-
-def names_leaves(across: Across | None) -> bool:
-    """Whether `across=` names replicas for each leaf."""
-    return False
-
-
 def _unbound(name: str) -> FuncgaError:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:

@@ -135,16 +135,6 @@ def replicas_of(across: Any) -> Replicas:
     return Replicas(across)
 
 
-def of_window(across: Any) -> Any:
-    """`across=` without the replicas of single leaves: those that weights are counted over."""
-    return across  # only in JAX
-
-
-def names_leaves(across: Any) -> bool:
-    """Whether `across=` names replicas for each leaf."""
-    return False  # only in JAX
-
-
 def are_processes(across: Any) -> bool:
     """Whether `across=` names processes of torch, and not axes of a mesh of JAX."""
     return isinstance(across, Replicas | InTurn | dist.ProcessGroup | DeviceMesh | int)

@@ -209,14 +209,6 @@ class Replicas(Protocol):
         """The replicas that `across=` names; FuncgaError if it names none."""
         ...
 
-    def names_leaves(self, across: Any) -> bool:
-        """Whether `across=` names replicas for each leaf."""
-        ...
-
-    def of_window(self, across: Any) -> Any:
-        """`across=` without the replicas of single leaves: those that weights are counted over."""
-        ...
-
     def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
         """The sum of a scalar over the replicas, which have these accumulators."""
         ...

@@ -16,7 +16,7 @@ from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._call.supported import ANY, MODULE, check_supported
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._replicas import Step, check_one_for_all, step_of
+from funcga._replicas import Step, step_of
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
@@ -152,22 +152,7 @@ class Program:
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""
-        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
-        self.check_one_group(replicas)
-        return replicas
-
-    def check_one_group(self, replicas: Any) -> None:
-        """Raises FuncgaError if leaves have replicas of their own, and micro-batches are
-        observed or dropped.
-        """
-        if self.observers is not None or self.dropping is not None:
-            what = "observe=" if self.observers is not None else "drop="
-            check_one_for_all(
-                replicas,
-                f"{what} was given: the gradient of such a leaf has what the micro-batches of "
-                "several replicas add to it, and cannot be told apart",
-                f"Leave {what} out, and look at the gradient that the step returns.",
-            )
+        return None if self.across is None else backend.replicas.replicas_of(self.across)
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, each leaf with its axis from in_axes."""

@@ -182,14 +182,6 @@ class LeafFold:
         # Exact sums have an attribute for it.
         return getattr(reducer.lift, "is_weighted", not reducer.unweighted)
 
-    @property
-    def is_of_window(self) -> bool:
-        """True if replicas have to gather it, as there is no collective for it: moments(), for
-        example.
-        """
-        monoid = self.fold.reducer.monoid
-        return monoid.collective is None and monoid.sent is None
-
     def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch, in the shape of `like`."""
         xp = self.arrays.xp

@@ -13,7 +13,7 @@ from funcga._backend.prefixes import check_initialised
 from funcga._call import options_of
 from funcga._fold import check_narrow, check_weight
 from funcga._fold.accumulator import Accumulation, empty
-from funcga._replicas import check_one_for_all, have_leaves, step_of
+from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._transform import (
     Traits,
@@ -200,8 +200,6 @@ class MultiSteps(Transform):
                 f"{', '.join(map(str, updates))}. Save them between the same two updates on every "
                 "replica."
             )
-        if backend.replicas.names_leaves(update.across):
-            raise _of_different_experts()
         parts = backend.states.own_parts([state.window for state in states], None)
         opened = [update.folding.opened(part, backend) for part in parts]
         whole = reduce(Accumulation.merge, opened)
@@ -461,7 +459,7 @@ class MultiStepsUpdate(UpdateFunction):
         _, leaves = matched("grads", grads, window)
         backend.states.check_gradients(leaves, window, replicas)
         if not isinstance(weight, int | float) or weight != 1:
-            weight = _checked_weight(weight, window, replicas)
+            weight = _checked_weight(weight, window)
         keep, dropped, after = True, state.dropped, window
         if self.dropping is not None:
             keep = self.dropping.is_kept(grads, leaves, backend)
@@ -566,8 +564,6 @@ class MultiStepsUpdate(UpdateFunction):
             return self.folding.opened(window, backend), None
         own = backend.states.own_parts([window], replicas)
         parts = [self.folding.opened(part, backend) for part in own]
-        if len(parts) > 1 and have_leaves(replicas):
-            raise _of_different_experts()
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
         if not parts:
@@ -588,15 +584,7 @@ class MultiStepsUpdate(UpdateFunction):
 
     def _replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`, if it was given."""
-        replicas = None if self.across is None else backend.replicas.replicas_of(self.across)
-        if self.folding.observers is not None or self.dropping is not None:
-            check_one_for_all(
-                replicas,
-                "the transform has observe=, drop= or drop_if=: the gradient of such a leaf has "
-                "what the micro-batches of several replicas add to it, and cannot be told apart",
-                "Leave them out.",
-            )
-        return replicas
+        return None if self.across is None else backend.replicas.replicas_of(self.across)
 
 
 def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
@@ -610,29 +598,14 @@ def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
         )
 
 
-def _checked_weight(weight: Scalar, window: Accumulation, replicas: Any) -> Scalar:
+def _checked_weight(weight: Scalar, window: Accumulation) -> Scalar:
     """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
     be counted.
     """
-    if have_leaves(replicas) and any(fold.weighs for fold in window.outputs.reduced_folds):
-        raise FuncgaError(
-            f"weight is {weight}, and across= names the replicas of each leaf: gradients may have "
-            "what the losses of other replicas add to them, each as if it weighed 1. Give "
-            "gradients of sums, and let funcga divide them: fold=funcga.per_weight(), and a loss "
-            "that is summed over what the weight counts."
-        )
     weight = check_weight(weight, window.outputs.backend.arrays)
     if len(window.tally.weight) == 2:
         check_narrow(weight)
     return weight
-
-
-def _of_different_experts() -> FuncgaError:
-    return FuncgaError(
-        "across= names the replicas of each leaf, so the states of replicas are of different "
-        "experts: they have no sum. Save the state of each replica, and go on with as many; or "
-        "save between windows."
-    )
 
 
 def _total_weight(window: Accumulation, replicas: Any) -> Scalar:

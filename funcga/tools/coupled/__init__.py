@@ -22,7 +22,7 @@ from funcga._call.arguments import Arguments
 from funcga._fold import LeafFold, Tally, parts_of
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._grad import GradientFunction, value_and_grad
-from funcga._replicas import check_one_for_all, step_of
+from funcga._replicas import step_of
 from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
 from funcga.errors import (
     FuncgaError,
@@ -144,12 +144,6 @@ def coupled(
             backend = job.program.backend(args, kwargs)
             if program.totals is not None:
                 program.totals.check_call(kwargs)
-            if across is not None:
-                check_one_for_all(
-                    job.program.replicas(backend),
-                    "`coupled` takes the gradient of one loss over all rows",
-                    "Name the replicas of all leaves at once, across=group.",
-                )
             job.check_folds(backend)
             try:
                 return job.passes(backend)(args, kwargs)

@@ -83,7 +83,7 @@ class _Counting:
             weight=None if program.n or program.microbatch_size else lambda *_: 1,
             in_axes=in_axes,
             device=None,
-            across=backend.replicas.of_window(across),
+            across=across,
             memory=Memory(totals.step, options),
             totals=None,
             observers=None,
