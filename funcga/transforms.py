@@ -12,11 +12,13 @@ Example:
     True
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
 from funcga._transform import Transform
 from funcga._transform.apply import apply
-from funcga._transform.loss_scale import LossScaledState, loss_scaled
 from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import MultiStepsState
 from funcga._transform.window_size import (
@@ -25,6 +27,17 @@ from funcga._transform.window_size import (
     linear_scaling,
     sqrt_scaling,
 )
+
+# The tool loads when it is first used, and can be taken away.
+if TYPE_CHECKING:
+    from funcga.tools.loss_scale import LossScaledState, loss_scaled
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in ("LossScaledState", "loss_scaled"):
+            raise AttributeError(f"module 'funcga.transforms' has no attribute {name!r}")
+        return vars(import_module("funcga.tools.loss_scale"))[name]
+
 
 __all__ = [
     "AccumulatorState",

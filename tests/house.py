@@ -36,6 +36,7 @@ TOOLS = {
     "dropping": (("funcga/tools/dropping/",), ()),
     "totals": (("funcga/tools/totals/",), ()),
     "reproducible": (("funcga/tools/reproducible/",), ()),
+    "loss scale": (("funcga/tools/loss_scale/",), ()),
     "example keys": (("funcga/tools/example_keys/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
     "FSDP1": (("funcga/tools/fsdp1/",), ()),

@@ -9,7 +9,6 @@ import torch
 from funcga._backend import Backend
 from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
-from funcga._transform.loss_scale import LossScaledState
 from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
 from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
@@ -74,16 +73,16 @@ torch.serialization.add_safe_globals(
     [
         AccumulatorState,
         Dropped,
-        LossScaledState,
         MultiStepsState,
         Parts,
         Tally,
         Window,
     ]
 )
-if find_spec("funcga.observers"):
-    torch.serialization.add_safe_globals([import_module("funcga.observers").GradientNoise])
-# Those of optimizers too, before the first of them is made: that package adds them itself.
+for tool, name in (("observers", "GradientNoise"), ("tools.loss_scale", "LossScaledState")):
+    if find_spec(f"funcga.{tool}"):
+        state = vars(import_module(f"funcga.{tool}"))[name]
+        torch.serialization.add_safe_globals([state])
 # Those of optimizers too, before the first of them is made: that tool adds them itself.
 if find_spec("funcga.tools.optimizers"):
     import_module("funcga.tools.optimizers.in_torch")

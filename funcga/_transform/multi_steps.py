@@ -534,7 +534,10 @@ class MultiStepsUpdate(UpdateFunction):
             """(result, (inner, observed)) of the wrapped transform."""
             (inner, observed), (grads, extra) = carried, given
             if self.folding.observers is not None:
-                observed, grads = self.folding.observed(grads, inner), grads[1]
+                observed, grads = (
+                    self.folding.observed(grads, inner if self.traits.scales else None),
+                    grads[1],
+                )
             result, inner = step.run(inner, params, (grads, extra))
             return result, (inner, observed)
 

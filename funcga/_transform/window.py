@@ -16,7 +16,6 @@ from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Step
 from funcga._tools import load
-from funcga._transform.loss_scale import LossScaledState
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree
@@ -188,12 +187,13 @@ class Folding:
         value = window.outputs.of_value.structure_of(grads)
         return [*self.readings.measured(value, weight)[0]]
 
-    def observed(self, value: Tree, inner: Tree = None) -> Tree:
-        """The observation of a finished window; `inner` is the state of the wrapped transform."""
-        # A loss scale is in the state of loss_scaled, alone or first in a chain.
-        while type(inner) is tuple and inner:
-            inner = inner[0]
-        scale = inner.scale if isinstance(inner, LossScaledState) else 1.0
+    def observed(self, value: Tree, scaled: Tree = None) -> Tree:
+        """The observation of a finished window; `scaled` is the state of a loss_scaled, alone or
+        first in a chain, if one is wrapped.
+        """
+        while type(scaled) is tuple:
+            scaled = scaled[0]
+        scale = 1.0 if scaled is None else scaled.scale
         return self.readings.observation(value[0], value[1], scale)
 
     def nothing_observed(self, empty: Accumulation) -> Tree:

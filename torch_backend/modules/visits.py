@@ -183,7 +183,7 @@ class Visit:
         stays = own.detach()
         # A leaf only if autograd is to record what is not differentiated, as a loop by hand would.
         if self.recorded and own.requires_grad:
-            stays.requires_grad_()._stands_in = True  # type: ignore[attr-defined]
+            stays.requires_grad_()
         return stays
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
