@@ -24,7 +24,7 @@ T = TypeVar("T")
 TRIED = "2.13 to 2.15"
 
 
-def _attribute(owner: object, path: str, otherwise: T) -> T:
+def attribute(owner: object, path: str, otherwise: T) -> T:
     """What stands at a dotted path below an object of torch; `otherwise` where a part of it is not
     there yet.
     """
@@ -254,77 +254,6 @@ def state_and_ddp(module: nn.Module) -> tuple[object, nn.parallel.DistributedDat
     return state, state._ddp
 
 
-# --- FullyShardedDataParallel, FSDP1 --------------------------------------------------------------
-# Without one of these module_value_and_grad refuses the module.
-
-SYNCHRONISES_FSDP1 = "_sync_gradients"
-
-
-def flat_param_of(module: Any) -> Any:
-    """The flat parameter of a module, which all of its own are parts of; None if it has none."""
-    return None if module._handle is None else module._handle.flat_param
-
-
-def params_of_fsdp1(module: Any) -> list[torch.Tensor]:
-    """The flat parameter of a module, and its own that are parts of it."""
-    flat = flat_param_of(module)
-    return [] if flat is None else [flat, *(flat._params or ())]
-
-
-def groups_of_fsdp1(module: Any) -> list[Any]:
-    """The group that shards, and for HYBRID_SHARD the one that replicates."""
-    outer = [module._inter_node_pg] if "HYBRID" in module.sharding_strategy.name else []
-    return [module.process_group, *outer]
-
-
-def is_unsharded(module: Any, name: str) -> bool:
-    """Whether the "data" of a flat parameter is whole, as in a pass, or its "grad", as a backward
-    pass in no_sync() leaves it.
-    """
-    flat = flat_param_of(module)
-    shapes = {_attribute(flat, f"{each}.shape", None) for each in ("_local_shard", name)}
-    return len(shapes - {None}) > 1
-
-
-def holders_of_fsdp1(module: Any) -> list[object]:
-    """All objects beside the module whose attributes change in a pass, or hold tensors."""
-    return [holder for holder in (module._handle, module._exec_order_data) if holder is not None]
-
-
-def whole_of_flat(flat: object) -> torch.Tensor | None:
-    """The memory of a whole flat parameter; None before the first pass."""
-    return _attribute(flat, "_full_param_padded", None)
-
-
-def says_that_a_shard_is_missing(error: AssertionError) -> bool:
-    """Whether the last backward pass did not come to a flat parameter, which is found out when
-    all are sharded.
-    """
-    return "_saved_grad_shard" in str(error)
-
-
-def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
-    """Drops all sums, and the traces of a pass that an error has ended, as torch does at the end of
-    one. Without `reshard` parameters stay unsharded.
-    """
-    for module in modules:
-        module.training_state, handle = type(module.training_state).IDLE, module._handle
-        if handle is not None:
-            handle._training_state, flat = type(handle._training_state).IDLE, handle.flat_param
-            flat.grad = handle._post_forward_index = None
-            flat.__dict__.pop("_saved_grad_shard", None)
-            # The next pass has another node for it, where it computes in another dtype.
-            for hook in flat.__dict__.pop("_post_backward_hook_state", ())[-1:]:
-                hook.remove()
-            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = (
-                handle._prefetched
-            ) = False
-            if _attribute(flat, "_local_shard", None) is not None:  # as from the first pass on
-                _attribute(handle, "reshard", bool)(handle.uses_sharded_strategy)
-    for root in roots:
-        root._post_backward_callback_queued = False
-
-
 # --- fully_shard, FSDP2 ---------------------------------------------------------------------------
 # Without one of these module_value_and_grad refuses the module.
 
@@ -350,7 +279,7 @@ def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
 def unsharded_params(group: ParamGroup) -> list[torch.Tensor]:
     """The leaves that a forward pass computes with; none before the first."""
     params: list[torch.Tensor | None] = [
-        _attribute(param, "_unsharded_param", None) for param in group.fsdp_params
+        attribute(param, "_unsharded_param", None) for param in group.fsdp_params
     ]
     return [param for param in params if param is not None]
 
@@ -358,8 +287,7 @@ def unsharded_params(group: ParamGroup) -> list[torch.Tensor]:
 def process_groups_of(group: ParamGroup) -> list[Any]:
     """The process group that shards and the one that replicates, those that there are."""
     groups = [
-        _attribute(group.mesh_info, f"{kind}_process_group", None)
-        for kind in ("shard", "replicate")
+        attribute(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")
     ]
     return [process_group for process_group in groups if process_group is not None]
 
@@ -410,7 +338,7 @@ def begin_sums(group: ParamGroup) -> None:
     sums = [] if holds_sums_in_grad(group) else waiting_sums(group)
     dtypes = {total.dtype for total in sums if total is not None}
     for param in group.fsdp_params if dtypes else ():
-        whole: torch.Tensor | None = _attribute(param, "_unsharded_param", None)
+        whole: torch.Tensor | None = attribute(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is None and whole is not None and whole.requires_grad:
             zeros = torch.zeros_like(whole, dtype=param.reduce_dtype, requires_grad=False)
             param.unsharded_accumulated_grad = zeros
@@ -433,7 +361,7 @@ def forget_unsharded(group: ParamGroup) -> None:
 
 def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
-    return [_attribute(param, _SUM, None) for param in group.fsdp_params]
+    return [attribute(param, _SUM, None) for param in group.fsdp_params]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
@@ -461,7 +389,7 @@ def loss_of_schedule(schedule: object, otherwise: object) -> object:
 
     If that does not tell, the schedule is taken to have the loss that it was given, `otherwise`.
     """
-    return _attribute(schedule, "_loss_fn", otherwise)
+    return attribute(schedule, "_loss_fn", otherwise)
 
 
 def has_weight_passes(schedule: object) -> bool:
@@ -471,10 +399,10 @@ def has_weight_passes(schedule: object) -> bool:
     Its actions tell. Without them it is not known, and the reduction that is missing is found where
     it should have been.
     """
-    order: Mapping[int, Sequence[Any]] | None = _attribute(schedule, "pipeline_order", None)
+    order: Mapping[int, Sequence[Any]] | None = attribute(schedule, "pipeline_order", None)
     actions = itertools.chain.from_iterable((order or {}).values())
     return any(
-        _attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions
+        attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions
     )
 
 

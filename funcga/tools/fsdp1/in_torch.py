@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from funcga._call import supported
 from funcga.errors import FuncgaError
-from torch_backend import _private
+from funcga.tools.fsdp1 import private_in_torch as private
 from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync, mark
 
 
@@ -43,22 +43,22 @@ class FSDP1(Wrapper):
 
     def covered(self) -> set[int]:
         """All that are in a flat parameter."""
-        return {id(p) for part in self.parts for p in _private.params_of_fsdp1(part)}
+        return {id(p) for part in self.parts for p in private.params_of_fsdp1(part)}
 
     def leaves(self) -> list[torch.Tensor]:
         """The flat parameters."""
-        return [flat for part in self.parts for flat in _private.params_of_fsdp1(part)[:1]]
+        return [flat for part in self.parts for flat in private.params_of_fsdp1(part)[:1]]
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
-        return [_private.groups_of_fsdp1(part) for part in self.parts]
+        return [private.groups_of_fsdp1(part) for part in self.parts]
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum gradients in the dtype that they are computed in, others in the
         parameter's own.
         """
         for part in self.parts if self.sync == "last" else ():
-            if any(param is p for p in _private.params_of_fsdp1(part)):
+            if any(param is p for p in private.params_of_fsdp1(part)):
                 return part.mixed_precision.param_dtype or param.dtype
         return param.dtype
 
@@ -78,11 +78,11 @@ class FSDP1(Wrapper):
             "module.load_state_dict(state).",
         }
         for name, problem in problems.items():
-            if any(_private.is_unsharded(part, name) for part in self.parts):
+            if any(private.is_unsharded(part, name) for part in self.parts):
                 raise FuncgaError(
                     f"the module is wrapped by FullyShardedDataParallel and {problem}"
                 )
-        return assigned([(part, _private.SYNCHRONISES_FSDP1, True) for part in self.parts])
+        return assigned([(part, private.SYNCHRONISES_FSDP1, True) for part in self.parts])
 
     def waiting(self) -> AbstractContextManager[None]:
         """no_sync() around forward and backward passes."""
@@ -103,7 +103,7 @@ class FSDP1(Wrapper):
         except AssertionError as error:
             # Where parameters are sharded, torch itself fails an assertion. Any other one is not
             # about this.
-            if not _private.says_that_a_shard_is_missing(error):
+            if not private.says_that_a_shard_is_missing(error):
                 raise
         raise FuncgaError(
             "the last micro-batch does not use all of the module that is wrapped by "
@@ -114,4 +114,4 @@ class FSDP1(Wrapper):
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
-        _private.reset_fsdp1(self.wrapped, self.parts)
+        private.reset_fsdp1(self.wrapped, self.parts)
