@@ -5,6 +5,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import funcga
+from funcga.tools.fsdp1 import private_in_torch
 from tests.processes import Failed, processes
 from tests.torch_backend.wrapped.test_wrapped import (
     WRAPPERS,
@@ -14,14 +15,14 @@ from tests.torch_backend.wrapped.test_wrapped import (
     mean_square,
     rows_of,
 )
-from torch_backend import _private, module_value_and_grad
+from torch_backend import module_value_and_grad
 
 
 def failed_without_reshard(group):
     """Two windows, of which the first fails in its backward pass, and parameters cannot be sharded again."""
     net, own = made(), rows_of(group.rank(), torch.float32)
     hook = net[1].register_forward_hook(lambda layer, args, out: BreaksBackward.apply(out))
-    module, reset = WRAPPERS["fsdp1"](group, net), _private.reset_fsdp1
+    module, reset = WRAPPERS["fsdp1"](group, net), private_in_torch.reset_fsdp1
     step = funcga.accumulate(module_value_and_grad(module, mean_square), 2)
 
     def without_reshard(roots, modules):
@@ -30,7 +31,7 @@ def failed_without_reshard(group):
             reset(roots, modules)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_private, "reset_fsdp1", without_reshard)
+        patch.setattr(private_in_torch, "reset_fsdp1", without_reshard)
         with pytest.raises(Broken):
             step(*own)
     hook.remove()

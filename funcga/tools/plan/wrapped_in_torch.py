@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from funcga._tools import load
 from torch_backend import _private
 from torch_backend.wrapped.ddp import DDP, Wrapper
 
@@ -89,16 +90,21 @@ class _Reducer:
 class _FSDP1(Unwrapped):
     wrapper: Any  # the tool is known by name alone, as it may be taken away
 
+    @property
+    def private(self) -> Any:
+        """What the tool knows of FSDP1."""
+        return load("fsdp1.private_in_torch", "a plan of FullyShardedDataParallel")
+
     def holders(self) -> list[object]:
-        return [each for part in self.wrapper.parts for each in _private.holders_of_fsdp1(part)]
+        return [each for part in self.wrapper.parts for each in self.private.holders_of_fsdp1(part)]
 
     def held(self) -> Held:
         return {
-            "unsharded parameters": [*map(_private.whole_of_flat, self.wrapper.leaves())],
+            "unsharded parameters": [*map(self.private.whole_of_flat, self.wrapper.leaves())],
             "unsharded gradients": [
-                _private.flat_param_of(part).grad
+                self.private.flat_param_of(part).grad
                 for part in self.wrapper.parts
-                if _private.is_unsharded(part, "grad")
+                if self.private.is_unsharded(part, "grad")
             ],
         }
 
