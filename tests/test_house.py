@@ -13,9 +13,9 @@ MOST = {
     "files": 178,
     "tokens": 212_500,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 113_000,
-    "tokens of the core, torch": 56_300,
-    "tokens of tools": 99_800,
+    "tokens of the core": 111_500,
+    "tokens of the core, torch": 55_900,
+    "tokens of tools": 101_200,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,

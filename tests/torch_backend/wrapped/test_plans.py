@@ -9,7 +9,7 @@ from torch import nn
 
 import funcga
 from benchmarks.torch_measure import Watch
-from tests.processes import Failed, processes
+from tests.processes import processes
 from tests.torch_backend.wrapped.test_wrapped import WRAPPERS, made, mean_square, mesh_of, rows_of
 from torch_backend import module_value_and_grad
 
@@ -193,29 +193,3 @@ def test_one_rank_plans_alone_and_training_goes_on_bit_for_bit(kind):
     for plain, planned in zip(*[processes().run(trained, kind, plans, size=2) for plans in (False, True)], strict=True):
         assert len(plain) == len(planned) > 10
         assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
-
-
-def without(group, kind, name):
-    """A plan where torch has no such name: of its own, or as an attribute of the parts of the module."""
-    module, batch = KINDS[kind](group, made()), rows_of(group.rank(), torch.float32)
-    gradient = module_value_and_grad(module, mean_square)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(torch._C, name, raising=False)
-        for part in module.modules():
-            part.__dict__.pop(name, None)
-        funcga.plan(gradient, *batch, memory=10**9)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "label"),
-    [
-        ("ddp", "_dispatch_has_kernel_for_dispatch_key", "DistributedDataParallel"),
-        ("fsdp1", "_exec_order_data", "FullyShardedDataParallel"),
-    ],
-)
-def test_what_cannot_be_put_back_or_would_be_sent_is_refused(kind, name, label):
-    with pytest.raises(Failed) as failed:
-        processes().run(without, kind, name, size=2)
-    for failure, text in failed.value.errors[:2]:
-        assert failure == "FuncgaError"
-        assert text.startswith(f"the module is wrapped by {label}, which torch {torch.__version__} cannot run without")

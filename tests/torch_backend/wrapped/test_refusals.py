@@ -303,7 +303,7 @@ def test_refusals():
     ("args", "options", "words"),
     [
         ((mean_square, made()), {}, "module_value_and_grad was given function as its module. Pass the module, then the"),
-        ((made(), 3), {}, "loss_fn is 3, which is no function. Pass loss_fn"),
+        ((made(), 3), {}, "loss_fn is 3, which is no function. Pass one, such as lambda model, x, y: F.mse_loss(model(x), y)"),
         ((made(), mean_square), {"sync": "never"}, "sync is 'never'. Write sync=\"last\", to synchronise once a window"),
         ((made(), mean_square), {"sync": "outer"}, 'sync="outer" was asked of a module that is not wrapped, which has no'),
     ],
