@@ -102,8 +102,8 @@ def accumulate(
             funcga.CARRY for state that is threaded from one micro-batch to the next.
         across: The replicas to merge over, once a call, by what was folded on all of them: a
             torch.distributed process group or 1-D device mesh; inside shard_map, the name of a JAX
-            mesh axis or a tuple of names; or a tree prefix of these over grad_fn's output. Every
-            replica gets the same result (docs/howto/replicas.md).
+            mesh axis or a tuple of names. Every replica gets the same result
+            (docs/howto/replicas.md).
         totals: `totals(*split_args)` gives a tree of numbers for a micro-batch, such as its counts.
             Their sums over all micro-batches and replicas are known before the first one is
             evaluated, and grad_fn gets them as its keyword argument `totals`: for a loss with
