@@ -4,11 +4,11 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from funcga._call import OwningGradient, read_program, read_sizes
 from funcga._grad import GradientFunction
+from funcga._tools import load
 from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
 from funcga.errors import check_callable, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -151,8 +151,7 @@ def accumulate(
         microbatch_size=rows,
         searches=searches,
     )
-    # By name, as this tool may be missing.
-    search = import_module("funcga.tools.plan.search").Search(program) if searches else None
+    search = load("plan.search", 'n="auto"').Search(program) if searches else None
 
     # A gradient function has no name of its own to copy.
     names = (

@@ -4,7 +4,6 @@ added.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -394,10 +393,6 @@ def described(leaf: object) -> str:
         return arrays.describe(leaf)
     device = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
     return f"{'a DTensor ' if is_dtensor(leaf) else ''}{arrays.describe(leaf)}{device}"
-
-
-KIND = attrgetter("dtype", "device", "shape")
-"""What a gradient has in common with its parameter."""
 
 
 def check_parameters(leaves: Sequence[Array], params: Tree) -> None:

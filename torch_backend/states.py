@@ -21,13 +21,13 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import Progress, progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
+from torch_backend.sums import Folding, Sums
 
 donates = True  # a call may write to memory that it is given
 

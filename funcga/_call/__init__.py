@@ -346,7 +346,7 @@ def read_program(
         observers,
         dropping,
         _is_told(across, owner),
-        fold.reducer.of_bits if isinstance(fold, Fold) else _is_exact(fold),
+        _is_exact(fold),
     )
 
 
@@ -377,14 +377,9 @@ def _is_exact(folds: Tree) -> bool:
     """Whether a fold in a tree of folds reads bits, as reproducible() does."""
     if isinstance(folds, Fold):
         return folds.reducer.of_bits
-    children = (
-        folds.values()
-        if isinstance(folds, Mapping)
-        else folds
-        if isinstance(folds, tuple | list)
-        else ()
-    )
-    return any(_is_exact(child) for child in children)
+    if isinstance(folds, Mapping):
+        folds = [*folds.values()]
+    return isinstance(folds, tuple | list) and any(map(_is_exact, folds))
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:

@@ -2,12 +2,15 @@
 
     plan      what is known of calls of one structure, worked out at the first of them
     window    one window of a gradient that autograd computes: the page to read
+    opened    what stays the same until a window ends: the contexts of its passes
+    bound     what becomes of the output of a loss
+    leaves    what is differentiated in place of arguments
+    distributed   a window where torch.distributed runs
     called    one window of any other function
     alone     a gradient that is taken by itself
-    sums      the accumulators of a window, and the result
-    leaves    what is differentiated in place of arguments
-    graphs    what the graph of a loss leads to
     guards/   what has to hold for a result to be right, one file each
+
+All windows fold into the Sums of torch_backend.sums.
 
 Only torch has this package: XLA compiles the loop as a whole.
 """

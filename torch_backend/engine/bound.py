@@ -1,4 +1,5 @@
-"""What becomes of the output of a loss: decided with the first loss of a structure.
+"""What becomes of the output of a loss: decided with the first loss of a structure, or of each
+window where outputs may differ, as an aux may.
 
 `window` is the engine's Window, of which a plan, the gradient and what observes it are set here.
 """
@@ -12,12 +13,11 @@ import torch
 
 from funcga._tools import load
 from funcga._types import Tree
-from torch_backend import trees
+from torch_backend import graphs, trees
 from torch_backend.dtensor import is_dtensor
-from torch_backend.engine import graphs
 from torch_backend.engine.leaves import check_dense, detached
-from torch_backend.engine.sums import Folding
 from torch_backend.gradients import is_constant
+from torch_backend.sums import Folding
 
 
 def trees_of(window: Any) -> list[Tree]:

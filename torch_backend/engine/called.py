@@ -19,8 +19,8 @@ from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine.distributed import Merge, adopted, with_a_blank_row
 from torch_backend.engine.leaves import detached, without_graphs
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules.checks import check_unfrozen
+from torch_backend.sums import Folding, Sums
 
 
 class _Calling(threading.local):

@@ -19,9 +19,9 @@ from funcga._types import Array, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN, detached
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.replicas import Listener, Replicas
+from torch_backend.sums import Folding, Sums
 
 
 class Merge(Protocol):

@@ -21,8 +21,8 @@ from funcga.errors import uninitialised
 from torch_backend import _private, trees
 from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
-from torch_backend.engine.sums import Folding
 from torch_backend.modules.checks import check_unfrozen
+from torch_backend.sums import Folding
 
 _MOST = 64  # plans of a step
 

@@ -8,7 +8,7 @@ Where a gradient cannot be added so (folds that are no sums, hooks of the user's
 weights, sums wider than a module's own parameters) each gradient is taken from `.grad` after its
 pass, and folded in.
 
-What only the first call of a structure does stands in other files: bound, plan, and most of opened.
+What only a first call does stands in other files: bound and plan, and most of it in opened.
 """
 
 import operator
@@ -27,9 +27,9 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
-from torch_backend import _private, arrays, trees
+from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording_loss
-from torch_backend.engine import bound, graphs
+from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.watched import grads_watched
@@ -52,10 +52,10 @@ from torch_backend.engine.opened import (
     visit_of,
 )
 from torch_backend.engine.plan import Plan, checked_whole, plan_of
-from torch_backend.engine.sums import Sums
 from torch_backend.gradients import switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.layers import call_loss
+from torch_backend.sums import Sums
 
 _GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_grad", "layout"))
 
@@ -376,7 +376,7 @@ class Window(ExitStack):
         values = dict(zip(folding.grads, gradients_in(self.inputs), strict=True))
         for leaf in self.inputs:
             leaf.grad = None
-        sums.fold(values, weight)
+        sums.add_reduced(values, weight)
         kept = {*folding.outputs.collected, *folding.outputs.threads}
         self.passed = {index: value for index, value in values.items() if index in kept}
         if folding.lends:

@@ -3,11 +3,10 @@
 Only torch has this file: models of JAX are functions of their parameters as they are.
 """
 
-from importlib import import_module
-
 import torch
 from torch import nn
 
+from funcga._tools import load
 from funcga._types import LossFn
 from funcga.errors import FuncgaError
 from torch_backend.modules.checks import check_module_and_loss, check_not_wrapped
@@ -99,7 +98,7 @@ def pure_loss(
             "from one micro-batch to the next, or pooled over them all. Give one of the two."
         )
     if statistics:
-        loss_fn = import_module("funcga.tools.statistics.in_torch").watched(loss_fn)
+        loss_fn = load("statistics.in_torch", "statistics=True").watched(loss_fn)
     for name, part in module.named_modules():
         _check_part(name, part)
     return PureLoss(module, loss_fn, buffers, InModule(module))

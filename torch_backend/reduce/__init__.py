@@ -26,7 +26,6 @@ from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor
-from torch_backend.engine.sums import Folding, Sums, power_below
 from torch_backend.reduce.agreement import (
     Agreement,
     History,
@@ -40,6 +39,7 @@ from torch_backend.reduce.agreement import (
 from torch_backend.reduce.header import Report, check_in_step, check_updates, exchange_reports
 from torch_backend.reduce.wire import Receive, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
+from torch_backend.sums import Folding, Sums, power_below
 
 
 class Reduction:
@@ -154,7 +154,7 @@ class Reduction:
         proposal = self.proposal
         if proposal is None:
             return self._header(agreed=bool(self.history.agreed()))
-        sums, numbers = self.sums, [self.sums.of[leaf] for leaf in proposal.plan.numbers]
+        sums, numbers = self.sums, [self.sums.of[leaf] for leaf in proposal.route.numbers]
         counts = sums.total, sums.steps, sums.rejected
         weight, steps, rejected = [0 if isinstance(c, torch.Tensor) else c for c in counts]
         return self._header(
@@ -256,14 +256,14 @@ class Reduction:
         """Begins all messages that are left, except those before which the replicas have to
         exchange shapes.
         """
-        sums, plan = self.sums, self.agreement.plan
+        sums, route = self.sums, self.agreement.route
         if self.unsent is None:
             sums.hold_in(self.unit)  # from the unit of this replica to that of all
-            self.unsent = [partial(self._add, bucket) for bucket in plan.buckets]
+            self.unsent = [partial(self._add, bucket) for bucket in route.buckets]
             if any(report.on_device for report in self.reports):
                 self.unsent.append(self._count_on_device)
-            if plan.gathered and not sums.folding.outputs.collected:
-                self.unsent.append(partial(gather, sums, plan, self.replicas))
+            if route.gathered and not sums.folding.outputs.collected:
+                self.unsent.append(partial(gather, sums, route, self.replicas))
         while self.unsent:
             self.unreceived.append(self.unsent[0]())
             del self.unsent[0]
@@ -274,15 +274,15 @@ class Reduction:
         If that is sent already when this replica fails, the others have all of the window, and the
         next header shows that it was not finished here.
         """
-        plan = self.agreement.plan
-        mark = float(self.is_over) if bucket is plan.buckets[-1] else None
-        return add(self.sums, plan, bucket, self.replicas, mark)
+        route = self.agreement.route
+        mark = float(self.is_over) if bucket is route.buckets[-1] else None
+        return add(self.sums, route, bucket, self.replicas, mark)
 
     def _count_on_device(self) -> Receive:
         """Begins to add up what the devices have counted: the weight, and micro-batches that the
         host cannot see.
         """
-        sums, device = self.sums, self.agreement.plan.device
+        sums, device = self.sums, self.agreement.route.device
         # Those that the host knows are in the headers.
         counts = sums.total, sums.steps, sums.rejected
         sent = torch.zeros(3, dtype=torch.float64, device=device)
@@ -301,19 +301,19 @@ class Reduction:
 
     def _receive(self, state: list[Array]) -> list[Array]:
         """Waits for everything, and takes in what the others have folded. Returns the state."""
-        sums, plan, collects = self.sums, self.agreement.plan, self.sums.folding.outputs.collected
+        sums, route, collects = self.sums, self.agreement.route, self.sums.folding.outputs.collected
         self._count()
         marks = [mark for receive in self.unreceived if (mark := receive()) is not None]
         for mark in marks:
             self._look_at(mark, may_wait=bool(mark.is_cpu or collects or state))
         if collects:
-            gather(sums, plan, self.replicas)()
+            gather(sums, route, self.replicas)()
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         if not (state and folded):
             return state
         # Its arrays, numbers and texts. Any other object stays each replica's own.
         told = self.replicas.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-        told = [each.to(plan.device) if isinstance(each, torch.Tensor) else each for each in told]
+        told = [each.to(route.device) if isinstance(each, torch.Tensor) else each for each in told]
         return [mine if each is None else each for mine, each in zip(state, told, strict=True)]
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
@@ -337,7 +337,7 @@ class Reduction:
         sums.unit, sums.total = self.unit, sum(report.weight for report in reports)
         sums.steps = int(sum(report.steps for report in reports))
         sums.rejected = int(sum(report.rejected for report in reports))
-        for position, leaf in enumerate(self.agreement.plan.numbers):
+        for position, leaf in enumerate(self.agreement.route.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = sums.folding.kinds[leaf] == "weighted"
             addends = [

@@ -22,10 +22,10 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.dtensor import Spec, is_dtensor, local, ranks_with_other_shards, spec_of
-from torch_backend.engine.sums import Folding
 from torch_backend.reduce.header import Report, digest_of
-from torch_backend.reduce.wire import Plan, plan_of
+from torch_backend.reduce.wire import Route, route_of
 from torch_backend.replicas import Replicas, check_alike
+from torch_backend.sums import Folding
 
 # Makes the Outputs and the leaves of a value here that is like one of others, without memory.
 Rebuild = Callable[[Tree], tuple[Outputs, Sequence[Array]]]
@@ -46,7 +46,7 @@ class Agreement:
     key: tuple[object, ...]
     outputs: Outputs
     likes: list[torch.Tensor | None]
-    plan: Plan
+    route: Route
     specs: dict[int, Spec]
     description: dict[str, str]
     digest: int
@@ -104,8 +104,8 @@ def propose(
     `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
     elsewhere.
     """
-    # A plan has one Outputs for all windows of a structure, so no key has to be made. Any other
-    # gradient function has a new one for each window.
+    # The plan of a step has one Outputs for all windows of a structure, so no key has to be made.
+    # Where outputs may differ, as an aux may, and of any other function, each window has its own.
     outputs = folding.outputs
     for known in history.agreements:
         if known.outputs is outputs:
@@ -144,7 +144,7 @@ def _proposal(
     # that these take.
     may_be_numbers = not (specs or outputs.collected or outputs.threads)
     shards = {leaf: local(like) for leaf, like in reduced.items()}
-    plan = plan_of(folding, shards, replicas, may_be_numbers)
+    route = route_of(folding, shards, replicas, may_be_numbers)
     sent = f"sent in buckets of {replicas.bucket_bytes} bytes as "
     description = {"across": sent + str(replicas.wire_dtype or "accumulated")}
     for index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True)):
@@ -154,7 +154,7 @@ def _proposal(
         for like in likes
     ]
     digest = digest_of([*description.items()])
-    return Agreement(key, outputs, metas, plan, specs, description, digest)
+    return Agreement(key, outputs, metas, route, specs, description, digest)
 
 
 def _key(outputs: Outputs, leaves: Sequence[Array]) -> tuple[object, ...]:

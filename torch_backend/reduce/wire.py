@@ -15,9 +15,9 @@ from funcga._fold import LeafFold
 from funcga._types import Reduced
 from torch_backend import trees
 from torch_backend.dtensor import local
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.reduce.header import ROOM
 from torch_backend.replicas import Replicas, as_bytes
+from torch_backend.sums import Folding, Sums
 
 # Waits for a message that has begun, and takes in what the others have sent. Returns the sum of the
 # marks that came with it, None if none did.
@@ -32,7 +32,7 @@ _FEW = 8
 _SMALL = 2**12
 
 
-class Plan(NamedTuple):
+class Route(NamedTuple):
     """How each reduced leaf travels, by its index. It follows from what is folded, so it is the
     same on every replica.
 
@@ -48,11 +48,11 @@ class Plan(NamedTuple):
     device: torch.device
 
 
-def plan_of(
+def route_of(
     folding: Folding, likes: Mapping[int, torch.Tensor], replicas: Replicas, may_be_numbers: bool
-) -> Plan:
-    """The Plan for leaves like these. If all are numbers on the host, and few, and `may_be_numbers`
-    says so, they travel in the header.
+) -> Route:
+    """The Route for leaves like these. If all are numbers on the host, and few, and
+    `may_be_numbers` says so, they travel in the header.
     """
     forms = {leaf: (like.shape, like.device) for leaf, like in likes.items()}
     device = next((like.device for like in likes.values()), torch.device("cpu"))
@@ -60,12 +60,12 @@ def plan_of(
     added = {leaf for leaf, like in likes.items() if _is_added(folding, leaf, like)}
     numbers = {leaf for leaf in added if _is_number(likes[leaf], folds[leaf])}
     if may_be_numbers and len(numbers) == len(likes) <= ROOM:
-        return Plan([], [], sorted(likes), forms, torch.device("cpu"))
+        return Route([], [], sorted(likes), forms, torch.device("cpu"))
     summed = added.union([leaf for leaf in likes if folds[leaf].fold.reducer.monoid.sent])
     if len(summed) < len(likes):
         summed -= {leaf for leaf in added if _is_few_counts(likes[leaf], folds[leaf])}
     buckets = _buckets({leaf: likes[leaf] for leaf in summed}, replicas.bucket_bytes)
-    return Plan(buckets, sorted({*likes} - summed), [], forms, device)
+    return Route(buckets, sorted({*likes} - summed), [], forms, device)
 
 
 def _is_few_counts(like: torch.Tensor, fold: LeafFold) -> bool:
@@ -112,18 +112,18 @@ def _is_number(like: torch.Tensor, fold: LeafFold) -> bool:
 
 
 def add(
-    sums: Sums, plan: Plan, bucket: list[int], replicas: Replicas, mark: float | None
+    sums: Sums, route: Route, bucket: list[int], replicas: Replicas, mark: float | None
 ) -> Receive:
     """Begins to add the leaves of a bucket over the replicas, in one all_reduce for each dtype.
 
     Nothing holds the leaves meanwhile. A mark that is not 0 tells the others of an error.
     """
     layouts = [_layout(sums.of[leaf]) for leaf in bucket]
-    addends = [_addend(sums, plan, leaf, replicas.wire_dtype) for leaf in bucket]
+    addends = [_addend(sums, route, leaf, replicas.wire_dtype) for leaf in bucket]
     arrays, structure = trees.flatten(addends)
     kinds = [(array.dtype, array.device) for array in arrays]
     if mark is not None:
-        dtype, device = kinds[-1] if kinds else (torch.float32, plan.device)
+        dtype, device = kinds[-1] if kinds else (torch.float32, route.device)
         kinds.append((dtype, device))
         arrays.append(torch.full((1,), mark, dtype=dtype, device=device))
     shapes = [array.shape for array in arrays]
@@ -164,11 +164,11 @@ def _joined(arrays: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(flat) if flat[1:] else flat[0]
 
 
-def _addend(sums: Sums, plan: Plan, leaf: int, wire_dtype: torch.dtype | None) -> Reduced:
+def _addend(sums: Sums, route: Route, leaf: int, wire_dtype: torch.dtype | None) -> Reduced:
     """What this replica adds of a leaf, as real numbers, in place of which nothing is held
     meanwhile.
     """
-    fold, lifted = sums.folding.folds[leaf], _lifted(sums, plan, leaf)
+    fold, lifted = sums.folding.folds[leaf], _lifted(sums, route, leaf)
     sums.of[leaf] = None
     sent = fold.fold.reducer.monoid.sent
     if sent is not None:
@@ -199,33 +199,33 @@ def _total(sums: Sums, leaf: int, layout: torch.Tensor | None, total: Reduced) -
 # --- what is gathered
 
 
-def gather(sums: Sums, plan: Plan, replicas: Replicas) -> Receive:
+def gather(sums: Sums, route: Route, replicas: Replicas) -> Receive:
     """Begins to gather the leaves that are no sums, and collected rows, in one all_gather.
 
     The function that it returns waits for them, and combines and joins them in the order of the
     replicas.
     """
     collected = sums.folding.outputs.collected
-    lifted = [_lifted(sums, plan, leaf) for leaf in plan.gathered]
-    rows = [_rows(sums, leaf, plan.device) for leaf in collected]
+    lifted = [_lifted(sums, route, leaf) for leaf in route.gathered]
+    rows = [_rows(sums, leaf, route.device) for leaf in collected]
     # All arrays of this replica in one list, whose order is the same on all replicas.
     arrays, structure = trees.flatten((lifted, rows))
     forms = [(tuple(array.shape), array.dtype) for array in arrays]
     # Numbers of rows may differ, so the replicas first tell each other theirs.
     of_ranks = replicas.channel.all_gather(forms) if rows else [forms] * replicas.count
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
-    empty = torch.empty(0, dtype=torch.uint8, device=plan.device)
-    packed = torch.cat([empty, *[as_bytes(array).to(plan.device) for array in arrays]])
+    empty = torch.empty(0, dtype=torch.uint8, device=route.device)
+    packed = torch.cat([empty, *[as_bytes(array).to(route.device) for array in arrays]])
     padded = packed.new_zeros(max([sum(map(_nbytes, forms)) for forms in of_ranks]))
     padded[: len(packed)] = packed
     received = [torch.empty_like(padded) for _ in of_ranks]
-    work = replicas.channel.carrier(plan.device).allgather([received], [padded])
+    work = replicas.channel.carrier(route.device).allgather([received], [padded])
 
     def combine() -> None:
         work.wait()
         pairs = zip(received, of_ranks, strict=True)
         told = [trees.unflatten(structure, _unpacked(data, forms)) for data, forms in pairs]
-        for position, leaf in enumerate(plan.gathered):
+        for position, leaf in enumerate(route.gathered):
             of_leaf = [lifted[position] for lifted, _ in told]
             sums.of[leaf] = reduce(sums.folding.folds[leaf].combine, of_leaf)
         for position, leaf in enumerate(collected):
@@ -234,13 +234,13 @@ def gather(sums: Sums, plan: Plan, replicas: Replicas) -> Receive:
     return combine
 
 
-def _lifted(sums: Sums, plan: Plan, leaf: int) -> Reduced:
+def _lifted(sums: Sums, route: Route, leaf: int) -> Reduced:
     """What this replica has folded of a leaf. Where that is nothing it is the identity: all send
     the same shapes.
     """
     if sums.of[leaf] is not None:
         return local(sums.of[leaf])
-    shape, device = plan.likes[leaf]
+    shape, device = route.likes[leaf]
     like = torch.zeros(shape, dtype=sums.folding.outputs.dtypes[leaf], device=device)
     return sums.folding.folds[leaf].identity(like)
 

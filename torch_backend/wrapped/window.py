@@ -26,17 +26,16 @@ from funcga._call.arguments import Arguments
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import _private, arrays, trees
+from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.dtensor import local_tensors
-from torch_backend.engine import bound, graphs
+from torch_backend.engine import bound
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.opened import opened_in_place, recording
 from torch_backend.engine.plan import Plan, Plans, call_key, run_of
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
@@ -44,6 +43,7 @@ from torch_backend.modules.layers import Walk, buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
+from torch_backend.sums import Folding, Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 
@@ -111,7 +111,7 @@ class OwnGrads(Window):
     `alone` has a single micro-batch.
     """
 
-    is_weighted = False  # set by `bind`
+    is_weighted = False  # set with the first loss
 
     def __init__(
         self,

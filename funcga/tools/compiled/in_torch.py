@@ -30,10 +30,10 @@ from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import IN_USE, Visit
+from torch_backend.sums import Folding, Sums
 
 Made = TypeVar("Made")
 
@@ -237,9 +237,7 @@ class CompiledWindow(Window):
     unused: list[list[torch.Tensor]] | None = None
 
     def __init__(self, step: MicroStep, program: Program, *others: Any):
-        # Opened as the window of a stream is: between two passes of autograd the module of a
-        # PureLoss has its own parameters, as a micro-step expects them.
-        super().__init__(replace(program, n=None, microbatch_size=None), *others)
+        super().__init__(program, *others)
         self.step, self.weighs = step, program.weight is not None
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 

@@ -31,7 +31,6 @@ from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import Own, any_requires_grad, detached
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.engine.sums import Sums
 from torch_backend.loop import (
     Source,
     accumulate,
@@ -45,6 +44,7 @@ from torch_backend.modules.checks import check_no_params
 from torch_backend.modules.layers import call_loss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
+from torch_backend.sums import Sums
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 

@@ -23,11 +23,11 @@ from funcga.tools.dropping import DroppingStep
 from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local
 from torch_backend.engine.called import Called
-from torch_backend.engine.sums import Folding, Sums
 from torch_backend.modules import trainable
 from torch_backend.modules.layers import Buffers, buffers_of, put_back
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.replicas import Listener
+from torch_backend.sums import Folding, Sums
 
 NAN = float("nan")
 

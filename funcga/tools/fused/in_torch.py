@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from torch_backend import _private
-from torch_backend.engine import graphs
+from torch_backend import _private, graphs
 
 # Elements of a weight whose gradient is added in the backward pass. For a smaller one that takes
 # longer than the memory traffic that it saves: docs/concepts/cost.md.

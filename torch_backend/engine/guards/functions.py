@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from funcga.errors import FuncgaError
-from torch_backend.engine import graphs
+from torch_backend import graphs
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.reachable import reachable
 

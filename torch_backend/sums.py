@@ -210,7 +210,7 @@ class Sums:
     def add(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the leaves of one micro-batch in, by their indices, and counts it."""
         outputs = self.folding.outputs
-        self.fold(values, weight)
+        self.add_reduced(values, weight)
         for index in outputs.collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[index].append(arrays.strided(values[index]).clone())
@@ -223,7 +223,7 @@ class Sums:
         self.total = self.total + arrays.tally(weight).weight[0]
         self.steps += 1
 
-    def fold(self, values: Mapping[int, Any], weight: Scalar) -> None:
+    def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         share, kinds = self.share(weight), self.folding.kinds
         groups: dict[str, list[int]] = {"weighted": [], "plain": []}
