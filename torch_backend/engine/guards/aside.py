@@ -34,7 +34,10 @@ class gradients_aside(AbstractContextManager[None]):  # noqa: N801 - a context, 
 
     def __exit__(self, *error: object) -> None:
         try:
-            unfit = [*filterfalse(_put_back, zip(self.leaves, self.grads, strict=True))]
+            pairs = zip(self.leaves, self.grads, strict=True)
+            # Most windows find no gradient, and leave none.
+            changed = [pair for pair in pairs if pair[0].grad is not pair[1]]
+            unfit = [*filterfalse(_put_back, changed)]
         finally:
             IN_USE.end(self.in_use)
         if unfit and error[0] is None:
