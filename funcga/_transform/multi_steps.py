@@ -462,7 +462,7 @@ class MultiStepsUpdate(UpdateFunction):
             weight = _checked_weight(weight, window)
         keep, dropped, after = True, state.dropped, window
         if self.dropping is not None:
-            keep = self.dropping.is_kept(grads, leaves, backend)
+            keep = self.dropping.keeps(grads, leaves, weight, window.outputs)
         # If the host does not see whether to keep it, both windows are needed: not in place.
         if keep is not False:
             if self.folding.observers is not None:

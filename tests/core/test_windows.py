@@ -184,6 +184,20 @@ def test_a_window_is_dropped(kit):
     assert (int(state.dropped.microbatches), int(state.dropped.windows), int(state.inner["runs"])) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("where", ["on the host", "an array"])
+@pytest.mark.parametrize("drop", ["window", "microbatch"])
+def test_what_has_no_weight_is_not_looked_at(kit, drop, where):
+    """A fully masked micro-batch, whose mean is 0 / 0, adds nothing to means, and costs no window its update."""
+    grads = grads_of(kit, 3)
+    grads[0] = spoilt(kit, grads[0])
+    weigh = (lambda w: kit.arrays(np.float32(w))) if where == "an array" else int
+    found, state = run(made(kit, 3, drop=drop), kit, grads, [*map(weigh, (0, 2, 5))])
+    assert difference(kit, found[2][0], folded(kit, grads[1:], [2, 5])) <= LIMIT
+    assert (int(state.dropped.microbatches), int(state.dropped.windows), int(state.updates)) == (0, 0, 1)
+    sums, state = run(made(kit, 3, drop=drop, fold=funcga.sum()), kit, grads)  # which do not look at weights
+    assert int(state.dropped.microbatches) == (3 if drop == "window" else 1)
+
+
 def test_without_drop_it_is_passed_on_and_nothing_stays(kit):
     grads = grads_of(kit, 4)
     grads[0] = spoilt(kit, grads[0])

@@ -40,10 +40,30 @@ class Dropping:
                 f"norm({name}) > 100."
             )
 
-    def is_kept(self, value: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
+    def is_kept(
+        self,
+        value: Tree,
+        leaves: Sequence[Array],
+        weight: Scalar,
+        are_weighted: bool,
+        backend: Backend,
+    ) -> bool | Array:
         """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see.
-        `value` is for the user's test; without one the `leaves` have to be finite.
+
+        `value` is for the user's test; without one the `leaves` have to be finite. One of weight 0
+        is kept where all `are_weighted`: it adds nothing, not even a NaN, and is not looked at.
         """
+        arrays = backend.arrays
+        is_on_host = not arrays.is_array(weight)
+        if are_weighted and is_on_host and not weight:
+            return True
+        keep = self._passes(value, leaves, backend)
+        if are_weighted and not is_on_host:
+            keep = arrays.as_array(keep)
+            keep = arrays.xp.logical_or(keep, arrays.cast(weight == 0, keep.dtype, keep))
+        return keep
+
+    def _passes(self, value: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
         # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
         if self.test is None:
             return backend.arrays.scalar(backend.arrays.finite(leaves))
@@ -124,21 +144,9 @@ class DroppingStep(Dropping):
         self, outputs: Outputs, tested: Tested, leaves: Sequence[Array], weight: Scalar
     ) -> bool | Array:
         """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see."""
-        backend = outputs.backend
-        is_on_host = not backend.arrays.is_array(weight)
-        # A fully masked micro-batch adds nothing, not even a NaN.
-        if tested.are_weighted and is_on_host and not weight:
-            return True
         value = None if self.test is None else outputs.value_of(leaves)
-        keep = self.is_kept(
-            value, [leaves[leaf_index] for leaf_index in tested.leaf_indices], backend
-        )
-        if tested.are_weighted and not is_on_host:
-            keep = backend.arrays.as_array(keep)
-            keep = backend.arrays.xp.logical_or(
-                keep, backend.arrays.cast(weight == 0, keep.dtype, keep)
-            )
-        return keep
+        looked_at = [leaves[leaf_index] for leaf_index in tested.leaf_indices]
+        return self.is_kept(value, looked_at, weight, tested.are_weighted, outputs.backend)
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,14 @@ class DroppingUpdates(Dropping):
 
     of_window: ClassVar[str] = "make no update of"
     of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
+
+    def keeps(
+        self, grads: Tree, leaves: Sequence[Array], weight: Scalar, outputs: Outputs
+    ) -> bool | Array:
+        """Whether gradients are folded: a bool, or a 0-d array that the host does not see."""
+        folds = outputs.of_value.reduced_folds
+        are_weighted = all(fold.fold.plain.reducer.linear for fold in folds)
+        return self.is_kept(grads, leaves, weight, are_weighted, outputs.backend)
 
     def at_the_end(
         self, dropped: Any, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
