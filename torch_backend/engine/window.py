@@ -157,8 +157,8 @@ class Window(ExitStack):
         visit: LossContext = nullcontext(loss)
         visits = None
         if own is not None:
-            assert own.walk.trained is not None  # that walk has just found the parameters
-            stack.enter_context(gradients_aside(inputs, own.walk.trained[0].ids))
+            parts: Any = own.walk.trained  # that walk has just found the parameters
+            stack.enter_context(gradients_aside(inputs, parts[0].ids))
             visit = nullcontext(partial(call_loss, loss, own.module))
         elif isinstance(loss, PureLoss) and 0 not in plan.moving:
             lasting = None if is_stream else stack
