@@ -79,10 +79,13 @@ torch.serialization.add_safe_globals(
         Window,
     ]
 )
-for tool, name in (("observers", "GradientNoise"), ("tools.loss_scale", "LossScaledState")):
-    if find_spec(f"funcga.{tool}"):
-        state = vars(import_module(f"funcga.{tool}"))[name]
-        torch.serialization.add_safe_globals([state])
+_OF_TOOLS = {
+    "funcga.observers": "GradientNoise",
+    "funcga.tools.loss_scale": "LossScaledState",
+}
+torch.serialization.add_safe_globals(
+    [vars(import_module(tool))[name] for tool, name in _OF_TOOLS.items() if find_spec(tool)]
+)
 # Those of optimizers too, before the first of them is made: that tool adds them itself.
 if find_spec("funcga.tools.optimizers"):
     import_module("funcga.tools.optimizers.in_torch")

@@ -31,10 +31,7 @@ def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwa
     Where autograd records what the caller does, and an argument requires grad, torch.func computes
     it: the result has a graph then. Of what loss_fn closes over it has none.
     """
-    tensors = (leaf for tree in (*args, *kwargs.values()) for leaf in trees.flatten(tree)[0])
-    if torch.is_grad_enabled() and any_requires_grad(tensors):
-        return gradient.bound(backend)(*args, **kwargs)
-    return value_of(gradient, backend, None, args, kwargs)
+    return value_of(gradient, backend, None, args, kwargs, torch.is_grad_enabled())
 
 
 def value_of(
@@ -43,11 +40,14 @@ def value_of(
     own: Own | None,
     args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
+    may_record: bool = False,
 ) -> Tree:
-    """The same without a graph, whatever requires grad. `own`: the module whose own parameters are
-    differentiated, in place of arguments.
+    """The same without a graph, whatever requires grad, unless it `may_record`. `own`: the module
+    whose own parameters are differentiated, in place of arguments.
     """
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
+    if may_record and any(any_requires_grad(leaves) for leaves, _ in flat):
+        return gradient.bound(backend)(*args, **kwargs)
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
