@@ -121,7 +121,7 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = operator.attrgetter(
 
 
 def hooks_of(tensor: object) -> MutableMapping[int, Callable[..., Any]] | None:
-    """The hooks that `register_hook` has put on a tensor, by number; None for what is no tensor."""
+    """The hooks that `register_hook` has put on a tensor, by number; None of other objects."""
     return getattr(tensor, "_backward_hooks", None)
 
 

@@ -44,7 +44,7 @@ class Number(NamedTuple):
 
 
 def check_state(state: object, params: Tree) -> None:
-    """Raises FuncgaError for what is no state of from_optimizer, or if there are no params."""
+    """Raises FuncgaError for anything but a state of from_optimizer, or if params are missing."""
     if params is None:
         raise FuncgaError(
             "params are missing, and the step of a torch optimizer starts from them: "
