@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from funcga._backend.prefixes import leaf_paths
 from funcga._transform import DonatingTransform, Traits, Transform, UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
@@ -30,7 +29,7 @@ from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.parameters import check_gradients, check_parameters, matched
+from torch_backend.parameters import matched
 
 # For torch.load with weights_only=True.
 torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
@@ -132,7 +131,6 @@ class _Update(UpdateFunction):
         """The state before the first update: zeros like all that a step keeps."""
         check_not_differentiated("an optimizer of torch", params)
         leaves, structure = trees.flatten(params)
-        check_parameters(leaves, params)
         takes_weight = self.options.take_weight(self.options.grouped(params))
         state = OptimizerState(
             arrays.integer(0),
@@ -169,9 +167,7 @@ class _Update(UpdateFunction):
         check_not_differentiated("an optimizer of torch", (grads, params))
         check_state(state, params)
         leaves, structure = trees.flatten(params)
-        check_parameters(leaves, params)
         gradients = matched(grads, params, "grads")
-        check_gradients(gradients, leaves, lambda: leaf_paths(params, trees), lambda *_: None)
         with torch.no_grad():
             gradients = [
                 None if grad is None else without_partials(grad.detach(), leaf)
