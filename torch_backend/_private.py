@@ -155,6 +155,8 @@ def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 # The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in
 # every module that was saved whole.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
+# What puts tensors into a module in functional_call, which calls the module and no function of it.
+with_tensors: Callable[..., Any] = nn.utils.stateless._reparametrize_module
 # What all BatchNorm layers are.
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm
 

@@ -106,7 +106,7 @@ def ways(module):
 
 def test_a_gradient_of_a_frozen_parameter_is_refused():
     text = (
-        r"base.weight.*is frozen, requires_grad=False, as are 1 more, and a gradient was asked for: an optimizer would move it. Give the "
+        r"base.weight.*is frozen, requires_grad=False, and a gradient was asked for: an optimizer would move it. Give the "
         r"parameters that are trained: torch_backend.trainable\(module\). Or unfreeze it: parameter.requires_grad_\(True\)."
     )  # fmt: skip
     module, x, y = problem()

@@ -12,7 +12,7 @@ import torch
 from funcga.errors import FuncgaError
 from torch_backend import graphs
 from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.guards.reachable import reachable
+from torch_backend.modules.closures import reachable
 
 
 def run_unrestricted(

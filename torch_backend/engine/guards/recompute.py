@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.guards import ON
-from torch_backend.engine.guards.reachable import reachable
+from torch_backend.modules.closures import reachable
 
 # Where each module's parameters lay that are no leaves of the window, in forward passes.
 Seen = weakref.WeakKeyDictionary[nn.Module, set[int]]
