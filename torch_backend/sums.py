@@ -98,7 +98,7 @@ class Folding:
 
     @cached_property
     def are_means(self) -> bool:
-        """Whether autograd adds all of them weighted, and no result is but divided by the weight."""
+        """Whether autograd adds all of them weighted, and all results are only divided."""
         return self.lends and self.are_weighted and not self.normalized
 
     @cached_property
