@@ -101,8 +101,10 @@ def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         if not (loss.requires_grad and inputs):
             nothing = [torch.zeros_like(tensor, requires_grad=False) for tensor in inputs]
             return nothing, (loss, aux)
-        how = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
-        return [*torch.autograd.grad(loss, inputs, **how)], (loss, aux)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(
+            loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return [*grads], (loss, aux)
 
     return gradient
 

@@ -126,10 +126,7 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
     for names and shapes that the module does not have, for gradients of frozen parameters, and
     where hooks would not be called. `what`: "parameters" or "buffers".
     """
-    # Annotated, and not list[str](), which torch.compile cannot trace.
-    frozen: list[str] = []
-    by_id: dict[int, torch.Tensor] = {}
-    in_transform = _private.transforms() > 0
+    by_id: dict[int, torch.Tensor] = {}  # annotated: torch.compile cannot trace dict[...]()
     for name, tensor in given.items():
         original = own.get(name)
         if original is None or tensor.shape != original.shape:
@@ -144,20 +141,21 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
                 f"`{name}` and another of the {what} that were given are one tensor in the module, "
                 f"tied: give one of the two names, as dict(module.named_{what}()) does."
             )
-        if tensor.requires_grad and _is_frozen(original):
-            frozen.append(name)
+        by_id[id(original)] = tensor
+    differentiated = [name for name, tensor in given.items() if tensor.requires_grad]
+    frozen = [name for name in differentiated if _is_frozen(own[name])]
+    # If none is trained, the module is a mere frame for parameters from elsewhere.
+    if frozen and any(tensor.requires_grad for tensor in own.values()):
+        raise _frozen(frozen[0])
+    for name in differentiated if _private.transforms() else ():
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
-        is_differentiated = in_transform and tensor.requires_grad and tensor.is_leaf
-        if is_differentiated and _private.hooks_of(original) and not _private.hooks_of(tensor):
+        has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(given[name])
+        if has_hooks and given[name].is_leaf:
             raise FuncgaError(
                 f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
                 "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
                 "remove it with handle.remove()."
             )
-        by_id[id(original)] = tensor
-    # If none is trained, the module is a mere frame for parameters from elsewhere.
-    if frozen and any(tensor.requires_grad for tensor in own.values()):
-        raise _frozen(frozen[0])
     return by_id
 
 
