@@ -20,7 +20,9 @@ from funcga.tools.optimizers.state_in_torch import (
     Number,
     OptimizerState,
     Slot,
+    all_with_strides_of,
     check_state,
+    copies,
     order_of_paths,
     stored,
     writable,
@@ -179,7 +181,7 @@ class _Update(UpdateFunction):
             ]
             # Only parameters that are given away are written to. Tied ones become two: each has a
             # step and a state.
-            tensors = arrays.without_overlap(aliases) if into else arrays.copies(aliases)
+            tensors = arrays.without_overlap(aliases) if into else copies(aliases)
             after = self._step(tensors, gradients, state, params, owned, extra.get("weight"))
             if into is None:
                 # The copies become the updates, so that no memory is needed for these. One that was
@@ -239,7 +241,7 @@ class _Update(UpdateFunction):
         owned: bool,
     ) -> list[Slot]:
         """Takes a step, and returns what the optimizer keeps for each tensor."""
-        laid = arrays.all_with_strides_of(grads, tensors)
+        laid = all_with_strides_of(grads, tensors)
         # Of torch's own only SGD with nesterov writes to gradients, in its foreach form.
         if not self.options.is_stock or (
             isinstance(optimizer, torch.optim.SGD)
