@@ -115,7 +115,10 @@ def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory have in common, and no others."""
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # of a sparse tensor, or of a torch.func transform
+        return id(tensor)
 
 
 def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -363,19 +363,12 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     # DTensors are compared, and copied, by the shards of this process.
     shard, wanted = local_tensors([tensor, like])
-    if (
-        shard.layout is not torch.strided
-        or wanted.layout is not torch.strided
-        or shard.shape != wanted.shape
-    ):
-        return tensor
-    if shard.stride() == wanted.stride():
+    is_dense = shard.layout is torch.strided and wanted.layout is torch.strided
+    if not is_dense or shard.shape != wanted.shape or shard.stride() == wanted.stride():
         return tensor
     with torch.no_grad():
-        copied: torch.Tensor = as_dtensor(
-            torch.empty_like(wanted, dtype=shard.dtype).copy_(shard), like
-        )
-        return copied
+        copied = torch.empty_like(wanted, dtype=shard.dtype).copy_(shard)
+        return as_dtensor(copied, like)  # type: ignore[no-any-return]
 
 
 def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:

@@ -27,7 +27,7 @@ def value_and_grad(
         *args: Any, **kwargs: Any
     ) -> tuple[tuple[torch.Tensor, Tree], tuple[Tree, ...]]:
         for arg_index in arg_indices:
-            check_unfrozen(trees.flatten(args[arg_index])[0], args[arg_index], loss_fn, arg_index)
+            check_unfrozen(args[arg_index], loss_fn, arg_index)
         leaves, structure = trees.flatten(tuple(args[arg_index] for arg_index in arg_indices))
         originals = [leaf for leaf in leaves if leaf is not None]
         aux_seen: list[Any] = []  # the leaves of the aux, and its structure

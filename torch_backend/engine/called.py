@@ -86,8 +86,7 @@ class Called:
         gradient = self.gradient
         for index in () if gradient is None else gradient.arg_indices(len(arguments.parts)):
             assert gradient is not None
-            value = arguments.parts[index].value
-            check_unfrozen(trees.flatten(value)[0], value, gradient, index)
+            check_unfrozen(arguments.parts[index].value, gradient, index)
         named = {name: detached(value) for name, value in kwargs.items()}
         return replace(arguments, parts=tuple(without_graphs(arguments, {}, (), False))), named
 

@@ -207,7 +207,7 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        inputs, moving, scale = self.inputs, list[torch.Tensor](), None
+        moving, scale = list[torch.Tensor](), None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         with self.visit as loss_fn:
@@ -220,7 +220,7 @@ class Window(ExitStack):
             sums, folding = self.sums, self.sums.folding
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
             if ON and self._count_writes(moving) != self.writes:
-                raise unchanged.by_the_loss(inputs, self.held)
+                raise unchanged.grads_changed()
             unit = sums.unit
             share: Any = sums.share(weight)
             if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
@@ -315,7 +315,8 @@ class Window(ExitStack):
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, leaves, **how)
         except RuntimeError as error:
-            unchanged.explain(error, leaves)
+            if not all(map(_REQUIRES_GRAD, leaves)):
+                raise switched_off() from error
             raise
         finally:
             for handle in watching:
@@ -338,7 +339,7 @@ class Window(ExitStack):
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         """Makes room for the output, with the first loss."""
         if self._count_writes(moving):
-            raise unchanged.ran_backward()
+            raise unchanged.grads_changed()
         sums = Sums(bound.known_or_new(self, loss, aux))
         if sums.folding.are_means and self._takes(self.least, loss.dtype):
             sums.unit = self.total
@@ -446,7 +447,7 @@ class Window(ExitStack):
         assert sums is not None
         self.check()
         if ON and sums.folding.lends and any(map(operator.is_not, map(_GRAD, inputs), self.held)):
-            raise unchanged.cleared()
+            raise unchanged.grads_changed()
         for leaf in inputs:
             leaf.grad = None
         with recording():

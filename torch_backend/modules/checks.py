@@ -162,22 +162,16 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
 # --- what is differentiated
 
 
-def check_unfrozen(
-    leaves: list[object], tree: Tree, function: Callable[..., object], argnum: int
-) -> None:
-    """Raises FuncgaError if there are frozen nn.Parameters among these leaves of an argument of
-    a function.
-    """
-    frozen = [index for index, leaf in enumerate(leaves) if _is_frozen(leaf)]
+def check_unfrozen(tree: Tree, function: Callable[..., object], argnum: int) -> None:
+    """Raises FuncgaError if there are frozen nn.Parameters in this argument of a function."""
+    frozen = [index for index, leaf in enumerate(trees.flatten(tree)[0]) if _is_frozen(leaf)]
     if frozen:
         name = argument_names(function, argnum + 1)[argnum]
         raise _frozen(leaf_paths(tree, trees, name)[frozen[0]])
 
 
 def _is_frozen(leaf: object) -> bool:
-    # Most are plain tensors, of which isinstance() takes longer.
-    is_plain = type(leaf) is torch.Tensor
-    return not is_plain and isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+    return isinstance(leaf, nn.Parameter) and not leaf.requires_grad
 
 
 def _frozen(path: str) -> FuncgaError:

@@ -193,20 +193,12 @@ def _copies(
     """Copies of the given tensors, or of the buffers themselves, by the ids of these. Buffers that
     share memory have copies that share memory likewise.
     """
-    if len({*map(_memory, buffers.values())}) == len(buffers):
+    if len({*map(_private.storage_key, buffers.values())}) == len(buffers):
         return {key: given.get(key, buffer).detach().clone() for key, buffer in buffers.items()}
     copies = copy.deepcopy(buffers)
     for key, tensor in given.items():
         copies[key].detach().copy_(tensor)
     return copies
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """A number that tensors in the same memory have in common."""
-    try:
-        return _private.storage_key(tensor)
-    except RuntimeError:  # of a sparse tensor, or of a torch.func transform
-        return id(tensor)
 
 
 # A thread, and the ids of what it uses.

@@ -350,10 +350,10 @@ REFUSED = {
         {}, 2, r"output\[0\] as float64\[\] for micro-batch 2 and as float32\[\]",
     ),
     "a number": (lambda p, x: TOTAL(p, x).item(), {}, 2, "not a number that was taken out of one"),
-    "a gradient that is cleared": (clears, {}, 2, r"loss_fn cleared or replaced the \.grad of a parameter"),
+    "a gradient that is cleared": (clears, {}, 2, r"loss_fn called \.backward\(\), or cleared or replaced the \.grad of a parameter, with zero_grad\(\)"),
     "a gradient that is cleared in the last pass": (
         lambda p, x: (clears_in_the_backward_pass if x[0] else TOTAL)(p, x),
-        {}, 2, r"loss_fn cleared or replaced the \.grad of a parameter",
+        {}, 2, r"loss_fn called \.backward\(\), or cleared or replaced the \.grad of a parameter, with zero_grad\(\)",
     ),
     "backward in the only micro-batch": (runs_backward, {}, 1, r"loss_fn called \.backward\(\)"),
 }  # fmt: skip
