@@ -142,21 +142,27 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
                 f"tied: give one of the two names, as dict(module.named_{what}()) does."
             )
         by_id[id(original)] = tensor
-    differentiated = [name for name, tensor in given.items() if tensor.requires_grad]
+    differentiated = {name: tensor for name, tensor in given.items() if tensor.requires_grad}
     frozen = [name for name in differentiated if _is_frozen(own[name])]
     # If none is trained, the module is a mere frame for parameters from elsewhere.
     if frozen and any(tensor.requires_grad for tensor in own.values()):
         raise _frozen(frozen[0])
-    for name in differentiated if _private.transforms() else ():
+    if _private.transforms():
+        _check_hooks_called(differentiated, own)
+    return by_id
+
+
+def _check_hooks_called(given: Tensors, own: Tensors) -> None:
+    """Raises FuncgaError for hooks of a parameter that the tensor in its place does not have."""
+    for name, tensor in given.items():
+        has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(tensor)
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
-        has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(given[name])
-        if has_hooks and given[name].is_leaf:
+        if has_hooks and tensor.is_leaf:
             raise FuncgaError(
                 f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
                 "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
                 "remove it with handle.remove()."
             )
-    return by_id
 
 
 # --- what is differentiated

@@ -1,11 +1,14 @@
 """No parameter is written to in a window, and no sum but by the window's own backward passes."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import _private
+from torch_backend.gradients import switched_off
 
 
 def check(window: Any) -> None:
@@ -45,6 +48,12 @@ def other_hooks() -> FuncgaError:
         "a parameter got a hook of register_hook during the window, or lost one, which saw only a "
         "part of its micro-batches. Put hooks on parameters between two calls of the step."
     )
+
+
+def explain(error: RuntimeError, leaves: Sequence[torch.Tensor]) -> None:
+    """Raises FuncgaError for an error of a backward pass to leaves that a loss has switched off."""
+    if not all(leaf.requires_grad for leaf in leaves):
+        raise switched_off() from error
 
 
 def grads_changed() -> FuncgaError:
