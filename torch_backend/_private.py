@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -88,20 +88,12 @@ forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_curr
 version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 # The hooks that `register_hook` has put on a tensor, by number, and those of
 # `register_post_accumulate_grad_hook`: None for one that never had a hook, as most are.
-has_hooks: Callable[[torch.Tensor], object] = operator.attrgetter("_backward_hooks")
+has_hooks: Callable[[torch.Tensor], dict[int, Callable[..., Any]] | None] = operator.attrgetter(
+    "_backward_hooks"
+)
 has_hooks_on_grad: Callable[[torch.Tensor], object] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
-
-
-def hooks_of(tensor: object) -> MutableMapping[int, Callable[..., Any]] | None:
-    """The hooks that `register_hook` has put on a tensor, by number; None of other objects."""
-    return getattr(tensor, "_backward_hooks", None)
-
-
-def acts_on_grad(tensor: object) -> bool:
-    """Whether a tensor has a hook of `register_post_accumulate_grad_hook`."""
-    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:

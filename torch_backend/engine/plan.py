@@ -146,7 +146,7 @@ def _kind(leaf: Any) -> object:
     if not isinstance(leaf, torch.Tensor) or is_uninitialised(leaf):
         return type(leaf)
     shape = None if leaf.is_nested else leaf.shape
-    hooks = bool(_private.hooks_of(leaf)), _private.acts_on_grad(leaf)
+    hooks = bool(_private.has_hooks(leaf)), bool(_private.has_hooks_on_grad(leaf))
     return (
         type(leaf),
         getattr(leaf, "placements", None),  # of a DTensor
@@ -196,7 +196,7 @@ def plan_of(
         moving = tuple([index for index in indices if parts[index].axes])
     else:
         module = own.module
-    hooked = any(map(_private.hooks_of, originals))
+    hooked = any(_private.has_hooks(o) for o in originals if isinstance(o, torch.Tensor))
     may_weigh = not (hooked or gradient.scaled or moving)
     return Plan(
         indices=indices,

@@ -143,7 +143,8 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
             )
         by_id[id(original)] = tensor
     differentiated = {name: tensor for name, tensor in given.items() if tensor.requires_grad}
-    frozen = [name for name in differentiated if _is_frozen(own[name])]
+    frozen = [name for name in differentiated if not own[name].requires_grad]
+    frozen = [name for name in frozen if isinstance(own[name], nn.Parameter)]
     # If none is trained, the module is a mere frame for parameters from elsewhere.
     if frozen and any(tensor.requires_grad for tensor in own.values()):
         raise _frozen(frozen[0])
@@ -155,7 +156,7 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
 def _check_hooks_called(given: Tensors, own: Tensors) -> None:
     """Raises FuncgaError for hooks of a parameter that the tensor in its place does not have."""
     for name, tensor in given.items():
-        has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(tensor)
+        has_hooks = _private.has_hooks(own[name]) and not _private.has_hooks(tensor)
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
         if has_hooks and tensor.is_leaf:
             raise FuncgaError(
@@ -170,14 +171,10 @@ def _check_hooks_called(given: Tensors, own: Tensors) -> None:
 
 def check_unfrozen(tree: Tree, function: Callable[..., object], argnum: int) -> None:
     """Raises FuncgaError if there are frozen nn.Parameters in this argument of a function."""
-    frozen = [index for index, leaf in enumerate(trees.flatten(tree)[0]) if _is_frozen(leaf)]
-    if frozen:
-        name = argument_names(function, argnum + 1)[argnum]
-        raise _frozen(leaf_paths(tree, trees, name)[frozen[0]])
-
-
-def _is_frozen(leaf: object) -> bool:
-    return isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+    for index, leaf in enumerate(trees.flatten(tree)[0]):
+        if isinstance(leaf, nn.Parameter) and not leaf.requires_grad:
+            name = argument_names(function, argnum + 1)[argnum]
+            raise _frozen(leaf_paths(tree, trees, name)[index])
 
 
 def _frozen(path: str) -> FuncgaError:
