@@ -88,12 +88,21 @@ forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_curr
 version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 # The hooks that `register_hook` has put on a tensor, by number, and those of
 # `register_post_accumulate_grad_hook`: None for one that never had a hook, as most are.
-has_hooks: Callable[[torch.Tensor], dict[int, Callable[..., Any]] | None] = operator.attrgetter(
-    "_backward_hooks"
-)
+has_hooks: Callable[[torch.Tensor], object] = operator.attrgetter("_backward_hooks")
 has_hooks_on_grad: Callable[[torch.Tensor], object] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
+
+
+# The same as torch.compile can trace them; None of other objects.
+def hooks_of(tensor: object) -> dict[int, Callable[..., Any]] | None:
+    """The hooks that `register_hook` has put on a tensor, by number."""
+    return getattr(tensor, "_backward_hooks", None)
+
+
+def acts_on_grad(tensor: object) -> bool:
+    """Whether a tensor has a hook of `register_post_accumulate_grad_hook`."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:

@@ -134,9 +134,7 @@ def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any]) -> None:
     A tensor may be its own leaf. Raises FuncgaError for one with hooks that act on its `.grad`.
     """
     for tensor, leaf in zip(tensors, leaves, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if _private.has_hooks_on_grad(tensor):
+        if _private.acts_on_grad(tensor):
             raise FuncgaError(
                 f"a parameter, {arrays.describe(leaf)}, has a hook of "
                 "register_post_accumulate_grad_hook, which acts on the .grad that .backward() "
@@ -144,6 +142,6 @@ def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any]) -> None:
                 "handle.remove(), and do to the gradients that the step returns what it does. A "
                 "hook of register_hook, on the gradient itself, is called."
             )
-        hooks = _private.has_hooks(tensor)
+        hooks = _private.hooks_of(tensor)
         for hook in hooks.values() if hooks and leaf is not tensor else ():
             leaf.register_hook(hook)

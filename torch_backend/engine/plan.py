@@ -196,7 +196,7 @@ def plan_of(
         moving = tuple([index for index in indices if parts[index].axes])
     else:
         module = own.module
-    hooked = any(_private.has_hooks(o) for o in originals if isinstance(o, torch.Tensor))
+    hooked = any(map(_private.hooks_of, originals))
     may_weigh = not (hooked or gradient.scaled or moving)
     return Plan(
         indices=indices,

@@ -156,7 +156,7 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
 def _check_hooks_called(given: Tensors, own: Tensors) -> None:
     """Raises FuncgaError for hooks of a parameter that the tensor in its place does not have."""
     for name, tensor in given.items():
-        has_hooks = _private.has_hooks(own[name]) and not _private.has_hooks(tensor)
+        has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(tensor)
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
         if has_hooks and tensor.is_leaf:
             raise FuncgaError(
