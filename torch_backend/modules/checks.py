@@ -142,20 +142,18 @@ def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict
                 f"tied: give one of the two names, as dict(module.named_{what}()) does."
             )
         by_id[id(original)] = tensor
-    differentiated = {name: tensor for name, tensor in given.items() if tensor.requires_grad}
-    frozen = [name for name in differentiated if not own[name].requires_grad]
+    _check_differentiated({n: each for n, each in given.items() if each.requires_grad}, own)
+    return by_id
+
+
+def _check_differentiated(given: Tensors, own: Tensors) -> None:
+    """Raises FuncgaError for gradients of frozen parameters, and for hooks that are not called."""
+    frozen = [name for name in given if not own[name].requires_grad]
     frozen = [name for name in frozen if isinstance(own[name], nn.Parameter)]
     # If none is trained, the module is a mere frame for parameters from elsewhere.
     if frozen and any(tensor.requires_grad for tensor in own.values()):
         raise _frozen(frozen[0])
-    if _private.transforms():
-        _check_hooks_called(differentiated, own)
-    return by_id
-
-
-def _check_hooks_called(given: Tensors, own: Tensors) -> None:
-    """Raises FuncgaError for hooks of a parameter that the tensor in its place does not have."""
-    for name, tensor in given.items():
+    for name, tensor in given.items() if _private.transforms() else ():
         has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(tensor)
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
         if has_hooks and tensor.is_leaf:
