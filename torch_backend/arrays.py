@@ -121,12 +121,7 @@ def exact(array: torch.Tensor, name: str) -> torch.Tensor:
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
-    try:
-        return array.narrow(axis, start, size)
-    except RuntimeError as error:
-        if array.is_nested or array.layout is not torch.strided:
-            raise TypeError("a nested tensor" if array.is_nested else "a sparse tensor") from error
-        raise
+    return array.narrow(axis, start, size)
 
 
 def strided(array: torch.Tensor) -> torch.Tensor:

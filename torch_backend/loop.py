@@ -72,7 +72,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 ),
                 job.grad_fn,
                 backend,
-                job.in_axes is None,
             )
         else:
             arguments, cuts, devices = cut(job, backend, args, source.may_be_short)

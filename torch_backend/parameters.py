@@ -321,7 +321,7 @@ def _mismatch(error: PrefixError, name: str, like_name: str) -> str:
     return (
         f"{name} and {like_name} differ in structure: "
         f"{', '.join(problems[:4])}{', ...' if len(problems) > 4 else ''}. "
-        f"`{like_name}{error.path}` is {outline(error.prefix, trees, arrays.describe)}. {remedy}"
+        f"`{like_name}{error.path}` is {outline(error.prefix, trees)}. {remedy}"
     )
 
 

@@ -27,13 +27,11 @@ from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import (
     FuncgaError,
     check_callable,
-    explains_arguments,
     refuses_arguments,
 )
 from funcga.folds import Fold, FoldTree, concat
 
 
-@explains_arguments
 def coupled(
     summary_fn: Callable[..., Tree],
     loss_fn: LossFn,
@@ -145,11 +143,7 @@ def coupled(
             if program.totals is not None:
                 program.totals.check_call(kwargs)
             job.check_folds(backend)
-            try:
-                return job.passes(backend)(args, kwargs)
-            except TypeError as error:
-                job.program.check_call(error, len(args), kwargs)
-                raise
+            return job.passes(backend)(args, kwargs)
 
     # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]
