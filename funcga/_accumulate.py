@@ -4,9 +4,9 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from funcga._call import OwningGradient, read_program, read_sizes
+from funcga._call import Options, OwningGradient, read_program, read_sizes
 from funcga._grad import GradientFunction
 from funcga._tools import load
 from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
@@ -22,14 +22,8 @@ def accumulate(
     n: int | Literal["auto"] | None = None,
     *,
     microbatch_size: int | None = None,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: None = None,
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, R]: ...
 @overload
 def accumulate(
@@ -37,14 +31,8 @@ def accumulate(
     n: int | Literal["auto"] | None = None,
     *,
     microbatch_size: int | None = None,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: "ObserverTree",
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, tuple[R, Any]]: ...
 def accumulate(
     grad_fn: Callable[P, R],

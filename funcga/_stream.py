@@ -5,9 +5,9 @@ micro-batches, n at a time.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice, repeat
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-from funcga._call import owner_of, read_program
+from funcga._call import Options, owner_of, read_program
 from funcga._fold import weight_on_host
 from funcga._transform.window_size import TargetWeight, WindowSize, in_full, scheduled_size
 from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
@@ -24,29 +24,17 @@ Item = TypeVar("Item")
 def stream(
     grad_fn: Callable[..., R],
     *,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: None = None,
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
     device: object = None,
+    **options: Unpack[Options],
 ) -> Callable[..., R]: ...
 @overload
 def stream(
     grad_fn: Callable[..., R],
     *,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: "ObserverTree",
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
     device: object = None,
+    **options: Unpack[Options],
 ) -> Callable[..., tuple[R, Any]]: ...
 def stream(
     grad_fn: Callable[..., Any],

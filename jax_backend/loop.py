@@ -23,14 +23,14 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
-from funcga._fold.outputs import Outputs, as_leaf, leaf_path
+from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, bound
 from funcga._tools import load
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.compiled import Numbers, compiled, inlined
+from jax_backend.compiled import compiled, inlined
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import (
     REPLICATED,
@@ -68,7 +68,7 @@ class _Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         step = partial(accumulated, bound(program, backend), backend)
-        self.step = compiled(step, numbers=Numbers(program.grad_fn), is_checked=True)
+        self.step = compiled(step, is_checked=True)
 
 
 def accumulated(
@@ -118,8 +118,6 @@ def _fold_batch(
     trees.check_unshared((args, kwargs))
     arguments = program.read(args, backend)
     rows = arguments.rows()
-    if is_symbolic_dim(rows):
-        _check_divides(rows, program)
     sizes = groups(rows, program.n, program.microbatch_size)
     narrow = None
     if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
@@ -168,17 +166,6 @@ def _fold_batch(
 def _weight(rows: Scalar) -> Scalar:
     """The weight of so many rows: a Python number, which XLA fuses with the addition."""
     return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
-
-
-def _check_divides(rows: Scalar, program: Program) -> None:
-    """Raises FuncgaError for a symbolic number of rows that may not divide."""
-    divisor = program.n or program.microbatch_size
-    if not rows % divisor == 0:
-        raise FuncgaError(
-            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that "
-            f"{divisor} divides it. "
-            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
-        )
 
 
 def _scan(
@@ -233,11 +220,6 @@ def _microbatch(
         whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
         with trees.check_unchanged((whole, own_kwargs)):
             value = program.grad_fn(*args, **own_kwargs)
-        # Checked here, as the error of jit would not mention funcga.
-        for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
-            if not isinstance(leaf, jax.Array):
-                trees.check_registered(leaf, "output")
-                as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
         if program.observers is not None:
             value = (
                 program.observers.readings(program, value, arguments).placeholders(jnp.zeros(())),
@@ -335,7 +317,11 @@ class Step:
         after = before._replace(reduced=reduced, total=weighed.total, state=state)
         if weighed.keep is None:
             return after, collected
-        return _unless_dropped(weighed.keep, before, after, collected)
+        unless_dropped = load("dropping.in_jax", "drop=").unless_dropped
+        result: tuple[Folded, list[jax.Array]] = unless_dropped(
+            weighed.keep, before, after, collected
+        )
+        return result
 
     def _leaves(self, before: Folded, start: Scalar) -> Leaves:
         weigh, leaves = partial(self._weigh, before), None
@@ -393,62 +379,12 @@ def _step(
     run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
     if program.dropping is not None:  # all leaves are tested before one is folded
-        run = _tested(run, outputs, program.dropping)
+        run = load("dropping.in_jax", "drop=").tested(run, outputs, program.dropping)
     else:
         with suppress(ModuleNotFoundError):  # the tool may be missing
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
     return Step(outputs, run, in_scans, readings, rows, unit)
-
-
-# -- what is dropped
-
-
-def _tested(
-    run: Callable[..., tuple[Tree, Tally]], outputs: Outputs, dropping: Any
-) -> Callable[..., tuple[Tree, Tally, jax.Array]]:
-    """`run`, which returns (value, tally, whether it is kept), with a derivative only where the
-    value counts: that of a NaN would be NaN, even times 0.
-    """
-
-    def kept(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
-        value, tally = run(*operands)
-        leaves = outputs.leaves(value, "a later micro-batch")
-        keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, tally.total)
-        return value, tally, jnp.asarray(keep)
-
-    def differentiable(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
-        # With all that it depends on as arguments, as custom_jvp requires.
-        function, captured = jax.closure_convert(kept, *operands)
-        run = jax.custom_jvp(function)
-
-        @run.defjvp
-        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-            (value, tally, keep), derivative = jax.linearize(function, *primals)
-            counts = keep & (tally.total != 0)
-            # On both sides, for forward and reverse mode.
-            only = partial(
-                jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0) if is_float(leaf) else leaf
-            )
-            return (value, tally, keep), only(derivative(*only(tangents)))
-
-        result: tuple[Tree, Tally, jax.Array] = run(*operands, *captured)
-        return result
-
-    return differentiable
-
-
-def _unless_dropped(
-    keep: jax.Array, before: Folded, after: Folded, collected: list[jax.Array]
-) -> tuple[Folded, list[jax.Array]]:
-    """What is folded after a micro-batch that is kept or not."""
-    # Selected, as 0 * NaN is NaN. Only observers collect here.
-    chosen = jax.tree.map(partial(jnp.where, keep), after, before)
-    collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
-    if before.rejected is not None:
-        rejected = before.rejected + (~keep).astype(jnp.int32)
-        chosen = chosen._replace(rejected=rejected)
-    return chosen, collected
 
 
 # -- the beginning and the end of a window
@@ -572,7 +508,6 @@ class _Stream:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        self.numbers = Numbers(program.grad_fn)
         # Traced once for both the shapes and the steps.
         self.run = inlined(self._run)
         # keep_unused, as its devices are those of its arguments.
@@ -607,9 +542,6 @@ class _Stream:
             folded, collected = add(settings, folded, arrays_whole, arrays_cut)
             if collected:  # empty lists would make a program for every number of micro-batches
                 chunks.append(collected)
-            if not is_tracing() and (whole.others or cut.others):
-                args = (*leading, *item)
-                self.numbers.note(split((args, kwargs))[0], args, kwargs)
             del item, arrays_cut, collected  # so that only one micro-batch is in memory
         # With across= only this replica's stream may be empty.
         if folded is None:

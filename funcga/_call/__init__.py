@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
@@ -17,11 +17,33 @@ from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Step, step_of
 from funcga._tools import load
-from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
+from funcga._types import (
+    Across,
+    Array,
+    DropScope,
+    DropTest,
+    GradFn,
+    Scalar,
+    TotalsFn,
+    Tree,
+    WeightFn,
+)
 from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
+
+
+class Options(TypedDict, total=False):
+    """The options that a step has with `observe=` and without it, for type checkers."""
+
+    fold: FoldTree
+    weight: WeightFn | None
+    in_axes: Tree
+    across: Across
+    totals: TotalsFn | None
+    drop: DropScope | None
+    drop_if: DropTest | None
 
 
 class KnownGradient:
