@@ -112,6 +112,8 @@ def stream(
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         with program.telling():
+            if program.totals is not None:
+                program.totals.check_call(kwargs)
             *leading, microbatches = args
             if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
                 raise FuncgaError(
@@ -139,7 +141,6 @@ def stream(
             del first
             items = _put_back(ahead, items)
             if program.totals is not None:
-                program.totals.check_call(kwargs)
                 counted = _Counted(items)
                 count = backend.loop.stream(program.totals.counting(program, backend), backend)
                 kwargs = {**kwargs, "totals": count(tuple(leading), counted, {})}

@@ -54,7 +54,8 @@ def _imported_frameworks() -> tuple[str, ...]:
         [framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None]
     )
     for framework in frameworks:
-        load(framework)
+        if framework not in _LOADED:
+            load(framework)
     return frameworks
 
 

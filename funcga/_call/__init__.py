@@ -5,7 +5,7 @@ options, checked.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
@@ -133,16 +133,8 @@ class Program:
     dropping: Any = None
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
-    @cached_property
-    def is_exact(self) -> bool:
-        """Whether a fold reads bits, as reproducible() does."""
-        return _is_exact(self.fold)
-
-    @cached_property
-    def is_told(self) -> bool:
-        """Whether other processes may take part in a call."""
-        owner = owner_of(self.grad_fn)
-        return self.across is not None or (owner is not None and owner.kind != MODULE)
+    is_exact: bool = False  # whether a fold reads bits, as reproducible() does
+    is_told: bool = False  # whether other processes may take part in a call
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -213,6 +205,15 @@ class Program:
                 (self.observers.folds, self.fold), value, backend, carried=carried
             )
             outputs = replace(outputs, before=len(self.observers.folds))
+        describe, is_array = backend.arrays.describe, backend.arrays.is_array
+        for leaf_index, before in zip(outputs.threads, arguments.state, strict=True):
+            after = leaves[leaf_index]
+            if is_array(before) and (not is_array(after) or describe(after) != describe(before)):
+                raise FuncgaError(
+                    f"{outputs.paths()[leaf_index]} is {describe(after)}, and the carried state "
+                    f"came in as {describe(before)}. Every micro-batch gets what the one before "
+                    "returned: return the shape and dtype that came in."
+                )
         return outputs, leaves
 
 
@@ -289,10 +290,11 @@ def read_program(
         "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
     }
     owner = owner_of(grad_fn)
-    check_supported(
-        [feature for feature, is_used in features.items() if is_used],
-        ANY if owner is None else owner.kind,
-    )
+    used = [feature for feature, is_used in features.items() if is_used]
+    if used:
+        check_supported(used, ANY if owner is None else owner.kind)
+    if in_axes is None:
+        in_axes = _default_in_axes(grad_fn)
     dropping = observers = counted = None
     if (drop, drop_if) != (None, None):
         part = getattr(grad_fn, "without_aux", lambda output: output)
@@ -303,20 +305,26 @@ def read_program(
         counted = load("totals", "totals=").Totals(totals, grad_fn, across is not None)
     # Imported now, as torch.compile may trace the first call.
     load_imported()
-    step = None if across is None else step_of(grad_fn)
+    is_told = across is not None or (owner is not None and owner.kind != MODULE)
+    memory = Memory()
+    if is_told:
+        memory.step = None if across is None else step_of(grad_fn)
+        memory.options = options_of(observers, drop, drop_if, totals, owner)
     return Program(
         grad_fn,
         fold,
         weight,
-        _default_in_axes(grad_fn) if in_axes is None else in_axes,
+        in_axes,
         n,
         microbatch_size,
         device,
         across,
-        memory=Memory(step, options_of(observers, drop, drop_if, totals, owner)),
+        memory,
         totals=counted,
         observers=observers,
         dropping=dropping,
+        is_exact=_is_exact(fold),
+        is_told=is_told,
     )
 
 

@@ -127,26 +127,17 @@ class Arguments:
         """Raises FuncgaError if all that is split are lists of arrays alike: these are examples,
         as a collate function for images of several sizes makes them, and axis 0 is not the rows.
         """
-        # The parts of a batch that a DataLoader puts into a list are its argument itself. They
-        # may be alike too, but are hardly more than the rows.
-        flatten, lists = self.backend.trees.flatten, list[tuple[list[Any], bool]]()
+        flatten, nodes = self.backend.trees.flatten, list[Any]()
         for part in self.parts:
             if part.axes and not isinstance(part.in_axes, int):
                 return  # the user has said what is split
-            for node in (
-                flatten(part.value, lambda node: type(node) is list)[0] if part.axes else ()
-            ):
-                if node is None:
-                    continue
-                if type(node) is not list:
-                    return  # an array whose rows these are
-                leaves = [leaf for leaf in flatten(node)[0] if leaf is not None]
-                if len(node) < 2 or len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) != 1:
-                    return
-                is_long = 1 < rows < len(node) and len(leaves[0].shape) > 2
-                lists.append((node, is_long or node is not part.value))
-        for examples, look_like_it in lists:
-            if look_like_it:
+            nodes += flatten(part.value, _is_list)[0] if part.axes else ()
+        lists = [node for node in nodes if node is not None]
+        if not all(map(_is_list, lists)):
+            return  # another array has these rows
+        for examples in lists:
+            is_argument = any(examples is part.value for part in self.parts)
+            if _are_examples(len(examples), flatten(examples)[0], rows, is_argument):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "
@@ -271,6 +262,18 @@ def read_arguments(
 def _axes_below(axis: Tree, arg: Tree, leaves: int, trees: Trees, name: str) -> list[PrefixValue]:
     what = "in_axes is no prefix of the arguments"
     return broadcast(axis, arg, leaves, _is_axis, trees, name, what)
+
+
+def _is_list(node: object) -> bool:
+    return type(node) is list
+
+
+def _are_examples(count: int, leaves: list[Array], rows: int, is_argument: bool) -> bool:
+    """Whether a list of so many arrays, or trees of them, looks like one of examples."""
+    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}) == 1
+    # A DataLoader makes its argument a list of the parts of a batch, which may be alike, too.
+    is_long = 1 < rows < count and len(leaves[0].shape) > 2
+    return are_alike and count > 1 and (is_long or not is_argument)
 
 
 def _is_axis(value: object) -> bool:
