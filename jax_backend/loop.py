@@ -305,43 +305,30 @@ class Step:
 
     def add(self, before: Folded, start: Scalar) -> tuple[Folded, list[jax.Array]]:
         """What is folded after one more micro-batch, and its collected leaves."""
-        outputs = self.outputs
-        leaves, weighed, in_place = self._leaves(before, start)
+        outputs, weigh, found = self.outputs, partial(self._weigh, before), None
+        if self.in_scans is not None:
+            found = self.in_scans(weigh, start, before.state)
+        if found is None:
+            value, *weight = self.run(start, before.state)
+            found = outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
+        leaves, weighed, in_place = found
+        if self.readings is not None:
+            leaves = self.readings.leaves_in_place(leaves, weighed.into[0].weight, in_place)
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
                 leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])
-        reduced, state, collected = (
-            [leaves[leaf_index] for leaf_index in leaf_indices]
-            for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
+        after = before._replace(
+            reduced=[leaves[leaf_index] for leaf_index in outputs.reduced],
+            total=weighed.total,
+            state=[leaves[leaf_index] for leaf_index in outputs.threads],
         )
-        after = before._replace(reduced=reduced, total=weighed.total, state=state)
+        collected = [leaves[leaf_index] for leaf_index in outputs.collected]
         if weighed.keep is None:
             return after, collected
-        unless_dropped = load("dropping.in_jax", "drop=").unless_dropped
-        result: tuple[Folded, list[jax.Array]] = unless_dropped(
+        result: tuple[Folded, list[jax.Array]] = load("dropping.in_jax", "drop=").unless_dropped(
             weighed.keep, before, after, collected
         )
         return result
-
-    def _leaves(self, before: Folded, start: Scalar) -> Leaves:
-        weigh, leaves = partial(self._weigh, before), None
-        if self.in_scans is not None:
-            leaves = self.in_scans(weigh, start, before.state)
-        if leaves is None:
-            value, *weight = self.run(start, before.state)
-            leaves = self.outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
-        if self.readings is None:
-            return leaves
-        values, weighed, measures = leaves
-        # The first leaf has the counts, whose fold gets the weight unscaled.
-        rows = [
-            measures[leaf_index]
-            if leaf_index in measures
-            else self.readings.measures_of([values[leaf_index]])[0]
-            for leaf_index in self.readings.leaf_indices
-        ]
-        observed = self.readings.leaves_for(jnp.stack(rows), weighed.into[0].weight)
-        return [*observed, *values[len(observed) :]], weighed, measures
 
     def _weigh(self, before: Folded, own: Tally | None, keep: jax.Array | None = None) -> Weighed:
         outputs, total, factor = self.outputs, before.total, None
@@ -418,7 +405,7 @@ def _merged(
     replicas: Replicas | None,
     folded: Folded,
     chunks: Sequence[Sequence[jax.Array]],
-    unit: Scalar = None,
+    unit: Scalar,
 ) -> Folded:
     """The folds merged over all replicas, before they are normalised; `unit`: that of the weights
     in means, if it is not the one of the total.
@@ -439,8 +426,10 @@ def _merged(
 def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
     """What was folded, normalised, in the structure of grad_fn's output."""
     tallies = _tallies(outputs, folded.total, folded.unit)
-    triples = [*zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)]
-    normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
+    triples = [*zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)]
+    normalised = [
+        fold.normalize(leaf, tally) for (_, fold, leaf), tally in zip(triples, tallies, strict=True)
+    ]
     state, collected = folded.state, folded.collected
     if folded.rejected is not None:
         is_whole = folded.rejected == 0
@@ -454,19 +443,12 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         result = program.observers.observed(program, result, kwargs)
     if program.totals is not None:
         result = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
-    return result, _lost(outputs, folded) if outputs.may_be_lost else []
-
-
-def _lost(outputs: Outputs, folded: Folded) -> list[jax.Array]:
-    """Conditions for a result to be lost that the host does not see. Raises FuncgaError, which
-    names the leaf, for one that it does.
-    """
+    # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
-    triples = zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
-    for leaf_index, fold, reduced in triples:
+    for leaf_index, fold, reduced in triples if outputs.may_be_lost else ():
         path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
         lost += fold.check_known(reduced, folded.total, path)
-    return lost
+    return result, lost
 
 
 def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
@@ -576,14 +558,10 @@ class _Stream:
         return spread.pinned(outputs, folded), collected
 
     def _finish(
-        self,
-        outputs: Outputs,
-        replicas: Replicas | None,
-        folded: Folded,
-        chunks: Sequence[Sequence[jax.Array]],
-        kwargs: Kwargs,
+        self, outputs: Outputs, replicas: Replicas | None, folded: Folded, chunks: Any, kwargs: Any
     ) -> Result:
-        return _finished(self.program, outputs, _merged(outputs, replicas, folded, chunks), kwargs)
+        folded = _merged(outputs, replicas, folded, chunks, None)
+        return _finished(self.program, outputs, folded, kwargs)
 
     # A call is (leading arguments, keyword arguments, the item of the iterable).
 

@@ -2,7 +2,7 @@
 outputs of one structure.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from funcga import normalizers
@@ -211,6 +211,22 @@ class Readings:
                 for observer, vector in zip(self.observers.all, vectors, strict=True)
             ]
         return [xp.ones_like(measures[:1, 0].repeat(2)), *vectors]
+
+    def leaves_in_place(
+        self, leaves: list[Any], weight: Scalar, in_place: Mapping[int, Array]
+    ) -> list[Any]:
+        """The leaves of a program's output, with what observers fold in place of the first ones;
+        `in_place` has the measures of those that are folded already, by leaf index.
+        """
+        # The first leaf has the counts, whose fold gets the weight unscaled.
+        rows = [
+            in_place[leaf_index]
+            if leaf_index in in_place
+            else self.measures_of([leaves[leaf_index]])[0]
+            for leaf_index in self.leaf_indices
+        ]
+        observed = self.leaves_for(self.arrays.xp.stack(rows), weight)
+        return [*observed, *leaves[len(observed) :]]
 
     def measured(self, value: Tree, weight: Scalar) -> Tree:
         """(what observers fold, value) of a micro-batch of which grad_fn returned this value."""
