@@ -143,8 +143,18 @@ class GradientFunction(KnownGradient):
         """
         if not self.scaled:
             return None, kwargs
-        others = {name: value for name, value in kwargs.items() if name != "loss_scale"}
-        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), others
+        others, arrays = dict(kwargs), backend.arrays
+        scale = as_number(others.pop("loss_scale", None))
+        if arrays.is_array(scale) and scale.shape == ():
+            scale = arrays.scalar(scale)
+            if arrays.is_array(scale):
+                return scale, others  # which the host does not see
+        if not is_quantity(scale):
+            raise FuncgaError(
+                f"loss_scale is {scale!r}: it must be a finite number above 0, or a 0-d array of "
+                "one, such as the scale of funcga.transforms.loss_scaled: loss_scale=state.scale."
+            )
+        return scale, others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
         """(loss, aux) of loss_fn's output. Raises FuncgaError if the loss is not a real scalar,
@@ -215,27 +225,6 @@ class GradientFunction(KnownGradient):
             "detaches what it computes. Compute the loss from the argument, as "
             f"{backend.gradients.as_function_of_params} does."
         )
-
-
-def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
-    """The loss scale as a Python number where the host can see it, else as the 0-d array that it
-    is.
-
-    Raises FuncgaError if it is not a scalar number, or if the host sees that it is not finite and
-    above 0.
-    """
-    scale = as_number(scale)
-    if arrays.is_array(scale):
-        scale = arrays.scalar(scale)
-    if arrays.is_array(scale) and scale.shape == () and arrays.kind(scale.dtype) == "float":
-        return scale
-    if not is_quantity(scale):
-        raise FuncgaError(
-            f"loss_scale is {arrays.describe(scale)}: a gradient function that was made with "
-            "scaled=True takes a finite number above 0, or a 0-d array of one, such as the scale "
-            "of funcga.transforms.loss_scaled: loss_scale=state.scale."
-        )
-    return float(scale)
 
 
 def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:

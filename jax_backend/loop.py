@@ -610,9 +610,3 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
 def is_traced(tree: Tree) -> bool:
     """Whether these arguments belong to a program that is being compiled."""
     return is_tracing()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory has run out."""
-    ran_out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return ran_out or isinstance(error, MemoryError)

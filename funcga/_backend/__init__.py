@@ -100,16 +100,6 @@ class Arrays(Protocol):
         """`size` rows from `start` on, along an axis."""
         ...
 
-    def squared_norms(self, arrays: Sequence[Array], dtype: Dtype) -> Array:
-        """The sum of the squared absolute values of all elements of each array, [arrays],
-        without a copy of them.
-        """
-        ...
-
-    def measured(self, measure: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-        """`measure(array)`, a sum over the elements, of each array, over all shards."""
-        ...
-
     def finite(self, arrays: Sequence[Array]) -> Array:
         """Whether all numbers are finite, as a 0-d array; None is skipped."""
         ...
@@ -195,10 +185,6 @@ class Loop(Protocol):
 
     def is_traced(self, tree: Tree) -> bool:
         """Whether these arguments belong to a program that is being compiled."""
-        ...
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the error says that memory has run out."""
         ...
 
 

@@ -11,6 +11,7 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._call import KnownGradient, Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import broadcast_folds
+from funcga._tools import load
 from funcga._types import Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold, FoldTree
@@ -173,8 +174,11 @@ class Readings:
     def measures_of(self, leaves: Sequence[Array]) -> Array:
         """The measures of leaves of a gradient, or of parts of them, [leaves, measures]."""
         xp, arrays = self.arrays.xp, self.arrays
-        if self.are_norms:
-            return arrays.squared_norms(leaves, self.dtype)[:, None]
+        in_torch = xp.__name__ == "torch"
+        if self.are_norms and in_torch:  # without a copy of them
+            squared_norms = load("observe.in_torch", "observe=").squared_norms
+            norms: Array = squared_norms(leaves, self.dtype)
+            return norms[:, None]
 
         def measured(leaf: Array) -> Array:
             wide = arrays.cast(leaf, arrays.accumulator_dtype(leaf.dtype))
@@ -185,7 +189,9 @@ class Readings:
                 ]
             )
 
-        return xp.stack(arrays.measured(measured, leaves))
+        # In torch over all shards; XLA knows where they are.
+        of_leaves = vars(arrays)["measured"] if in_torch else map
+        return xp.stack([*of_leaves(measured, leaves)])
 
     def leaves_for(self, measures: Array, weight: Scalar, seed: Scalar = 1.0) -> list[Array]:
         """What observers fold of a micro-batch, from the measures of its gradient, in the order

@@ -44,6 +44,10 @@ class Planner(Protocol):
         """The free bytes on the device of these arrays; None for the host."""
         ...
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the error says that memory has run out."""
+        ...
+
     def peak(
         self,
         program: Program,
