@@ -165,11 +165,13 @@ class GradientFunction(KnownGradient):
         loss, aux = output if self.has_aux and is_pair else (output, None)
         is_scalar = arrays.is_array(loss) and loss.shape == ()
         if self.has_aux > is_pair or not is_scalar or arrays.kind(loss.dtype) != "float":
-            what = "a pair of a real scalar and aux" if self.has_aux else "a real scalar"
+            aux = "has_aux=True asks for a pair, (loss, aux)"
+            if not self.has_aux:
+                aux = "to return (loss, aux) say has_aux=True"
             raise FuncgaError(
-                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of {what}: "
-                "return loss.mean(), or loss.sum() with fold=funcga.per_weight(); to return (loss, "
-                "aux) say has_aux=True."
+                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar, a "
+                "real number: return loss.mean(), or loss.sum() with fold=funcga.per_weight(); "
+                f"{aux}."
             )
         return loss, aux
 

@@ -89,14 +89,16 @@ def needs_numpy(name: str) -> Iterator[None]:
 def check_callable(function: object, name: str, like: str) -> None:
     """Raises FuncgaError if it cannot be called."""
     if not callable(function):
-        shown = f"of type {type(function).__name__}"
-        raise FuncgaError(f"{name} is {shown}, which is no function. Pass one, such as {like}")
+        raise FuncgaError(
+            f"{name} is {function!r:.60}, which is no function. Pass one, such as {like}"
+        )
 
 
 def check_count(value: Any, name: str, instead: str = "") -> int:
     """A number of micro-batches or rows as an int >= 1; `instead` is what else may stand there."""
     # In Python True is an int, but it is not a count.
-    count = 0 if isinstance(value, bool | float | str) else operator.index(value)
+    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+    count = operator.index(value) if is_int else 0
     if count < 1:
         raise FuncgaError(
             f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}."

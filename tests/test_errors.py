@@ -44,7 +44,7 @@ SAY_ONE = (
     "accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
 )
 NO_INT = ": it must be an int, at least 1. Write n=8"
-NO_FUNCTION = "grad_fn is of type int, which is no function. Pass one, such as funcga.value_and_grad(loss_fn)"
+NO_FUNCTION = "grad_fn is 3, which is no function. Pass one, such as funcga.value_and_grad(loss_fn)"
 LINEAR = torch.nn.Linear(2, 1)
 # Without arrays: what is refused where a step is made.
 MADE = [
@@ -58,9 +58,9 @@ MADE = [
     ("both" + SAY_ONE, function(accumulate, len, 2, microbatch_size=2)),
     (NO_FUNCTION, function(accumulate, 3, 2)),
     (NO_FUNCTION, function(stream, 3)),
-    ("grad_fn is of type dict, which is no function.", function(accumulate, {"w": X}, 2)),
-    ("weight is of type int, which is no function. Pass one, such as lambda batch:", function(accumulate, len, 2, weight=3)),
-    ("loss_fn is of type NoneType, which is no function. Pass one, such as loss_fn(params, *batch) -> scalar",
+    ("grad_fn is {'w': array([[ 0.,  1.],", function(accumulate, {"w": X}, 2)),
+    ("weight is 3, which is no function. Pass one, such as lambda batch:", function(accumulate, len, 2, weight=3)),
+    ("loss_fn is None, which is no function. Pass one, such as loss_fn(params, *batch) -> scalar",
         function(funcga.grad, None)),
     ("a Fold was given <function concat", function(funcga.Fold, funcga.reducers.concat, funcga.normalizers.identity)),
     ("where it takes a Normalizer. Write", function(funcga.Fold, funcga.reducers.sum, None)),
@@ -120,7 +120,7 @@ GIVEN = {
     "no rows": (lambda kit, x: lambda: accumulate(summed, 1, in_axes=0)(x[:0]),
         "the batch has 0 rows (`x` is empty): there is nothing to fold."),
     "unequal rows": (lambda kit, x: lambda: accumulate(lambda params, batch, labels: 1 / 0, 2)(x, {"x": x}, x[:5]),
-        "the split arguments have different numbers of rows: `batch['x']` has 6, `labels` 5; micro-batches cut all of them "
+        "the split arguments have different numbers of rows: `batch['x']` has 6 and `labels` has 5; micro-batches cut all of them "
         "alike. Pass what has no rows whole: in_axes with None in its place."),
     "a scalar": (split(lambda x: {"k": x[0, 0]}), "`batch['k']` is float32[]: it has no axis 0 to split. Pass it whole: in_axes "
         "with None in its place, or as a keyword argument."),
@@ -146,11 +146,11 @@ GIVEN = {
         'weight=lambda batch: (batch["labels"] != -100).sum()'),
     "all by keyword": (lambda kit, x: lambda: accumulate(of_batch, 2)(params=x, batch=x), KEYWORDS),
     "by keyword": (lambda kit, x: lambda: accumulate(of_batch, 2)(x, batch=x), KEYWORDS),
-    "too many folds": (folded(TWO, (MEAN,) * 3), "fold= is no Fold, such as funcga.mean(), nor a tree of them that is a prefix "
+    "too many folds": (folded(TWO, (MEAN,) * 3), "fold= is no Fold, and the tree of folds is no prefix "
         "of what grad_fn returns: at output it has tuple([0], [1], [2]), and there is tuple([0], [1])."),
     "a fold is missing": (folded(TWO, (MEAN, {"loss": MEAN})), "at output[1] it has dict(['loss']), and"),
     "a fold is too deep": (folded(TWO, ((MEAN,), MEAN)), "at output[0] it has tuple([0]), and there is an array"),
-    "a fold by name": (folded(TWO, "mean"), "fold= is no Fold, such as funcga.mean(), nor a tree of them"),
+    "a fold by name": (folded(TWO, "mean"), "fold= is no Fold, and the tree of folds is no prefix"),
     "a fold that is not called": (folded(TWO, funcga.mean), "at output it has function, and there is"),
     "integers": (lambda kit, x: folded(count(kit))(kit, x), "output[1]['correct'] is int32[], and integers are not averaged "
         "silently. Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
@@ -321,7 +321,7 @@ def test_nothing_is_changed_by_a_failed_call(kit):
     before = kit.leaves((params, batch))
     gradient, calls = counted(lambda p, x, y: p)
     check_refused(
-        "fold= is no Fold, such as funcga.mean(), nor a tree",
+        "fold= is no Fold, and the tree of folds",
         accumulate(gradient, 2, fold={"w": funcga.mean()}),
         params,
         *batch,
@@ -449,7 +449,7 @@ def test_a_window_of_dicts_is_no_batch(kit):
         ({"x": X, "id": "a"}, "`batch['id']` is of type str"),
         (
             {"x": X, "y": X[:3]},
-            "the split arguments have different numbers of rows: `batch['x']` has 6, `batch['y']` 3",
+            "the split arguments have different numbers of rows: `batch['x']` has 6 and `batch['y']` has 3",
         ),
     ],
     ids=["str", "int", "None", "scalar", "dict", "ragged"],
@@ -469,4 +469,4 @@ def test_micro_batches_whose_rows_cannot_be_counted(kit, item, reason):
 def test_lists_beside_an_array_have_its_rows():
     step = accumulate(funcga.grad(lambda params, images, boxes: sum((params * box).sum() for box in boxes)), 2)
     batch = torch.ones(4, 2), [torch.ones(3, 2), torch.ones(2, 2), torch.ones(1, 2), torch.ones(2, 2)]
-    check_refused("have different numbers of rows: `images` has 4, `boxes[0]` 3", step, torch.ones(1, 2), *batch)
+    check_refused("have different numbers of rows: `images` has 4 and `boxes[0]` has 3", step, torch.ones(1, 2), *batch)

@@ -93,8 +93,8 @@ class Arguments:
             if size != rows:
                 raise FuncgaError(
                     f"the split arguments have different numbers of rows: `{self.path(first)}` has "
-                    f"{rows}, `{self.path(leaf_index)}` {size}; micro-batches cut all of them "
-                    "alike. Pass what has no rows whole: in_axes with None in its place."
+                    f"{rows} and `{self.path(leaf_index)}` has {size}; micro-batches cut all of "
+                    "them alike. Pass what has no rows whole: in_axes with None in its place."
                 )
         self._check_examples(rows)
         if rows == 0 and not may_be_empty:

@@ -291,7 +291,7 @@ def broadcast_folds(
     Raises FuncgaError if the tree of folds is no prefix of it.
     """
     of = "what grad_fn returns" if name == "output" else f"the {name}"
-    what = f"fold= is no Fold, such as funcga.mean(), nor a tree of them that is a prefix of {of}"
+    what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
     is_fold = lambda node: isinstance(node, Fold)
     return broadcast(fold, value, leaves, is_fold, backend.trees, name, what)
 

@@ -191,7 +191,7 @@ def refused(text, kit, totals=len, loss=None, **call):
 
 
 def test_totals_must_be_a_function():
-    check_refused("totals is of type int, which is no function. Pass one, such as lambda batch: {", funcga.accumulate,
+    check_refused("totals is 3, which is no function. Pass one, such as lambda batch: {", funcga.accumulate,
                   lambda w, x, *, totals: w, 2, totals=3)  # fmt: skip
 
 
