@@ -165,7 +165,7 @@ class GradientFunction(KnownGradient):
         loss, aux = output if self.has_aux and is_pair else (output, None)
         is_scalar = arrays.is_array(loss) and loss.shape == ()
         if self.has_aux > is_pair or not is_scalar or arrays.kind(loss.dtype) != "float":
-            aux = "has_aux=True asks for a pair, (loss, aux)"
+            aux = "has_aux=True asks for a pair: return loss, aux"
             if not self.has_aux:
                 aux = "to return (loss, aux) say has_aux=True"
             raise FuncgaError(
