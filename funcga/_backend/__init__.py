@@ -14,10 +14,8 @@ from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
 # These types belong to packages that import this one, so naming them would be a cycle.
 Program = Any
-Coupled = Any
 Accumulation = Any
 GradientFunction = Any
-LeafFold = Any
 Tally = Any
 Window = Any
 Memory = Any

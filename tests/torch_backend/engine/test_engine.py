@@ -296,7 +296,12 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
             {"has_aux": True},
             "asks for a pair: return loss, aux",
         ),
-        (lambda params, x: kit.cast((params["w"] * x).sum(), "complex64"), {"w": x[0]}, {}, "is that of a scalar, a real number"),
+        (
+            lambda params, x: kit.cast((params["w"] * x).sum(), "complex64"),
+            {"w": x[0]},
+            {},
+            "is that of a scalar, a real number",
+        ),
         (lambda params, x: (params["w"] * x).sum(), params, {}, spelled),
         (lambda params, x: "loss", {"w": x[0]}, {}, "what loss_fn returned is of type str, which has no gradient"),
         (lambda params, x: (params["w"] * x).sum(), {"w": x[0]}, {"argnums": 2}, "argnums is 2, and the call has 2"),
