@@ -213,7 +213,7 @@ def test_one_random_key_is_not_split():
     with pytest.raises(funcga.FuncgaError, match=r"`key` is key<fry>\[\]: it has no axis 0 to split"):
         funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), jax.random.key(0))
     for keys in (jax.random.PRNGKey(0), jax.random.split(jax.random.PRNGKey(0), 3)):
-        with pytest.raises(funcga.FuncgaError, match=r"different numbers of rows: `x` has 4, `key`"):
+        with pytest.raises(funcga.FuncgaError, match=r"different numbers of rows: `x` has 4 and `key`"):
             funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), keys)
 
 
