@@ -41,7 +41,7 @@ TOOLS = {
     "fused gradients": (("funcga/tools/fused/",), ()),
     "FSDP1": (("funcga/tools/fsdp1/",), ()),
     "compiled micro-steps": (("funcga/tools/compiled/",), ()),
-    "batch statistics": (("funcga/tools/statistics/",), ()),
+    "batch statistics": (("funcga/tools/statistics/", "funcga/statistics.py"), ()),
     "scans over layers": (("funcga/tools/scan_layers/",), ()),
     "what XLA has made": (("funcga/tools/hlo/", "jax_backend/hlo.py"), ("scans over layers",)),
     "optimizers": (("funcga/tools/optimizers/",), ()),
