@@ -31,6 +31,7 @@ TOOLS = {
     "compare": (("funcga/tools/compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/tools/verify/",), ("compare", "coupled")),
     "doctor": (("funcga/tools/doctor/", "funcga/_pytest.py"), ("verify",)),
+    "same replicas": (("funcga/tools/check_replicas/",), ()),
     "coupled": (("funcga/tools/coupled/",), ()),
     "observe": (("funcga/tools/observe/", "funcga/observers.py"), ()),
     "dropping": (("funcga/tools/dropping/",), ()),

@@ -203,7 +203,7 @@ class Loop(Protocol):
 
 
 class Replicas(Protocol):
-    """A framework's replicas: what `across=` names, and whether they hold the same."""
+    """A framework's replicas: what `across=` names."""
 
     def replicas_of(self, across: Any) -> Any:
         """The replicas that `across=` names; FuncgaError if it names none."""
@@ -211,12 +211,6 @@ class Replicas(Protocol):
 
     def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
         """The sum of a scalar over the replicas, which have these accumulators."""
-        ...
-
-    def check_replicas(self, params: Tree, across: Any) -> None:
-        """Raises FuncgaError, which names the leaf, if an array is not the same on every
-        replica.
-        """
         ...
 
 
