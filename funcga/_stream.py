@@ -3,16 +3,15 @@ micro-batches, n at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count, islice, repeat
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from funcga._call import owner_of, read_program, weight_of
+from funcga._call import owner_of, read_program
 from funcga._call.supported import MODULE
-from funcga._fold import weight_on_host
-from funcga._transform.window_size import TargetWeight, WindowSize, in_full, scheduled_size
+from funcga._fold import has_no_axes
+from funcga._transform.window_size import HasTarget, WindowSize, check_size, size_after
 from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_count, explains_arguments
+from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -273,50 +272,21 @@ def windows(
             f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a "
             "list."
         )
-    if isinstance(n, TargetWeight):
-        if not callable(weight):
-            raise FuncgaError(
-                f"weight is {weight!r}, and n is a {n}: say what a micro-batch weighs, such as its "
-                "rows, weight=lambda x, y: len(x)."
-            )
-        return _weighed(iter(iterable), n, weight)
+    items = iter(iterable)
+    if isinstance(n, HasTarget):
+        return n.windows(items, weight)
     if weight is not None:
         raise FuncgaError(
             f"weight is given, and n is {'a function' if callable(n) else repr(n)}: a number of "
             "micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for "
             "windows that weigh so much, and give weight= to stream as well."
         )
-    if callable(n):
-        return _windows(iter(iterable), map(partial(scheduled_size, n), count()))
-    instead = ", a function of the number of windows so far, or funcga.transforms.TargetWeight(256)"
-    return _windows(iter(iterable), repeat(check_count(n, "n", instead)))
+    size = check_size(n)
+    on_host = lambda size: size.item() if has_no_axes(size) else size
+    return _windows(items, (size_after(size, number, on_host) for number in count()))
 
 
 def _windows(items: Iterator[Item], sizes: Iterator[int]) -> Iterator[list[Item]]:
     # A size is asked for when there is a micro-batch, so a schedule may end with the data.
     for first in items:
         yield [first, *islice(items, next(sizes) - 1)]
-
-
-def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterator[list[Item]]:
-    window: list[Item] = []
-    total, updates = 0.0, 0
-    for item in items:
-        target = n.after(updates)
-        # If the first one exceeds the target, units are probably mixed up: rows, say, for
-        # tokens.
-        amount = weight_on_host(weight_of(weight, _Spread()(item)))
-        if amount > target and not (window or updates):
-            raise FuncgaError(
-                f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update "
-                "cannot be of less than one micro-batch. Make them smaller, as by "
-                "DataLoader(batch_size=...), or raise the target."
-            )
-        window.append(item)
-        total += amount
-        if in_full(total) >= target:
-            yield window
-            window, total, updates = [], 0.0, updates + 1
-    # The last, partial window.
-    if window:
-        yield window

@@ -37,6 +37,7 @@ TOOLS = {
     "dropping": (("funcga/tools/dropping/",), ()),
     "totals": (("funcga/tools/totals/",), ()),
     "reproducible": (("funcga/tools/reproducible/",), ()),
+    "windows by weight": (("funcga/tools/window_size/",), ()),
     "loss scale": (("funcga/tools/loss_scale/",), ()),
     "example keys": (("funcga/tools/example_keys/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),

@@ -325,19 +325,9 @@ class Transforms(Protocol):
         """
         ...
 
-    def unknown(self, compute: Callable[[], Tree]) -> Tree:
-        """The tree of arrays that `compute` returns, with NaN in place of each number."""
-        ...
-
 
 class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
-
-    def owns(self, tx: Any) -> bool:
-        """Whether a transform is one of the library's, which takes this framework's arrays
-        alone.
-        """
-        ...
 
     def imported(self, tx: Any) -> Any:
         """A transform as the library's own combinators would call it, with extra arguments that

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
-from funcga._backend.prefixes import check_initialised
 from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._types import Array, Reduced, Scalar, Tree
+from funcga._types import Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
@@ -154,21 +153,6 @@ class Accumulation(NamedTuple):
             if fold is not None and accumulator is result:
                 backend.states.scaled([result], share if fold.is_mean else total, donate=True)
 
-    def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
-        """Itself if the condition, a 0-d array, is true, else the other window."""
-        arrays, trees = self.outputs.backend.arrays, self.outputs.backend.trees
-
-        # `where`, as 0 * NaN is NaN, and what is not chosen may be NaN.
-        def select(chosen: Array, otherwise: Array) -> Array:
-            if not arrays.is_array(chosen):
-                return chosen
-            is_true = arrays.cast(condition, condition.dtype, chosen)
-            return arrays.xp.where(is_true, chosen, otherwise)
-
-        (chosen, structure), (otherwise, _) = trees.flatten(self), trees.flatten(other)
-        window: Accumulation = trees.unflatten(structure, [*map(select, chosen, otherwise)])
-        return window
-
 
 def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
     """The empty window of these accumulators."""
@@ -244,7 +228,6 @@ class Accumulator:
             >>> state = accumulator.init({"w": torch.zeros(2)})  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
-        check_initialised(like, "like", backend.trees)
         outputs, leaves = bind_outputs(self.fold, like, backend)
         # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
         # jit.

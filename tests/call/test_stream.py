@@ -150,7 +150,7 @@ def test_micro_batches_are_copied_ahead(pinned):
         (lambda windows: 0, None, "the schedule of n returned 0 after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
         (lambda windows: True, None, "the schedule of n returned True after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
         (0, None, "n is 0: it must be at least 1. Write n=1 for one micro-batch."),
-        ("8", None, "n is '8': it must be an int, at least 1. Write n=8, a function of the number of windows so far, or funcga.transforms.TargetWeight(256)."),
+        ("8", None, "n is '8': it must be an int, at least 1. Write n=8, a function of the number of updates, or funcga.transforms.TargetWeight(1_000_000)."),
         (funcga.transforms.TargetWeight(4), lambda item: 5, "the first micro-batch weighs 5, and the target is 4: an update cannot be of less than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."),
         (funcga.transforms.TargetWeight(4), lambda item: -1, "the weight of a micro-batch is -1; it must be finite and at least 0, such as the number of rows or tokens in it."),
         (funcga.transforms.TargetWeight(lambda updates: 0), lambda item: 1, "the target weight is 0: it must be a finite number above 0, such as the tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the number of updates that returns one."),
