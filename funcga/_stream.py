@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from funcga._call import owner_of, read_program
 from funcga._call.supported import MODULE
 from funcga._fold import has_no_axes
-from funcga._transform.window_size import HasTarget, WindowSize, check_size, size_after
+from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -273,7 +273,7 @@ def windows(
             "list."
         )
     items = iter(iterable)
-    if isinstance(n, HasTarget):
+    if hasattr(n, "windows"):  # a TargetWeight
         return n.windows(items, weight)
     if weight is not None:
         raise FuncgaError(

@@ -223,11 +223,11 @@ GIVEN = {
     "a fold is too deep": (folded(TWO, ((MEAN,), MEAN)), "at output[0] it has tuple([0]: Fold)"),
     "a fold by name": (folded(TWO, "mean"), "fold= is 'mean'. Pass a Fold, such as funcga.mean(), or a tree of them."),
     "a fold that is not called": (folded(TWO, funcga.mean), "fold= is <function mean"),
-    "integers": (lambda kit, x: folded(count(kit))(kit, x), "output[1]['correct'] is int32[], and integers are not averaged "
-        "silently. Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
+    "integers": (lambda kit, x: folded(count(kit))(kit, x), "output[1]['correct'] is int32[], and the fold `weighted, "
+        "by_weight` is not defined for int values. Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
         'funcga.mean()); or average it in floats: funcga.mean(dtype="float32").'),
-    "bools": (folded(lambda x: x.sum() > 0), "output is bool[], and bools are not averaged silently."),
-    "integers by weight": (lambda kit, x: folded(count(kit), funcga.per_weight())(kit, x), "and integers are not averaged"),
+    "bools": (folded(lambda x: x.sum() > 0), "output is bool[], and the fold `weighted, by_weight` is not defined for bool values."),
+    "integers by weight": (lambda kit, x: folded(count(kit), funcga.per_weight())(kit, x), "is not defined for int values. Count it with"),
     "complex extremes": (lambda kit, x: folded(lambda x: kit.cast(x[0], "complex64"), funcga.max())(kit, x),
         "output is complex64[2], and the fold `max, identity` is not defined for complex values."),
     "an unknown dtype": (lambda kit, x: folded(summed, funcga.mean(dtype=object() if kit.name == "jax" else "float23"))(kit, x),
@@ -235,9 +235,9 @@ GIVEN = {
     "rows of a scalar": (folded(summed, funcga.concat()), "output is float32[]: it has no axis 0 for concat(axis=0) to collect"),
     "an output that is no array": (folded(lambda x: (x.sum(), "a")), "output[1] of grad_fn is of type str, which cannot be "
         "folded. Return arrays or numbers;"),
-    "a row for each example": (folded(lambda x: x, n=5), "if it has a row for each example, fold it with funcga.concat()."),
+    "a row for each example": (folded(lambda x: x, n=5), "fold what has a row for each example with funcga.concat()"),
     "another shape": (folded(lambda x: x, n=5), "grad_fn returned output as float32[1, 2] for"),
-    "a column for each": (folded(lambda x: x.T, MEAN, 5), "fold it with funcga.concat(axis=1)."),
+    "a column for each": (folded(lambda x: x.T, MEAN, 5), "or concat(axis=1) if that is axis 1"),
     "rows along another axis": (folded(lambda x: x.T, funcga.concat(), 5), "float32[2, 1] for"),
     "CARRY alone": (carried(lambda s, x: (x.mean(), s), (CARRY, 0), MEAN),
         "`s` is funcga.CARRY in in_axes, and no output has the fold funcga.carry(): each carried argument needs the "

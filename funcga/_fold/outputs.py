@@ -161,61 +161,39 @@ class Outputs:
         """A leaf of a later micro-batch as an array. Raises FuncgaError if it does not fit the
         first one.
         """
+        fold, shape, dtype = (
+            self.folds[leaf_index],
+            self.shapes[leaf_index],
+            self.dtypes[leaf_index],
+        )
         # The first one was None, or any object that is threaded.
-        if self.folds[leaf_index] is None:
-            if leaf is not None and leaf_index not in self.threads:
-                raise self._changed(leaf_index, leaf, which)
+        if fold is None and (leaf is None or leaf_index in self.threads):
             return leaf
-        if leaf is None:
-            raise self._changed(leaf_index, leaf, which)
-        leaf = as_leaf(leaf, lambda: self.paths()[leaf_index], self.backend)
-        if leaf.dtype != self.dtypes[leaf_index] or not self._has_shape(leaf_index, leaf):
-            raise self._changed(leaf_index, leaf, which)
-        return leaf
-
-    def _has_shape(self, leaf_index: int, leaf: Array) -> bool:
-        """Whether a leaf has the shape of the first one, apart from the axis that is collected
-        along.
-        """
-        fold, shape = self.folds[leaf_index], self.shapes[leaf_index]
-        if fold is None or shape is None or leaf.shape == shape:
-            return True
-        axes = self._axes_that_differ(leaf_index, leaf)
-        return fold.axis is not None and axes == [fold.axis % len(shape)]
-
-    def _changed(self, leaf_index: int, leaf: Any, which: str) -> FuncgaError:
+        if fold is not None and leaf is not None:
+            leaf = as_leaf(leaf, lambda: self.paths()[leaf_index], self.backend)
+            if leaf.dtype == dtype and _has_shape(leaf, shape, fold.axis):
+                return leaf
         # The first value is not kept, only its shape and dtype.
-        before = "None"
-        if self.folds[leaf_index] is not None:
-            shape = self.shapes[leaf_index]
-            sizes = "" if shape is None else f"[{', '.join(map(str, shape))}]"
-            before = str(self.dtypes[leaf_index]).removeprefix("torch.") + sizes
-        axes = self._axes_that_differ(leaf_index, leaf)
-        remedy = (
-            "Return one shape and dtype for every micro-batch, or, if it has a row for each "
-            "example, fold it with "
-            f"funcga.concat({f'axis={axes[0]}' if len(axes) == 1 and axes[0] > 0 else ''})."
-        )
-        if len(axes) > 1:
-            remedy = (
-                "Rows of a micro-batch are compared with each other alone. Return what is "
-                "compared, such as embeddings, and compare it in the loss_fn of funcga.coupled."
-            )
-        return FuncgaError(
-            f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} "
-            f"for {which} and as {before} for the first: the two cannot be combined. {remedy}"
+        first = "None" if fold is None else f"{dtype}{[*(shape or ())]}".removeprefix("torch.")
+        raise FuncgaError(
+            f"grad_fn returned {self.paths()[leaf_index]} as "
+            f"{self.backend.arrays.describe(leaf)} for {which} and as "
+            f"{first} for the first: the two cannot be combined. Return one shape and dtype for "
+            "every micro-batch; fold what has a row for each example with funcga.concat(), or "
+            "concat(axis=1) if that is axis 1; compare rows with each other in the loss_fn of "
+            "funcga.coupled."
         )
 
-    def _axes_that_differ(self, leaf_index: int, leaf: Any) -> list[int]:
-        """The axes along which a leaf has another size than the first one."""
-        shape, other = self.shapes[leaf_index], getattr(leaf, "shape", ())
-        if shape is None or len(shape) != len(other):
-            return []
-        return [
-            axis
-            for axis, (size, first_size) in enumerate(zip(other, shape, strict=True))
-            if size != first_size
-        ]
+
+def _has_shape(leaf: Array, shape: tuple[int, ...] | None, axis: int | None) -> bool:
+    """Whether a leaf has this shape, apart from the axis that is collected along."""
+    if shape is None or leaf.shape == shape:
+        return True
+    if axis is None or len(shape) != len(leaf.shape):
+        return False
+    sizes = [*leaf.shape]
+    sizes[axis] = shape[axis]
+    return tuple(sizes) == shape
 
 
 def bind_outputs(
@@ -253,7 +231,17 @@ def bind_outputs(
     threads: tuple[int, ...] = ()
     if threaded:
         threads = _threads(value, leaf_values, threaded, carried, backend)
-    reduced, collected = _reduced_and_collected(folds, threaded, in_loop)
+    collected = [
+        index
+        for index, leaf_fold in enumerate(folds)
+        if in_loop and leaf_fold is not None and leaf_fold.axis is not None
+    ]
+    others = {*threaded, *collected}
+    reduced = [
+        index
+        for index, leaf_fold in enumerate(folds)
+        if leaf_fold is not None and index not in others
+    ]
     # None, and threaded objects, have neither shape nor dtype here.
     likes = [
         None if leaf_fold is None else leaf for leaf_fold, leaf in zip(folds, leaves, strict=True)
@@ -263,24 +251,11 @@ def bind_outputs(
         folds=tuple(folds),
         shapes=tuple([like.shape if shaped and like is not None else None for like in likes]),
         dtypes=tuple([None if like is None else like.dtype for like in likes]),
-        reduced=reduced,
-        collected=collected,
+        reduced=tuple(reduced),
+        collected=tuple(collected),
         threads=threads,
         backend=backend,
     ), leaves
-
-
-def _reduced_and_collected(
-    folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaves that are reduced, and those that are collected; None and threads are neither."""
-    bound = [
-        (leaf_index, fold)
-        for leaf_index, fold in enumerate(folds)
-        if fold is not None and leaf_index not in threaded
-    ]
-    collected = tuple([index for index, fold in bound if in_loop and fold.axis is not None])
-    return tuple([index for index, _ in bound if index not in collected]), collected
 
 
 def broadcast_folds(

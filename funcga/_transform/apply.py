@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
+from funcga._transform import Transform, UpdateFunction, update_of, wrapped_transform
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -73,8 +73,7 @@ def applied(
     update: object = tx.update
     if isinstance(update, UpdateFunction):
         return update.applied(donate, grads, state, params, **extra)
-    function = tx.donated if donate and isinstance(tx, DonatingTransform) else tx.update
-    updates, after = function(grads, state, params, **extra)
+    updates, after = update_of(tx, donate)(grads, state, params, **extra)
     backend = backend_of([params, grads], lambda: ["params", "grads"])
     return backend.transforms.added(params, updates, after, donate), after
 
@@ -100,12 +99,7 @@ class Step(NamedTuple):
         copies = self.into is False and self.owned
         wide, narrowed = self.backend.transforms.widened(params, copies, bool(self.into))
         if self.into is None:
-            update = (
-                self.tx.donated
-                if self.owned and isinstance(self.tx, DonatingTransform)
-                else self.tx.update
-            )
-            return update(grads, state, wide, **extra)
+            return update_of(self.tx, self.owned)(grads, state, wide, **extra)
         after, state = applied(self.tx, self.owned, grads, state, wide, extra)
         return narrowed(after), state
 

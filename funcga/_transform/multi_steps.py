@@ -31,7 +31,7 @@ from funcga._transform.window import (
     packed,
     with_others,
 )
-from funcga._transform.window_size import HasTarget, WindowSize, check_size, size_after
+from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError, explains_arguments
 from funcga.folds import FoldTree, mean
@@ -374,7 +374,7 @@ class MultiStepsUpdate(UpdateFunction):
             if params is not None:
                 trained, leaves = matched("params", params, before)
             window, state = self.add(grads, before, state, weight, replicas, owned)
-            if full is False and isinstance(n, HasTarget):
+            if hasattr(n, "is_full"):
                 total, updates = _total_weight(window, replicas), arrays.scalar(state.updates)
                 full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
@@ -391,7 +391,7 @@ class MultiStepsUpdate(UpdateFunction):
         """Whether the next micro-batch fills the window, by a schedule; False for a target, as
         replicas have to add up their weights first.
         """
-        if isinstance(self.n, HasTarget):
+        if hasattr(self.n, "is_full"):
             return False
         offered = state.offered + 1
         size = size_after(self.n, arrays.scalar(state.updates), arrays.scalar)

@@ -2,35 +2,24 @@
 
 import math
 import numbers
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from funcga._backend import Arrays
 from funcga._fold import as_number, has_no_axes
 from funcga._types import Scalar
 from funcga.errors import FuncgaError, check_count
 
+if TYPE_CHECKING:
+    from funcga.tools.window_size import TargetWeight
 
-@runtime_checkable
-class HasTarget(Protocol):
-    """What says itself whether a window is full, as funcga.transforms.TargetWeight does."""
-
-    def is_full(self, weight: Scalar, updates: Scalar, arrays: Arrays) -> Scalar:
-        """Whether a window of this weight is full after so many updates."""
-        ...
-
-    def windows(self, items: Iterator[Any], weight: Any) -> Iterator[list[Any]]:
-        """Lists of micro-batches, each a window by what `weight(*item)` returns."""
-        ...
-
-
-# A number of micro-batches, or a function of the number of updates that returns one.
-WindowSize: TypeAlias = int | Callable[[Any], Scalar] | HasTarget
+# A number of micro-batches, a function of the number of updates that returns one, or what says
+# itself whether a window `is_full`.
+WindowSize: TypeAlias = Union[int, Callable[[Any], Scalar], "TargetWeight"]
 
 
 def check_size(n: WindowSize) -> WindowSize:
     """What `n` may be. Raises FuncgaError for a number that is no int >= 1."""
-    if callable(n) or isinstance(n, HasTarget):
+    if callable(n) or hasattr(n, "is_full"):
         return n
     number: Scalar = n
     try:

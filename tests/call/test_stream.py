@@ -56,6 +56,8 @@ def test_windows_of_a_schedule_are_those_of_multi_steps(kit, schedule):
             found.append(k + 1 - sum(found))
     assert [*map(len, funcga.windows(range(11), scheduled))] == found
     assert sum(found) == 11
+    # A window is full when it has at least as many.
+    assert all(size - 1 < schedule(number) <= size for number, size in enumerate(found[:-1]))
 
 
 def test_one_microbatch_is_held_at_a_time(kit):

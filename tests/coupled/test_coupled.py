@@ -194,7 +194,7 @@ REFUSALS = {
         {"summary_fn": lambda w, x: (w * x).sum(), "loss_fn": lambda w, x: w * x},
     ),
     "similarities": (
-        "Return what is compared, such as embeddings, and compare it in the loss_fn of funcga.coupled.",
+        "compare rows with each other in the loss_fn of funcga.coupled.",
         {"summary_fn": lambda w, x: w * x @ x.T, "n": 3},
     ),
     "no function": ("summary_fn is 3", {"summary_fn": 3}),

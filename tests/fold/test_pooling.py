@@ -157,7 +157,7 @@ def test_refusals(kit):
         (
             fold,
             "output['s'] is float32[2, 2], and the fold `pooled, pooled` takes leaves of 3 arrays that are stacked on "
-            "axis 0: funcga.statistics.batch_moments makes them for pooled().",
+            f"axis 0: {kit.xp.__name__}.stack([...]); funcga.statistics.batch_moments makes those of pooled().",
         ),
     ]
     for call, text in cases:

@@ -152,10 +152,10 @@ def test_n_must_be_a_number(kit):
 
 MADE = {
     "from_optimizer(torch.optim.AdamW, lr=1e-3)": lambda: funcga.multi_steps(torch.optim.AdamW, 2),
-    "from_optimizer(torch.optim.SGD, lr=1e-3)": lambda: funcga.multi_steps(
+    "which has no functions init and update": lambda: funcga.multi_steps(
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 2
     ),
-    "Call it first": lambda: funcga.multi_steps(optax.adam, 2),
+    "Pass a transform, such as": lambda: funcga.multi_steps(optax.adam, 2),
     "no functions init and update": lambda: funcga.multi_steps(3, 2),
     "has no functions init": lambda: funcga.multi_steps(None, 2),
     "functions init and update": lambda: funcga.multi_steps((1, 2), 2),
@@ -216,7 +216,7 @@ def test_a_bad_call_leaves_the_state_good(kit):
 
 def test_params_and_folds_must_fit(kit):
     w = {"w": tree(kit, 1)["w"]}
-    texts = "params['w'] is int32[2], and its gradients are to be averaged", "None in its place"
+    texts = "params['w'] is int32[2], and the fold `weighted, by_weight` is not defined for int", "None in its place"
     refused(lambda: made(kit, 2).init({"w": kit.arrays(np.ones(2, "int32"))}), *texts)
     text = "the tree of folds is no prefix of the params: at params"
     refused(lambda: made(kit, 2, fold={"v": funcga.mean()}).init(w), text)

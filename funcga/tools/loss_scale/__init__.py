@@ -118,7 +118,7 @@ def loss_scaled(
         )
     numbers = float(init_scale), float(growth_factor), float(backoff_factor)
     update = _ScaledUpdate(wrapped_transform(tx), *numbers, growth_interval, across)
-    return DonatingTransform(update.init, update, update.donated)
+    return DonatingTransform(update.init, update)
 
 
 # The largest power of two in float32, and the largest number below 1.

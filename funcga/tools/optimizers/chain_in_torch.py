@@ -16,6 +16,7 @@ from funcga._transform import (
     UpdateFunction,
     read_transform,
     traits_of,
+    update_of,
 )
 from funcga._transform.apply import applied
 from funcga._types import Tree
@@ -25,7 +26,7 @@ from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.parameters import apart
+from torch_backend.parameters import added, apart
 
 
 def chain(*transforms: object) -> DonatingTransform:
@@ -63,7 +64,7 @@ def chain(*transforms: object) -> DonatingTransform:
                 "torch_backend.clip_grad_norm(1.0), adamw))."
             )
     functions = _Chain(tuple(links))
-    return DonatingTransform(functions.init, functions, functions.donated)
+    return DonatingTransform(functions.init, functions)
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,8 @@ class _Chain(UpdateFunction):
         *first, last = zip(self.links, state, strict=True)
         states = list[Tree]()
         for link, before in first if into is not None else [*first, last]:
-            function = (
-                link.donated if owned and isinstance(link, DonatingTransform) else link.update
-            )
-            grads, after = function(grads, before, params, **_accepted(link, extra))
+            accepted = _accepted(link, extra)
+            grads, after = update_of(link, owned)(grads, before, params, **accepted)
             states.append(after)
             if owned and not isinstance(link, DonatingTransform):
                 # One of others may return its argument, or keep what it returns, or the params.
@@ -217,7 +216,29 @@ def _check_limit(name: str, limit: float) -> None:
 
 def _clipping(init: Callable[[Tree], Tree], clip: Callable[..., object]) -> DonatingTransform:
     """The transform of a function that clips the `.grad`s of parameters in place."""
-    return DonatingTransform(init, partial(_clipped, clip, False), partial(_clipped, clip, True))
+    return DonatingTransform(init, _Clipping(clip))
+
+
+@dataclass(frozen=True)
+class _Clipping(UpdateFunction):
+    """The update of a transform that clips."""
+
+    clip: Callable[..., Any]
+
+    def stepped(
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, Tree]:
+        """The clipped gradients, in their own memory if they are `owned`, and the new state."""
+        clipped, state = _clipped(self.clip, owned, grads, state)
+        if into is None:
+            return clipped, state
+        return added(params, clipped, state, bool(into)), state
 
 
 def _no_state(params: Tree) -> tuple[()]:
@@ -232,15 +253,7 @@ def _no_norm_yet(params: Tree) -> ClipNormState:
     return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
 
 
-def _clipped(
-    clip: Callable[..., Any],
-    owned: bool,
-    /,
-    grads: Tree,
-    state: Tree,
-    params: Tree = None,
-    **extra: object,
-) -> tuple[Tree, Tree]:
+def _clipped(clip: Callable[..., Any], owned: bool, grads: Tree, state: Tree) -> tuple[Tree, Tree]:
     """The clipped gradients, in their own memory if they are `owned`, and the new state."""
     # Before graphs are switched off, which would hide a loss around it.
     check_not_differentiated("clipping", grads)

@@ -111,7 +111,7 @@ def from_optimizer(
             "the two: a number for lr, or no scheduler."
         )
     functions = _Update(Options(optimizer, options, groups, scheduler))
-    return DonatingTransform(functions.init, functions, functions.donated)
+    return DonatingTransform(functions.init, functions)
 
 
 @dataclass(frozen=True, eq=False)
