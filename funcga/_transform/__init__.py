@@ -61,7 +61,7 @@ class UpdateFunction:
         params: Tree,
         extra: dict[str, Any],
     ) -> tuple[Tree, Any]:
-        """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
+        """(updates, state), or (params, state): see `apply.Step`, which has `owned` and `into`."""
         raise NotImplementedError
 
     def __call__(
@@ -75,14 +75,6 @@ class UpdateFunction:
     ) -> tuple[Tree, Any]:
         """The same; gradients and state may be written to."""
         return self.stepped(True, None, grads, state, params, extra)
-
-    def applied(
-        self, donate: bool, /, grads: Tree, state: Any, params: Tree, **extra: Any
-    ) -> tuple[Tree, Any]:
-        """(params, state) after the update; with `donate` all arguments may be written to and
-        returned.
-        """
-        return self.stepped(donate, donate, grads, state, params, extra)
 
     def __deepcopy__(self, memo: object) -> Self:
         """Itself, as a function is its own copy."""
@@ -121,13 +113,6 @@ class DonatingTransform(Transform):
     def donated(self) -> Callable[..., tuple[Tree, Any]]:
         """`update` of gradients and a state that are given away."""
         return self.update.donated  # type: ignore[attr-defined, no-any-return]
-
-
-def update_of(tx: Transform, owned: bool) -> Callable[..., tuple[Tree, Any]]:
-    """The function that makes an update; it may write to gradients and state if they are `owned`
-    and it can.
-    """
-    return tx.donated if owned and isinstance(tx, DonatingTransform) else tx.update
 
 
 def read_transform(tx: Any, name: str = "tx") -> Transform:

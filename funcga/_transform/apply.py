@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._transform import Transform, UpdateFunction, update_of, wrapped_transform
+from funcga._transform import Transform, UpdateFunction, wrapped_transform
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -63,19 +63,28 @@ def apply(
     if donate:
         check_donates(backend_of([params, grads], lambda: ["params", "grads"]))
     is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
-    return applied(tx if is_known else wrapped_transform(tx), donate, grads, state, params, extra)
+    read = tx if is_known else wrapped_transform(tx)
+    return updated(read, donate, donate, grads, state, params, extra)
 
 
-def applied(
-    tx: Transform, donate: bool, grads: Tree, state: Tree, params: Tree, extra: dict[str, Any]
+def updated(
+    tx: Transform,
+    owned: bool,
+    into: bool | None,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    extra: dict[str, Any],
 ) -> tuple[Tree, Any]:
-    """`apply` of a transform that has been read."""
+    """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
     update: object = tx.update
     if isinstance(update, UpdateFunction):
-        return update.applied(donate, grads, state, params, **extra)
-    updates, after = update_of(tx, donate)(grads, state, params, **extra)
+        return update.stepped(owned, into, grads, state, params, extra)
+    updates, after = tx.update(grads, state, params, **extra)
+    if into is None:
+        return updates, after
     backend = backend_of([params, grads], lambda: ["params", "grads"])
-    return backend.transforms.added(params, updates, after, donate), after
+    return backend.transforms.added(params, updates, after, into), after
 
 
 class Step(NamedTuple):
@@ -98,10 +107,9 @@ class Step(NamedTuple):
         # If gradients and state are donated and params are not, the params are copied.
         copies = self.into is False and self.owned
         wide, narrowed = self.backend.transforms.widened(params, copies, bool(self.into))
-        if self.into is None:
-            return update_of(self.tx, self.owned)(grads, state, wide, **extra)
-        after, state = applied(self.tx, self.owned, grads, state, wide, extra)
-        return narrowed(after), state
+        into = None if self.into is None else self.owned  # what is not given away was copied
+        after, state = updated(self.tx, self.owned, into, grads, state, wide, extra)
+        return after if self.into is None else narrowed(after), state
 
     def when(
         self,

@@ -16,9 +16,8 @@ from funcga._transform import (
     UpdateFunction,
     read_transform,
     traits_of,
-    update_of,
 )
-from funcga._transform.apply import applied
+from funcga._transform.apply import updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
@@ -99,8 +98,10 @@ class _Chain(UpdateFunction):
         *first, last = zip(self.links, state, strict=True)
         states = list[Tree]()
         for link, before in first if into is not None else [*first, last]:
-            accepted = _accepted(link, extra)
-            grads, after = update_of(link, owned)(grads, before, params, **accepted)
+            function = (
+                link.donated if owned and isinstance(link, DonatingTransform) else link.update
+            )
+            grads, after = function(grads, before, params, **_accepted(link, extra))
             states.append(after)
             if owned and not isinstance(link, DonatingTransform):
                 # One of others may return its argument, or keep what it returns, or the params.
@@ -111,7 +112,8 @@ class _Chain(UpdateFunction):
         if into is None:
             return grads, tuple(states)
         link, before = last
-        params, after = applied(link, owned, grads, before, params, _accepted(link, extra))
+        accepted = _accepted(link, extra)
+        params, after = updated(link, owned, owned, grads, before, params, accepted)
         return params, (*states, after)
 
 
