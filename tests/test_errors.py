@@ -240,13 +240,13 @@ GIVEN = {
     "a column for each": (folded(lambda x: x.T, MEAN, 5), "or concat(axis=1) if that is axis 1"),
     "rows along another axis": (folded(lambda x: x.T, funcga.concat(), 5), "float32[2, 1] for"),
     "CARRY alone": (carried(lambda s, x: (x.mean(), s), (CARRY, 0), MEAN),
-        "`s` is funcga.CARRY in in_axes, and no output has the fold funcga.carry(): each carried argument needs the "
-        "output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
-        "fold=(funcga.mean(), funcga.carry()))."),
+        "have different structures: missing `s`, new nothing. Here each carried argument needs the output that replaces it, in "
+        "the structure it came in: accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))."),
     "carry() alone": (carried(lambda s, x: (x.mean(), s), (None, 0), BOTH),
-        "no argument is funcga.CARRY in in_axes, and `output[1]` has the fold funcga.carry()"),
-    "another structure of a state": (carried(lambda s, x: (x.mean(), {"s": s}), (CARRY, 0), BOTH), "the carried argument `s` "
-        "and what grad_fn returns for it, `output[1]`, have different structures: missing `s`, new `output[1]['s']`."),
+        "the arguments that are funcga.CARRY in in_axes, and what grad_fn returns with the fold funcga.carry(), have different "
+        "structures: missing nothing, new `output[1]`."),
+    "another structure of a state": (carried(lambda s, x: (x.mean(), {"s": s}), (CARRY, 0), BOTH),
+        "have different structures: missing `s`, new `output[1]['s']`."),
     "another shape of a state": (carried(lambda s, x: (x.mean(), x[0]), (CARRY, 0), BOTH),
         "the carried state `s` came in as float32[] and grad_fn returned it as float32[2]."),
     "an empty stream": (streamed(lambda x: iter(())), "the stream is empty: there is no micro-batch to fold, and so no "

@@ -10,12 +10,12 @@ import sys
 from tests import house
 
 MOST = {
-    "files": 178,
+    "files": 184,
     "tokens": 212_500,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 111_500,
-    "tokens of the core, torch": 55_900,
-    "tokens of tools": 101_200,
+    "tokens of the core": 105_600,
+    "tokens of the core, torch": 54_900,
+    "tokens of tools": 105_400,  # four features have come from the core
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 17,

@@ -60,10 +60,15 @@ class Accumulation(NamedTuple):
 
     def counted(self, weight: Scalar, donate: bool = False) -> tuple["Accumulation", list[Scalar]]:
         """The window with one more micro-batch in its tally and in the unit for it; and the weight
-        that each of its leaves is to be lifted with.
+        that each of its leaves is to be lifted with. Raises FuncgaError for a weight that cannot be
+        counted.
         """
-        arrays, before = self.outputs.backend.arrays, self.total
+        arrays, before, folds = self.outputs.backend.arrays, self.total, self.outputs.folds
         is_wide = len(self.tally.weight) == 1  # counted in 64 bits
+        if type(weight) is not int or weight != 1:
+            weight = check_weight(weight, arrays)
+            if any(fold is not None and fold.is_narrow for fold in folds):
+                check_narrow(weight)
         if isinstance(weight, int | float) and isinstance(before, float):
             # Added on the host if it sees them, as 0-d arrays are slow.
             number, total = weight, before + weight
@@ -75,9 +80,7 @@ class Accumulation(NamedTuple):
         unit, known = unit_of(total, arrays), arrays.scalar(self.unit)
         is_same = type(known) is type(unit) is float and known == unit  # the usual case
         window, share = self if is_same else self.in_unit(unit, donate), number / unit
-        weights = [
-            share if fold is not None and fold.is_mean else weight for fold in self.outputs.folds
-        ]
+        weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
         return window._replace(tally=tally), weights
 
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
@@ -260,9 +263,6 @@ class Accumulator:
             >>> state = accumulator.update(state, {"w": torch.ones(2)}, weight=3)
         """
         window = self._window_of(state, backend_of([state, value], lambda: ["state", "value"]))
-        weight = check_weight(weight, window.outputs.backend.arrays)
-        if any(fold is not None and fold.is_narrow for fold in window.outputs.folds):
-            check_narrow(weight)
         outputs, leaves = window.outputs, window.outputs.leaves(value, "this update")
         window, weights = window.counted(weight)
         # Bit for bit a merge with the window of this value alone.

@@ -15,7 +15,6 @@ from funcga._backend.prefixes import (
     broadcast,
     leaf_paths,
     leaves_in_order,
-    paths_apart,
 )
 from funcga._fold import LeafFold, bind, check_shape
 from funcga._types import Array, Dtype, Reduced, Structure, Tree
@@ -225,12 +224,8 @@ def bind_outputs(
     ]
     # Checked first: if carry() is missing, another fold may not fit the state, and that error
     # would mislead.
-    if carried and not threaded:
-        raise _unmatched([root for root, _ in carried], [])
+    threads = _threads(value, leaf_values, threaded, carried or [], backend) if in_loop else ()
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
-    threads: tuple[int, ...] = ()
-    if threaded:
-        threads = _threads(value, leaf_values, threaded, carried, backend)
     collected = [
         index
         for index, leaf_fold in enumerate(folds)
@@ -341,7 +336,7 @@ def _threads(
     value: Tree,
     leaf_values: list[PrefixValue],
     threaded: list[int],
-    carried: list[tuple[str, str]] | None,
+    carried: list[tuple[str, str]],
     backend: Backend,
 ) -> tuple[int, ...]:
     """For every carried leaf, (root, path), the output leaf that replaces it, one of `threaded`.
@@ -350,46 +345,29 @@ def _threads(
     second, and so on. Below these the leaves are matched by path, so the order of a dict does not
     matter.
     """
+    if not (carried or threaded):
+        return ()
     paths = leaf_paths(value, backend.trees, "output")
-    index_of = {paths[leaf_index]: leaf_index for leaf_index in threaded}
-    inputs = _by_root(carried or [])
-    outputs = _by_root(
-        [(leaf_values[leaf_index].root, paths[leaf_index]) for leaf_index in threaded]
-    )
-    if len(inputs) != len(outputs):
-        raise _unmatched(inputs, outputs)
-    threads = []
-    for (in_root, in_paths), (out_root, out_paths) in zip(
-        inputs.items(), outputs.items(), strict=True
-    ):
-        missing, new = paths_apart(in_paths, out_paths)
-        if missing or new:
-            difference = PathError(
-                [in_root + path for path in missing], [out_root + path for path in new]
-            )
-            raise FuncgaError(
-                f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, "
-                f"have different structures: {difference}. Return the state in the structure it "
-                "came in."
-            )
-        threads += [index_of[out_root + path] for path in in_paths]
-    return tuple(threads)
+    returned = _by_place([(leaf_values[index].root, paths[index]) for index in threaded])
+    given = _by_place(carried)
+    if {*given} != {*returned}:
+        difference = PathError(
+            [carried[leaf][1] for place, leaf in given.items() if place not in returned],
+            [paths[threaded[leaf]] for place, leaf in returned.items() if place not in given],
+        )
+        raise FuncgaError(
+            "the arguments that are funcga.CARRY in in_axes, and what grad_fn returns with the "
+            f"fold funcga.carry(), have different structures: {difference}. Here each carried "
+            "argument needs the output that replaces it, in the structure it came in: "
+            "accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), "
+            "funcga.carry()))."
+        )
+    return tuple([threaded[returned[place]] for place in given])
 
 
-def _by_root(leaves: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """The paths below each root, of (root, path) pairs."""
-    paths_below: dict[str, list[str]] = {}
-    for root, path in leaves:
-        # Relative to the root, so that two trees under different names have the same paths.
-        paths_below.setdefault(root, []).append(path[len(root) :])
-    return paths_below
-
-
-def _unmatched(inputs: Iterable[str], outputs: Iterable[str]) -> FuncgaError:
-    ins = ", ".join(f"`{root}`" for root in dict.fromkeys(inputs)) or "no argument"
-    outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
-    return FuncgaError(
-        f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried "
-        "argument needs the output that replaces it. Write both, as in accumulate(grad_fn, n, "
-        "in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))."
-    )
+def _by_place(leaves: list[tuple[str, str]]) -> dict[tuple[int, str], int]:
+    """The index of each leaf, (root, path), by the number of its root and its path below that."""
+    roots = [*dict.fromkeys(root for root, _ in leaves)]
+    return {
+        (roots.index(root), path[len(root) :]): index for index, (root, path) in enumerate(leaves)
+    }

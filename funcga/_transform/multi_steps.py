@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call import Memory
-from funcga._fold import check_narrow, check_weight
+from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._replicas import step_of
 from funcga._tools import load
@@ -412,10 +412,8 @@ class MultiStepsUpdate(UpdateFunction):
         backend, arrays = window.outputs.backend, window.outputs.backend.arrays
         _, leaves = matched("grads", grads, window)
         backend.states.check_gradients(leaves, window, replicas)
-        if not isinstance(weight, int | float) or weight != 1:
+        if type(weight) is not int:
             weight = check_weight(weight, arrays)
-            if len(window.tally.weight) == 2:
-                check_narrow(weight)
         keep, dropped, after = True, state.dropped, window
         if self.skip is not None:
             keep = self.skip.keeps(grads, leaves, weight, window.outputs)
@@ -436,12 +434,12 @@ class MultiStepsUpdate(UpdateFunction):
     ) -> Accumulation:
         """The window with the leaves of one more micro-batch; in place if `owned`."""
         states, arrays = window.outputs.backend.states, window.outputs.backend.arrays
-        if self.folding.before:
-            leaves = self.folding.folded(leaves, window, weight)
         steps = arrays.scalar(window.tally.steps)
         # The sums of an empty window may have no memory yet.
         in_place = owned and isinstance(steps, int) and steps > 0
         after, weights = window.counted(weight, in_place)
+        if self.folding.before:
+            leaves = self.folding.folded(leaves, window, weight)
         if after.unit is not window.unit:  # what was rescaled has memory of its own
             pairs = zip(window.accumulators, after.accumulators, strict=True)
             in_place = in_place or not any(old is new is not None for old, new in pairs)
