@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from funcga._backend import Optimizers
 from funcga._backend.dispatch import load_imported
@@ -40,55 +40,6 @@ class Traits(NamedTuple):
     """Whether gradients come multiplied by a loss scale, which it divides out."""
     takes_weight: bool = False
     """Whether it takes the weight of a window, `weight=`."""
-
-
-class UpdateFunction:
-    """The `update` of funcga's own transforms: a callable object, whose variants share one
-    `stepped`.
-    """
-
-    @property
-    def traits(self) -> Traits:
-        """The static properties of this transform."""
-        return Traits()
-
-    def stepped(
-        self,
-        owned: bool,
-        into: bool | None,
-        grads: Tree,
-        state: Any,
-        params: Tree,
-        extra: dict[str, Any],
-    ) -> tuple[Tree, Any]:
-        """(updates, state), or (params, state): see `apply.Step`, which has `owned` and `into`."""
-        raise NotImplementedError
-
-    def __call__(
-        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
-        """(updates, state)."""
-        return self.stepped(False, None, grads, state, params, extra)
-
-    def donated(
-        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
-        """The same; gradients and state may be written to."""
-        return self.stepped(True, None, grads, state, params, extra)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself, as a function is its own copy."""
-        return self
-
-
-def traits_of(tx: Transform) -> Traits:
-    """The Traits of a transform; of a foreign one only `takes_weight` is known."""
-    update: object = tx.update
-    return (
-        update.traits
-        if isinstance(update, UpdateFunction)
-        else Traits(takes_weight=takes_weight(tx.update))
-    )
 
 
 def takes_weight(function: Callable[..., object]) -> bool:

@@ -3,13 +3,62 @@ wrappers of transforms once for both, updates and new parameters.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._transform import Transform, UpdateFunction, wrapped_transform
+from funcga._transform import Traits, Transform, takes_weight, wrapped_transform
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
+
+
+class UpdateFunction:
+    """The `update` of funcga's own transforms: a callable object, whose variants share one
+    `stepped`.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """The static properties of this transform."""
+        return Traits()
+
+    def stepped(
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, Any]:
+        """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
+        raise NotImplementedError
+
+    def __call__(
+        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """(updates, state)."""
+        return self.stepped(False, None, grads, state, params, extra)
+
+    def donated(
+        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """The same; gradients and state may be written to."""
+        return self.stepped(True, None, grads, state, params, extra)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, as a function is its own copy."""
+        return self
+
+
+def traits_of(tx: Transform) -> Traits:
+    """The Traits of a transform; of a foreign one only `takes_weight` is known."""
+    update: object = tx.update
+    return (
+        update.traits
+        if isinstance(update, UpdateFunction)
+        else Traits(takes_weight=takes_weight(tx.update))
+    )
 
 
 def apply(

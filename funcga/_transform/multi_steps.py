@@ -14,15 +14,8 @@ from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._replicas import step_of
 from funcga._tools import load
-from funcga._transform import (
-    Traits,
-    Transform,
-    UpdateFunction,
-    libraries,
-    traits_of,
-    wrapped_transform,
-)
-from funcga._transform.apply import Step, check_donates
+from funcga._transform import Traits, Transform, libraries, wrapped_transform
+from funcga._transform.apply import Step, UpdateFunction, check_donates, traits_of
 from funcga._transform.window import (
     Dropped,
     Folding,
@@ -329,24 +322,6 @@ class MultiStepsUpdate(UpdateFunction):
             observed,
         )
 
-    def __call__(
-        self,
-        grads: Tree,
-        state: MultiStepsState,
-        params: Tree = None,
-        *,
-        weight: Scalar = 1,
-        **extra: Any,
-    ) -> tuple[Tree, MultiStepsState]:
-        """(updates, state): zeros until the window is full, and then the update of what was folded.
-
-        grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or
-        a 0-d array >= 0. params and extra go to the wrapped transform; of extra only what the call
-        is given that makes the update. Raises FuncgaError if the
-        gradients have another structure, or the weight is seen to be negative.
-        """
-        return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
-
     # -- the gate
 
     def stepped(
@@ -375,7 +350,9 @@ class MultiStepsUpdate(UpdateFunction):
                 trained, leaves = matched("params", params, before)
             window, state = self.add(grads, before, state, weight, replicas, owned)
             if hasattr(n, "is_full"):
-                total, updates = _total_weight(window, replicas), arrays.scalar(state.updates)
+                total, updates = window.total, arrays.scalar(state.updates)
+                if replicas is not None:
+                    total = backend.replicas.summed(total, window.accumulators, replicas)
                 full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
             pairs = zip(before.accumulators, window.accumulators, strict=True)
@@ -545,15 +522,6 @@ def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
             "update, so there is nothing to flush. Flush once for each window that some replica "
             "has a micro-batch of: one that has none adds nothing."
         )
-
-
-def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
-    """The weight of the window so far, on all replicas."""
-    return (
-        window.total
-        if replicas is None
-        else window.outputs.backend.replicas.summed(window.total, window.accumulators, replicas)
-    )
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

@@ -221,9 +221,7 @@ def _fits(name: str, leaf: object, accumulator: Reduced, arrays: Arrays) -> bool
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
     """Params after an update, put back into the larger tree that they were matched in."""
-    trees = backend.trees
-    updated = dict(zip(leaf_paths(after, trees), trees.flatten(after)[0], strict=True))
-    leaves, structure = trees.flatten(params)
-    paths_and_leaves = zip(leaf_paths(params, trees), leaves, strict=True)
-    kept = [leaf if updated.get(path) is None else updated[path] for path, leaf in paths_and_leaves]
-    return trees.unflatten(structure, kept)
+    is_none = lambda leaf: leaf is None
+    leaves, structure = backend.trees.flatten(params, is_none)
+    pairs = zip(backend.trees.flatten(after, is_none)[0], leaves, strict=True)
+    return backend.trees.unflatten(structure, [old if new is None else new for new, old in pairs])

@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
-from funcga._transform import (
-    DonatingTransform,
-    Traits,
-    Transform,
-    UpdateFunction,
-    traits_of,
-    wrapped_transform,
-)
-from funcga._transform.apply import Step
+from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
+from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 

@@ -9,15 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import utils
 
-from funcga._transform import (
-    DonatingTransform,
-    Traits,
-    Transform,
-    UpdateFunction,
-    read_transform,
-    traits_of,
-)
-from funcga._transform.apply import updated
+from funcga._transform import DonatingTransform, Traits, Transform, read_transform
+from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._transform import DonatingTransform, Traits, Transform, UpdateFunction
+from funcga._transform import DonatingTransform, Traits, Transform
+from funcga._transform.apply import UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.optimizers.chain_in_torch import ClipNormState
