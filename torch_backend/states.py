@@ -292,14 +292,22 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
 
     Raises FuncgaError if a part is missing, or is another replica's.
     """
-    marks, count = [_part(window) for window in windows], len(windows)
-    if replicas is not None:
-        [mark], [window] = marks, windows
-        if mark not in (_WHOLE, (replicas.rank, replicas.count)):
-            raise _incomplete(marks)
-        # The first replica goes on from the window of all; an empty one is the same for everybody.
-        is_empty = not (int(window.tally.steps) or int(window.rejected))
-        return [] if mark == _WHOLE and replicas.rank > 0 and not is_empty else [window]
+    if replicas is None:
+        return _parts_of_all(windows)
+    [window] = windows
+    mark = _part(window)
+    if mark not in (_WHOLE, (replicas.rank, replicas.count)):
+        raise _incomplete([mark])
+    # The first replica goes on from the window of all; an empty one is the same for everybody.
+    is_empty = not (int(window.tally.steps) or int(window.rejected))
+    return [] if mark == _WHOLE and replicas.rank > 0 and not is_empty else [window]
+
+
+def _parts_of_all(windows: Sequence[Window]) -> list[Window]:
+    """The parts that the states of all replicas have, in the order of these, on the devices of the
+    first: each has saved its window on its own.
+    """
+    count, marks = len(windows), [_part(window) for window in windows]
     if any(isinstance(window.part, tuple) for window in windows[1:]):
         raise FuncgaError(
             f"{count} states were given to merge, and multi_steps was made without across=: each "
@@ -316,7 +324,6 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     if (0, count) not in parts:
         parts[0, count] = began_with[0]
     first, *rest = [parts[mark] for mark in sorted(parts)]
-    # On the devices of the first, as each replica has saved its own.
     moved = lambda one, other: one.to(other.device) if arrays.is_array(one) else one
     return [first, *(pytree.tree_map(moved, window, first) for window in rest)]
 
