@@ -226,17 +226,7 @@ def bind_outputs(
     # would mislead.
     threads = _threads(value, leaf_values, threaded, carried or [], backend) if in_loop else ()
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
-    collected = [
-        index
-        for index, leaf_fold in enumerate(folds)
-        if in_loop and leaf_fold is not None and leaf_fold.axis is not None
-    ]
-    others = {*threaded, *collected}
-    reduced = [
-        index
-        for index, leaf_fold in enumerate(folds)
-        if leaf_fold is not None and index not in others
-    ]
+    reduced, collected = _reduced_and_collected(folds, threaded, in_loop)
     # None, and threaded objects, have neither shape nor dtype here.
     likes = [
         None if leaf_fold is None else leaf for leaf_fold, leaf in zip(folds, leaves, strict=True)
@@ -246,11 +236,22 @@ def bind_outputs(
         folds=tuple(folds),
         shapes=tuple([like.shape if shaped and like is not None else None for like in likes]),
         dtypes=tuple([None if like is None else like.dtype for like in likes]),
-        reduced=tuple(reduced),
-        collected=tuple(collected),
+        reduced=reduced,
+        collected=collected,
         threads=threads,
         backend=backend,
     ), leaves
+
+
+def _reduced_and_collected(
+    folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The leaves that are reduced, and those that are collected; None and threads are neither."""
+    reduced, collected = list[int](), list[int]()
+    for index, fold in enumerate(folds):
+        if fold is not None and index not in threaded:
+            (collected if in_loop and fold.axis is not None else reduced).append(index)
+    return tuple(reduced), tuple(collected)
 
 
 def broadcast_folds(
