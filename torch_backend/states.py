@@ -59,43 +59,51 @@ def add(
             is_half = is_added and value.dtype in _HALVES and total.is_floating_point()
             fits = is_added and (value.dtype is total.dtype or is_half)
             if not fits or value.layout is not torch.strided:
-                value = value if pure else value.detach()
-                after[index] = _combined(fold, total, value, weights[index])
+                after[index] = _combined(fold, total, value, weights[index], pure)
             elif isinstance(factor, torch.Tensor):
                 after[index] = _masked_sum(total, value, factor, masks, donate)
             else:
                 groups.setdefault(factor, []).append(index)
-        for factor, group in groups.items():
-            sums, values = [after[index] for index in group], [leaves[index] for index in group]
-            totals = _sums(sums, values, factor, is_first, donate)
-            after.update(zip(group, totals, strict=True))
+        _add_groups(after, leaves, groups, is_first, donate)
     return [*after.values()]
 
 
-def _combined(fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar) -> Reduced:
-    """The accumulator of a leaf that torch does not add to."""
+def _combined(
+    fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar, pure: bool
+) -> Reduced:
+    """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
+    value = value if pure else value.detach()
     combined = fold.combine(total, fold.lift(value, weight))
     # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
     return combined.clone() if combined is value else combined
 
 
-def _sums(
-    sums: list[torch.Tensor],
-    values: list[torch.Tensor],
-    factor: float,
+def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors]
+
+
+def _add_groups(
+    sums: dict[int, Any],
+    leaves: Sequence[torch.Tensor],
+    groups: dict[float, list[int]],
     is_first: bool,
     donate: bool,
-) -> Sequence[torch.Tensor]:
-    """Each sum with factor * value added, in place if `donate`."""
-    if not factor:  # adds nothing, not even a NaN
-        return [*map(torch.zeros_like, sums)] if is_first else sums
-    if is_first and not sums[0].is_cpu and [v.dtype for v in values] == [s.dtype for s in sums]:
-        # On a device it is one kernel, where adding to zeros without memory is one for each.
-        return torch._foreach_mul(values, factor)
-    if not donate:
-        return torch._foreach_add(sums, values, alpha=factor)
-    torch._foreach_add_(sums, values, alpha=factor)
-    return sums
+) -> None:
+    """Adds factor * leaf to the sum of each leaf in a group; in their memory if `donate`."""
+    for factor, group in groups.items():
+        before, values = [sums[index] for index in group], [leaves[index] for index in group]
+        after: Sequence[Any]
+        if not factor:  # adds nothing, not even a NaN
+            after = [*map(torch.zeros_like, before)] if is_first else before
+        elif is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
+            # On a device it is one kernel, where adding to zeros without memory is one for each.
+            after = torch._foreach_mul(values, factor)
+        elif donate:
+            torch._foreach_add_(before, values, alpha=factor)
+            continue
+        else:
+            after = torch._foreach_add(before, values, alpha=factor)
+        sums.update(zip(group, after, strict=True))
 
 
 def _masked_sum(
