@@ -221,7 +221,7 @@ REFUSALS = {
     "a window": ("a list of micro-batches is joined first: map(torch.cat, zip(*window)).", {"call": "window"}),
     "a loader": ("join those of a window: for window in funcga.windows(loader, 8): step(params, ", {"call": "loader"}),
     "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
-    "carry": ("as in coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
+    "carry": ("coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
     "totals": ("totals= was given, and summary_fn takes (w, x): it has no parameter `totals`", {"totals": len}),
 }
 
