@@ -14,7 +14,6 @@ from funcga import monoids, normalizers, reducers
 from funcga._accumulate import accumulate
 from funcga._call.arguments import CARRY
 from funcga._grad import grad, value_and_grad
-from funcga._replicas import check_replicas
 from funcga._stream import stream, windows
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, carry, concat, logsumexp, mean, moments, per_weight, pooled, ratio
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from funcga._fold.accumulator import Accumulator
     from funcga._transform.multi_steps import multi_steps
     from funcga.observers import dropped, gradient_noise, gradient_norms
+    from funcga.tools.check_replicas import check_replicas
     from funcga.tools.compare import compare
     from funcga.tools.coupled import coupled
     from funcga.tools.doctor import watch
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
+        "funcga.tools.check_replicas": ("check_replicas",),
         "funcga.tools.compare": ("compare",),
         "funcga.tools.coupled": ("coupled",),
         "funcga.tools.doctor": ("watch",),

@@ -1,34 +1,9 @@
-"""Replicas, which `across=` merges over: that they have the same parameters, and which step they
-run.
-"""
+"""Which step replicas run."""
 
 import inspect
 import os
 from collections import Counter
 from typing import Any, NamedTuple
-
-from funcga._backend.dispatch import backend_of
-from funcga._types import Across, Tree
-
-
-def check_replicas(params: Tree, across: Across) -> None:
-    """Checks that params are bitwise identical on all replicas.
-
-    In torch each array is hashed on the host, and its 16 bytes are sent, after those of the
-    structure. In JAX it is called outside of jit, on arrays that lie on the devices of a mesh; the
-    copies of a leaf along the axis are compared.
-
-    Args:
-        params: A tree of arrays.
-        across: As in `accumulate`. Every replica has to call it.
-
-    Raises:
-        FuncgaError: An array differs. The text names the leaf and the replicas.
-
-    Example:
-        >>> funcga.check_replicas({"w": torch.ones(3)}, dist.group.WORLD)
-    """
-    backend_of([params], lambda: ["params"]).replicas.check_replicas(params, across)
 
 
 class Step(NamedTuple):

@@ -3,15 +3,14 @@ micro-batches, n at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count, islice, repeat
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from funcga._call import Options, owner_of, read_program
-from funcga._fold import weight_on_host
-from funcga._transform.window_size import TargetWeight, WindowSize, in_full, scheduled_size
+from funcga._fold import has_no_axes
+from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_count
+from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -220,39 +219,21 @@ def windows(
         >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
-    if isinstance(n, TargetWeight) == (weight is None):
+    items = iter(iterable)
+    if hasattr(n, "windows"):  # a TargetWeight
+        return n.windows(items, weight)
+    if weight is not None:
         raise FuncgaError(
-            f"weight is {weight!r}, and n is {n!r}: windows of a number of micro-batches weigh "
-            "nothing, and others need to know what one weighs. Write "
-            "funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: "
-            "len(x)), and give weight= to stream as well."
+            f"weight is given, and n is {'a function' if callable(n) else repr(n)}: a number of "
+            "micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for "
+            "windows that weigh so much, and give weight= to stream as well."
         )
-    if isinstance(n, TargetWeight):
-        return _weighed(iter(iterable), n.after, weight)  # type: ignore[arg-type]
-    if callable(n):
-        return _windows(iter(iterable), map(partial(scheduled_size, n), count()))
-    instead = ", a function of the number of windows so far, or funcga.transforms.TargetWeight(256)"
-    return _windows(iter(iterable), repeat(check_count(n, "n", instead)))
+    size = check_size(n)
+    on_host = lambda size: size.item() if has_no_axes(size) else size
+    return _windows(items, (size_after(size, number, on_host) for number in count()))
 
 
 def _windows(items: Iterator[Item], sizes: Iterator[int]) -> Iterator[list[Item]]:
     # A size is asked for when there is a micro-batch, so a schedule may end with the data.
     for first in items:
         yield [first, *islice(items, next(sizes) - 1)]
-
-
-def _weighed(
-    items: Iterator[Item], target_after: Callable[[int], float], weight: WeightFn
-) -> Iterator[list[Item]]:
-    window: list[Item] = []
-    total, updates = 0.0, 0
-    for item in items:
-        target = target_after(updates)
-        window.append(item)
-        total += weight_on_host(weight(*_fields(item)))
-        if in_full(total) >= target:
-            yield window
-            window, total, updates = [], 0.0, updates + 1
-    # The last, partial window.
-    if window:
-        yield window

@@ -17,11 +17,9 @@ Example:
 import numbers
 import sys
 from collections.abc import Callable, Mapping
-from typing import TypeGuard
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
-from funcga._fold import is_quantity
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
@@ -45,7 +43,7 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
         The nested dicts with one array in the place of each layer's statistics.
 
     Raises:
-        FuncgaError: The count is no number, or a mean and its variance differ in shape or dtype.
+        FuncgaError: The count is no number >= 0, or what stands for a layer is not its statistics.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -60,18 +58,11 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
     _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
 
     def stacked(path: str, mean: Array, variance: Array) -> Array:
-        mean, variance = (
-            _widened(_unboxed(mean, backend), f"{path}['mean']", arrays),
-            _widened(_unboxed(variance, backend), f"{path}['var']", arrays),
-        )
-        if (mean.shape, mean.dtype) != (variance.shape, variance.dtype):
-            raise FuncgaError(
-                f"`{path}` has a mean {arrays.describe(mean)} and a variance "
-                f"{arrays.describe(variance)}: they are of "
-                f'one shape and dtype, as {{"mean": x.mean(0), "var": x.var(0)}} has them.'
-            )
+        mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
+        dtype = arrays.accumulator_dtype(mean.dtype)
+        mean, variance = arrays.cast(mean, dtype), arrays.cast(variance, dtype)
         # The count is as large as the mean, so that one array holds all three.
-        amount = arrays.cast(count, mean.dtype) if arrays.is_array(count) else float(count)
+        amount = arrays.cast(count, dtype) if arrays.is_array(count) else float(count)
         return arrays.xp.stack((arrays.xp.zeros_like(mean) + amount, mean, variance))
 
     return _each_layer(stacked, "statistics", statistics)
@@ -109,12 +100,7 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
 
     def updated(path: str, mean: Tree, variance: Tree, new: object) -> dict[str, Array]:
         mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
-        if not fits(new, mean):
-            raise FuncgaError(
-                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
-                f"{described(new, arrays)}. Give a Pooled of that shape: what fold=funcga.pooled() "
-                "makes of funcga.statistics.batch_moments(...)."
-            )
+        new = checked(new, mean, path, arrays)
         mean, variance = update(mean, variance, new, share, unbiased, arrays)
         return {"mean": mean, "var": variance}
 
@@ -123,18 +109,19 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
     return backend.trees.unflatten(backend.trees.flatten(statistics)[1], after)
 
 
-def fits(pooled: object, mean: Array) -> TypeGuard[Pooled]:
-    """Whether these are pooled statistics in the shape of this running mean."""
-    return isinstance(pooled, Pooled) and all(
-        getattr(part, "shape", None) == mean.shape for part in pooled
+def checked(pooled: object, mean: Array, path: str, arrays: Arrays) -> Pooled:
+    """The pooled statistics of a layer. Raises FuncgaError unless they have the shape of its
+    running mean.
+    """
+    if isinstance(pooled, Pooled):
+        if all(getattr(part, "shape", None) == mean.shape for part in pooled):
+            return pooled
+        pooled = pooled.mean
+    raise FuncgaError(
+        f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
+        f"{arrays.describe(pooled)}. Give a Pooled of that shape: "
+        "what fold=funcga.pooled() makes of the statistics of micro-batches."
     )
-
-
-def described(pooled: object, arrays: Arrays) -> str:
-    """A description of pooled statistics, part by part, or of anything else."""
-    if not isinstance(pooled, Pooled):
-        return arrays.describe(pooled)
-    return ", ".join(f"{name} {arrays.describe(part)}" for name, part in pooled._asdict().items())
 
 
 def update(
@@ -163,13 +150,8 @@ def _check_number(
     number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max
 ) -> None:
     # The value of an array is not waited for.
-    if (
-        arrays.is_array(number)
-        and number.shape == ()
-        and arrays.kind(number.dtype) in ("int", "float")
-    ):
-        return
-    if not (is_quantity(number, 0, most) or (isinstance(number, numbers.Real) and number == 0)):
+    is_scalar = number.shape == () if arrays.is_array(number) else isinstance(number, numbers.Real)
+    if not is_scalar or not (arrays.is_array(number) or 0 <= number <= most):
         shown = arrays.describe(number) if arrays.is_array(number) else repr(number)
         raise FuncgaError(f"{name} is {shown}: it is {meaning}, a finite number or a 0-d array.")
 
@@ -178,14 +160,6 @@ def _unboxed(node: Tree, backend: Backend) -> Tree:
     """The array in a node that holds a single one, such as a variable of nnx; all else as it is."""
     leaves = backend.trees.flatten(node)[0]
     return leaves[0] if len(leaves) == 1 else node
-
-
-def _widened(array: Array, path: str, arrays: Arrays) -> Array:
-    if not arrays.is_array(array) or arrays.kind(array.dtype) != "float":
-        raise FuncgaError(
-            f"`{path}` is {arrays.describe(array)}; means and variances are arrays of floats."
-        )
-    return arrays.cast(array, arrays.accumulator_dtype(array.dtype))
 
 
 def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: Tree) -> Tree:

@@ -12,31 +12,36 @@ Example:
     True
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
+from funcga._tools import load
 from funcga._transform import Transform
 from funcga._transform.apply import apply
 from funcga._transform.multi_steps import MultiSteps
 from funcga._transform.window import MultiStepsState
-from funcga._transform.window_size import (
-    TargetWeight,
-    beta_for_half_life,
-    linear_scaling,
-    sqrt_scaling,
-)
 
-# The tool loads when it is first used, and can be taken away.
+# The tools load when they are first used, and can be taken away.
 if TYPE_CHECKING:
     from funcga.tools.loss_scale import LossScaledState, loss_scaled
+    from funcga.tools.window_size import (
+        TargetWeight,
+        beta_for_half_life,
+        linear_scaling,
+        sqrt_scaling,
+    )
 else:
+    _LATER = {
+        "loss_scale": ("LossScaledState", "loss_scaled"),
+        "window_size": ("TargetWeight", "beta_for_half_life", "linear_scaling", "sqrt_scaling"),
+    }
 
     def __getattr__(name: str) -> object:
-        if name not in ("LossScaledState", "loss_scaled"):
-            raise AttributeError(f"module 'funcga.transforms' has no attribute {name!r}")
-        return vars(import_module("funcga.tools.loss_scale"))[name]
+        for tool, names in _LATER.items():
+            if name in names:
+                return vars(load(tool, f"funcga.transforms.{name}"))[name]
+        raise AttributeError(f"module 'funcga.transforms' has no attribute {name!r}")
 
 
 __all__ = [

@@ -105,11 +105,6 @@ def _optax() -> ModuleType | None:
         return None
 
 
-def owns(tx: Transform) -> bool:
-    """Whether a transform is one of the library's, which takes this framework's arrays alone."""
-    return type(tx).__module__.split(".")[0] == "optax"
-
-
 def imported(tx: Transform) -> Transform:
     """A transform as the library's own combinators would call it, with extra arguments that it
     may ignore.

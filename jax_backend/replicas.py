@@ -1,23 +1,20 @@
-"""Replicas: what across= names, and whether they have the same parameters."""
+"""Replicas: what across= names, and whether a step merges over them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TypeAlias, Union
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from funcga._backend.prefixes import leaf_paths
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
-from jax_backend import _private, arrays, trees
+from jax_backend import arrays, trees
 from jax_backend.arrays import axis_names
 
 Across: TypeAlias = Union[str, tuple[str, ...], "Replicas"]
@@ -202,116 +199,3 @@ def varying(tree: Tree, replicas: Replicas | None) -> Tree:
 
     leaves, structure = trees.flatten(tree)
     return trees.unflatten(structure, [*map(mark, leaves)])
-
-
-# -- whether replicas are the same
-
-Digest: TypeAlias = tuple[int, int]  # of 32 bits each, without jax_enable_x64
-
-
-def check_replicas(params: Tree, across: Across) -> None:
-    """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
-    replicas = read_across(across)
-    leaves, _ = trees.flatten(params)
-    paths = leaf_paths(params, trees, "params")
-    if any(_private.is_traced(leaf) for leaf in leaves):
-        raise FuncgaError(
-            "check_replicas compares what lies on the devices, and was called in a program that is "
-            "being compiled, where nothing lies anywhere yet. Call it outside of jax.jit and "
-            "jax.shard_map."
-        )
-    if jax.process_count() == 1 and not any(map(_is_on_mesh, leaves)):
-        raise FuncgaError(
-            "none of the arrays in params lies on a mesh, so there is nothing to compare along "
-            f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, "
-            "NamedSharding(mesh, P()))."
-        )
-    differences = [
-        (path, difference)
-        for path, leaf, digests in zip(paths, leaves, _digests(leaves), strict=True)
-        if (difference := _difference(leaf, replicas.names, digests))
-    ]
-    if differences:
-        path, (one, other) = differences[0]
-        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        raise FuncgaError(
-            f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different "
-            f"values along {listed(replicas.names)}. What is averaged would belong to no "
-            "parameters at all. Give every replica the same: params = jax.device_put(params, "
-            "jax.NamedSharding(mesh, P()))."
-        )
-
-
-def _is_on_mesh(leaf: Tree) -> bool:
-    return isinstance(leaf, jax.Array) and (
-        isinstance(leaf.sharding, NamedSharding) or len(leaf.devices()) > 1
-    )
-
-
-def _digests(leaves: Sequence[Tree]) -> list[dict[jax.Device, Digest]]:
-    """For every leaf a digest of each device's shard, also of other processes."""
-    own = [
-        {shard.device: _digest(shard.data) for shard in leaf.addressable_shards}
-        if isinstance(leaf, jax.Array)
-        else {}
-        for leaf in leaves
-    ]
-    if jax.process_count() == 1:
-        return own
-    # A column for each device. A process fills its own, and the sum over processes has all.
-    table = [[digests.get(device, (0, 0)) for device in jax.devices()] for digests in own]
-    tables = multihost_utils.process_allgather(np.asarray(table, np.uint32))
-    return [
-        {device: (int(a), int(b)) for device, (a, b) in zip(jax.devices(), row, strict=True)}
-        for row in np.asarray(tables).sum(axis=0)
-    ]
-
-
-def _digest(piece: jax.Array) -> Digest:
-    data = blake2b(np.asarray(arrays.stored(piece)).tobytes(), digest_size=8).digest()
-    return int.from_bytes(data[:4]), int.from_bytes(data[4:])
-
-
-def _difference(
-    leaf: Tree, names: tuple[str, ...], digests: dict[jax.Device, Digest]
-) -> tuple[jax.Device, jax.Device] | None:
-    """Two devices whose copies differ along these axes of the mesh, if there are any."""
-    if not isinstance(leaf, jax.Array):
-        return None
-    # Copies of the same part of the array, at the same coordinates, have to be equal.
-    coordinates = _coordinates(leaf, names)
-    parts = leaf.sharding.devices_indices_map(leaf.shape).items()
-    copies = [(device, (str(index), coordinates.get(device))) for device, index in parts]
-    if leaf.is_fully_addressable and jax.process_count() > 1:
-        # Each process has its own array, compared if it is replicated.
-        copies = [
-            (device, ("", None))
-            for device, digest in digests.items()
-            if any(digest) and leaf.is_fully_replicated
-        ]
-    first_copies: dict[object, jax.Device] = {}
-    for device, part in copies:
-        first_device = first_copies.setdefault(part, device)
-        if digests[first_device] != digests[device]:
-            return first_device, device
-    return None
-
-
-def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tuple[int, ...]]:
-    """For every device its coordinates along the other axes of the mesh, along which copies may
-    differ.
-    """
-    if not isinstance(leaf.sharding, NamedSharding) or not isinstance(leaf.sharding.mesh, Mesh):
-        return {}
-    mesh = leaf.sharding.mesh
-    missing = [name for name in names if name not in mesh.axis_names]
-    if missing:
-        raise FuncgaError(
-            f'across="{missing[0]}" is no axis of the mesh that params lie on, which has '
-            f'{listed(mesh.axis_names)}. Write across="{mesh.axis_names[0]}".'
-        )
-    others = [axis for axis, name in enumerate(mesh.axis_names) if name not in names]
-    return {
-        device: tuple(where[axis] for axis in others)
-        for where, device in np.ndenumerate(mesh.devices)
-    }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -123,15 +123,3 @@ def _zero_updates(emit: Emit, state: Tree, operands: Tree, like: Tree) -> Tree:
     return jax.tree.map(
         lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like
     )
-
-
-def unknown(compute: Callable[[], Tree]) -> Tree:
-    """The tree of arrays that `compute` returns, with NaN in place of each number.
-
-    Under jax_debug_nans a state with NaN could not be passed to a jitted function: then it is 0.
-    """
-    config: Any = jax.config
-    fill = 0.0 if config.jax_debug_nans else float("nan")
-    # Only types are computed, as observers of nothing may divide by 0.
-    types = jax.eval_shape(compute)
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, fill, leaf.dtype), types)

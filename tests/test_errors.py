@@ -152,28 +152,28 @@ GIVEN = {
     "a fold is too deep": (folded(TWO, ((MEAN,), MEAN)), "at output[0] it has tuple([0]), and there is an array"),
     "a fold by name": (folded(TWO, "mean"), "fold= is no Fold, and the tree of folds is no prefix"),
     "a fold that is not called": (folded(TWO, funcga.mean), "at output it has function, and there is"),
-    "integers": (lambda kit, x: folded(count(kit))(kit, x), "output[1]['correct'] is int32[], and integers are not averaged "
-        "silently. Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
+    "integers": (lambda kit, x: folded(count(kit))(kit, x), "output[1]['correct'] is int32[], and the fold `weighted, "
+        "by_weight` is not defined for int values. Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
         'funcga.mean()); or average it in floats: funcga.mean(dtype="float32").'),
-    "bools": (folded(lambda x: x.sum() > 0), "output is bool[], and bools are not averaged silently."),
-    "integers by weight": (lambda kit, x: folded(count(kit), funcga.per_weight())(kit, x), "and integers are not averaged"),
+    "bools": (folded(lambda x: x.sum() > 0), "output is bool[], and the fold `weighted, by_weight` is not defined for bool values."),
+    "integers by weight": (lambda kit, x: folded(count(kit), funcga.per_weight())(kit, x), "is not defined for int values. Count it with"),
     "complex extremes": (lambda kit, x: folded(lambda x: kit.cast(x[0], "complex64"), funcga.max())(kit, x),
         "output is complex64[2], and the fold `max, identity` is not defined for complex values."),
     "an unknown dtype": (lambda kit, x: folded(summed, funcga.mean(dtype=object() if kit.name == "jax" else "float23"))(kit, x),
         "the fold asks for dtype"),
     "rows of a scalar": (folded(summed, funcga.concat()), "output is float32[]: it has no axis 0 for concat(axis=0) to collect"),
-    "a row for each example": (folded(lambda x: x, n=5), "if it has a row for each example, fold it with funcga.concat()."),
+    "a row for each example": (folded(lambda x: x, n=5), "fold what has a row for each example with funcga.concat()"),
     "another shape": (folded(lambda x: x, n=5), "grad_fn returned output as float32[1, 2] for"),
-    "a column for each": (folded(lambda x: x.T, MEAN, 5), "fold it with funcga.concat(axis=1)."),
+    "a column for each": (folded(lambda x: x.T, MEAN, 5), "or concat(axis=1) if that is axis 1"),
     "rows along another axis": (folded(lambda x: x.T, funcga.concat(), 5), "float32[2, 1] for"),
     "CARRY alone": (carried(lambda s, x: (x.mean(), s), (CARRY, 0), MEAN),
-        "`s` is funcga.CARRY in in_axes, and no output has the fold funcga.carry(): each carried argument needs the "
-        "output that replaces it. Write both, as in accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), "
-        "fold=(funcga.mean(), funcga.carry()))."),
+        "have different structures: missing `s`, new nothing. Here each carried argument needs the output that replaces it, in "
+        "the structure it came in: accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))."),
     "carry() alone": (carried(lambda s, x: (x.mean(), s), (None, 0), BOTH),
-        "no argument is funcga.CARRY in in_axes, and `output[1]` has the fold funcga.carry()"),
-    "another structure of a state": (carried(lambda s, x: (x.mean(), {"s": s}), (CARRY, 0), BOTH), "the carried argument `s` "
-        "and what grad_fn returns for it, `output[1]`, have different structures: missing `s`, new `output[1]['s']`."),
+        "the arguments that are funcga.CARRY in in_axes, and what grad_fn returns with the fold funcga.carry(), have different "
+        "structures: missing nothing, new `output[1]`."),
+    "another structure of a state": (carried(lambda s, x: (x.mean(), {"s": s}), (CARRY, 0), BOTH),
+        "have different structures: missing `s`, new `output[1]['s']`."),
     "another shape of a state": (carried(lambda s, x: (x.mean(), x[0]), (CARRY, 0), BOTH),
         "output[1] is float32[2], and the carried state came in as float32[]."),
     "an empty stream": (streamed(lambda x: iter(())), "the stream is empty: there is no micro-batch to fold, and so no "
@@ -243,7 +243,7 @@ def test_what_a_model_may_do():
 def test_what_a_step_returns_is_not_its_gradients():
     step = accumulate(torch_backend.module_value_and_grad(LINEAR, lambda m, x: m(x).mean()), 2)
     params, result = torch_backend.trainable(LINEAR), step(torch.ones(4, 2))
-    text = "Unpack what a step returns: loss, grads = step(...), and give the gradients alone."
+    text = "of loss, grads = step(...) the gradients alone"
     check_refused(text, torch_backend.assign_grads, LINEAR, result)
     check_refused(text, torch_backend.assign_grads, params, result)
     check_refused(text, torch_backend.apply_updates, params, result)

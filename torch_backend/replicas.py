@@ -1,4 +1,4 @@
-"""Replicas: what across= names, what they tell each other, and whether they hold the same.
+"""Replicas: what across= names, what they tell each other, and whether that is alike.
 
 Headers, descriptions, and gradients on the CPU travel over a channel: a process group that nobody
 else uses, so that nothing is taken for a collective of the user's. It is made once for each group
@@ -7,7 +7,6 @@ of the user's, with gloo, which needs no device: numbers on the host never wait 
 
 import atexit
 import ctypes
-import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,11 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcga._backend.prefixes import leaf_paths
-from funcga._types import Reduced, Scalar, Tree
+from funcga._types import Reduced, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
 
 _WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
 
@@ -326,61 +323,6 @@ class Listener:
 
 
 # --------------------------------------------------------------------------------- what is the same
-
-
-def check_replicas(params: Tree, across: Any) -> None:
-    """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
-    replicas = replicas_of(across)
-    leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
-    # Of an array a hash travels, however large it is.
-    mine = {
-        path: (arrays.describe(leaf), _digest(leaf, replicas))
-        if arrays.is_array(leaf)
-        else (repr(leaf), b"")
-        for path, leaf in leaves.items()
-    }
-    # Messages that an earlier window still owes come first, or replicas would read them as this
-    # one's.
-    replicas.channel.send_owed()
-    with explained():
-        said = replicas.channel.all_gather(mine)
-    kinds = [{path: kind for path, (kind, _) in each.items()} for each in said]
-    check_alike(kinds, "have different parameters")
-    # All replicas see all of it, and all raise.
-    texts, first = [], replicas.ranks[0]
-    for path in mine:
-        of_ranks = zip(replicas.ranks, said, strict=True)
-        others = [str(rank) for rank, leaves in of_ranks if leaves[path][1] != said[0][path][1]]
-        if others:
-            texts.append(f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}")
-    if texts:
-        more = f"; and {len(texts) - 4} more" if texts[4:] else ""
-        raise FuncgaError(
-            f"the replicas start from different parameters: not as on rank {first} "
-            f"{'are' if texts[1:] else 'is'} {'; '.join(texts[:4])}{more}. Send them around once "
-            "before training: for p in params.values(): torch.distributed.broadcast(p, "
-            f"src={first}, group=group)."
-        )
-
-
-# So many bytes are copied to the host at a time, so that it needs no room for a whole array.
-_CHUNK = 2**24
-
-
-@torch.no_grad()
-def _digest(leaf: torch.Tensor, replicas: Replicas) -> bytes:
-    """A hash of the bits of an array, 16 bytes; of none, if each of these replicas should have
-    another shard of it.
-    """
-    if is_dtensor(leaf) and ranks_with_other_shards(leaf, replicas.ranks):
-        return b""
-    shard = local(leaf)
-    data = as_bytes(shard if shard.layout is torch.strided else shard.to_dense())
-    digest = hashlib.blake2b(digest_size=16)
-    for start in range(0, data.numel(), _CHUNK):
-        chunk = data[start : start + _CHUNK].cpu()
-        digest.update(ctypes.string_at(chunk.data_ptr(), chunk.numel()))
-    return digest.digest()
 
 
 def as_bytes(array: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from funcga._fold.accumulator import Accumulation
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import arrays
+from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.loop import untraced
@@ -32,6 +33,8 @@ from torch_backend.sums import Folding, Sums
 donates = True  # a call may write to memory that it is given
 
 # -- sums
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def add(
@@ -51,53 +54,56 @@ def add(
             if fold is None:
                 continue
             total, factor = after[index], 1 if fold.adds == "plain" else weights[index]
-            if pure or not (fold.adds and _is_addable(value, total)):
-                value = value if pure else value.detach()
-                after[index] = _combined(fold, total, value, weights[index])
+            # Torch adds to the sum where both are dense, and the sum has as many bits.
+            is_added = fold.adds and not pure and type(value) is type(total) is torch.Tensor
+            is_half = is_added and value.dtype in _HALVES and total.is_floating_point()
+            fits = is_added and (value.dtype is total.dtype or is_half)
+            if not fits or value.layout is not torch.strided:
+                after[index] = _combined(fold, total, value, weights[index], pure)
             elif isinstance(factor, torch.Tensor):
                 after[index] = _masked_sum(total, value, factor, masks, donate)
             else:
                 groups.setdefault(factor, []).append(index)
-        for factor, group in groups.items():
-            sums, values = [after[index] for index in group], [leaves[index] for index in group]
-            totals = _sums(sums, values, factor, is_first, donate)
-            after.update(zip(group, totals, strict=True))
+        _add_groups(after, leaves, groups, is_first, donate)
     return [*after.values()]
 
 
-def _combined(fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar) -> Reduced:
-    """The accumulator of a leaf that torch does not add to."""
+def _combined(
+    fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar, pure: bool
+) -> Reduced:
+    """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
+    value = value if pure else value.detach()
     combined = fold.combine(total, fold.lift(value, weight))
     # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
     return combined.clone() if combined is value else combined
 
 
-def _is_addable(value: torch.Tensor, total: Reduced) -> bool:
-    """Whether torch adds the value to its sum: both are dense, and the sum has as many bits."""
-    if not type(value) is type(total) is torch.Tensor or value.layout is not torch.strided:
-        return False
-    if value.dtype is total.dtype:
-        return True
-    return value.dtype in (torch.bfloat16, torch.float16) and total.is_floating_point()
+def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors]
 
 
-def _sums(
-    sums: list[torch.Tensor],
-    values: list[torch.Tensor],
-    factor: float,
+def _add_groups(
+    sums: dict[int, Any],
+    leaves: Sequence[torch.Tensor],
+    groups: dict[float, list[int]],
     is_first: bool,
     donate: bool,
-) -> Sequence[torch.Tensor]:
-    """Each sum with factor * value added, in place if `donate`."""
-    if not factor:  # adds nothing, not even a NaN
-        return [*map(torch.zeros_like, sums)] if is_first else sums
-    if is_first and not sums[0].is_cpu and [v.dtype for v in values] == [s.dtype for s in sums]:
-        # On a device it is one kernel, where adding to zeros without memory is one for each.
-        return torch._foreach_mul(values, factor)
-    if not donate:
-        return torch._foreach_add(sums, values, alpha=factor)
-    torch._foreach_add_(sums, values, alpha=factor)
-    return sums
+) -> None:
+    """Adds factor * leaf to the sum of each leaf in a group; in their memory if `donate`."""
+    for factor, group in groups.items():
+        before, values = [sums[index] for index in group], [leaves[index] for index in group]
+        after: Sequence[Any]
+        if not factor:  # adds nothing, not even a NaN
+            after = [*map(torch.zeros_like, before)] if is_first else before
+        elif is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
+            # On a device it is one kernel, where adding to zeros without memory is one for each.
+            after = torch._foreach_mul(values, factor)
+        elif donate:
+            torch._foreach_add_(before, values, alpha=factor)
+            continue
+        else:
+            after = torch._foreach_add(before, values, alpha=factor)
+        sums.update(zip(group, after, strict=True))
 
 
 def _masked_sum(
@@ -226,17 +232,7 @@ def check_gradients(
     """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
     replicas.
     """
-    # Where they have been merged before cannot be seen: a tensor does not say whether other
-    # processes have it, too.
-    accumulators = window.accumulators[window.outputs.before :]
-    for index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
-        if type(accumulator) is torch.Tensor and accumulator.device != leaf.device:
-            path = window.outputs.of_value.paths("grads")[index]
-            raise FuncgaError(
-                f"`{path}`, {arrays.describe(leaf)}, is on {leaf.device}, and the state was made "
-                f"for params on {accumulator.device}. Move it: "
-                f"grad.to({str(accumulator.device)!r}); or make a state where the params are now."
-            )
+    # Nothing can be seen: a tensor does not say whether other processes have it, too.
 
 
 def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
@@ -282,9 +278,10 @@ def merged(
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.
     sums = Sums(Folding(window.outputs))
     is_empty = isinstance(steps, int) and not steps
-    copied = map(_copied, window.accumulators)
-    accumulators = window.accumulators if donate and not is_empty else copied
-    sums.of.update(enumerate(accumulators))
+    own = donate and not is_empty
+    copied = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
+    accumulators = [*window.accumulators]
+    sums.of.update(enumerate(accumulators if own else copied(accumulators)))
     sums.total, sums.steps, sums.rejected = total, steps, arrays.scalar(window.rejected)
     sums.unit = None if is_empty else unit
     if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
@@ -297,67 +294,59 @@ def merged(
     )
 
 
-def _copied(accumulator: Reduced) -> Reduced:
-    if isinstance(accumulator, tuple):
-        return tuple([part.clone() for part in accumulator])
-    return accumulator if accumulator is None else accumulator.clone()
-
-
 def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
     """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
     Raises FuncgaError if a part is missing, or is another replica's.
     """
-    saved = [_part(window) for window in windows]
-    if any(isinstance(window.part, tuple) for window in windows[1:]):
-        raise FuncgaError(
-            f"{len(windows)} states were given to merge, and multi_steps was made without "
-            "across=: each is a window of its own. Pass across= on every replica; or save one "
-            "state, tx.merge([state])."
-        )
-    if {*saved} == {_WHOLE}:
-        # It is continued by the first replica; an empty one is the same for everybody.
-        is_empty = not (int(windows[0].tally.steps) or int(windows[0].rejected))
-        return [*windows[:1]] if replicas is None or replicas.rank == 0 or is_empty else []
-    if replicas is not None:
-        if saved != [(replicas.rank, replicas.count)]:
-            raise _incomplete(saved, f"this is replica {replicas.rank} of {replicas.count}")
-        return [*windows]
-    return _parts_of_all(windows, saved)
+    if replicas is None:
+        return _parts_of_all(windows)
+    [window] = windows
+    mark = _part(window)
+    if mark not in (_WHOLE, (replicas.rank, replicas.count)):
+        raise _incomplete([mark])
+    # The first replica goes on from the window of all; an empty one is the same for everybody.
+    is_empty = not (int(window.tally.steps) or int(window.rejected))
+    return [] if mark == _WHOLE and replicas.rank > 0 and not is_empty else [window]
 
 
-def _parts_of_all(windows: Sequence[Window], saved: Sequence[tuple[int, int]]) -> list[Window]:
+def _parts_of_all(windows: Sequence[Window]) -> list[Window]:
     """The parts that the states of all replicas have, in the order of these, on the devices of the
     first: each has saved its window on its own.
     """
-    parts = {mark: window for mark, window in zip(saved, windows, strict=True) if mark != _WHOLE}
-    count = max(count for _, count in parts)
-    # A replica that has added nothing to the window still has what all began with. The first
-    # replica goes on from that, so it is counted once, unless the part of the first has it.
-    began_with = [window for mark, window in zip(saved, windows, strict=True) if mark == _WHOLE]
-    if (
-        len(windows) != count
-        or len(parts) + len(began_with) != count
-        or {*parts} - {(rank, count) for rank in range(count)}
-    ):
-        raise _incomplete(saved, "an update takes the state of every replica, each once")
+    count, marks = len(windows), [_part(window) for window in windows]
+    if any(isinstance(window.part, tuple) for window in windows[1:]):
+        raise FuncgaError(
+            f"{count} states were given to merge, and multi_steps was made without across=: each "
+            "is a window of its own. Pass across= on every replica; or save one state, "
+            "tx.merge([state])."
+        )
+    parts = {mark: window for mark, window in zip(marks, windows, strict=True) if mark != _WHOLE}
+    # A replica that has added nothing to the window still has what all began with. The first goes
+    # on from that, so it is counted once, unless the part of the first has it.
+    began_with = [window for mark, window in zip(marks, windows, strict=True) if mark == _WHOLE]
+    others = {*parts} - {(rank, count) for rank in range(count)}
+    if others or len(parts) + len(began_with) != count:
+        raise _incomplete(marks)
     if (0, count) not in parts:
         parts[0, count] = began_with[0]
-    first, *others = [parts[mark] for mark in sorted(parts)]
-    return [first, *(_beside(window, first) for window in others)]
+    first, *rest = [parts[mark] for mark in sorted(parts)]
+    moved = lambda one, other: one.to(other.device) if arrays.is_array(one) else one
+    return [first, *(pytree.tree_map(moved, window, first) for window in rest)]
 
 
 _WHOLE = (0, 0)
 
 
-def _incomplete(saved: Sequence[tuple[int, int]], instead: str) -> FuncgaError:
-    listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in saved)
+def _incomplete(marks: Sequence[tuple[int, int]]) -> FuncgaError:
+    listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in marks)
     return FuncgaError(
-        f"the state was saved in the middle of a window, as the part of replica {listed}, and "
-        f"{instead}: it would lack what the others have folded. Merge the states of all replicas, "
-        "state = tx.merge(states), and load that one on every replica, whatever their number. "
-        "Gather them when you save: torch.distributed.all_gather_object(states, state)."
+        f"the state was saved in the middle of a window, as the part of replica {listed}: an "
+        "update takes the state of every replica, each once, and a replica its own. Merge the "
+        "states of all replicas, state = tx.merge(states), and load that one on every replica, "
+        "whatever their number. Gather them when you save: "
+        "torch.distributed.all_gather_object(states, state)."
     )
 
 
@@ -375,11 +364,3 @@ def _part(window: Window) -> tuple[int, int]:
         return _WHOLE
     rank, count = window.part.tolist()
     return rank, count
-
-
-def _beside(window: Window, first: Window) -> Window:
-    """The window on the devices of the first one."""
-    leaves, structure = trees.flatten(window)
-    pairs = zip(leaves, trees.flatten(first)[0], strict=True)
-    beside = [a.to(b.device) if arrays.is_array(a) else a for a, b in pairs]
-    return trees.unflatten(structure, beside)  # type: ignore[no-any-return]

@@ -64,9 +64,3 @@ def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
     if dtype is torch.float32:  # the usual case
         return dtype
     return arrays.accumulator_dtype(dtype) if arrays.kind(dtype) in ("float", "complex") else dtype
-
-
-def unknown(compute: Callable[[], Tree]) -> Tree:
-    """The tree of arrays that `compute` returns, with NaN in place of each number."""
-    leaves, structure = trees.flatten(compute())
-    return trees.unflatten(structure, [torch.full_like(leaf, float("nan")) for leaf in leaves])

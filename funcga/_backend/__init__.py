@@ -187,7 +187,7 @@ class Loop(Protocol):
 
 
 class Replicas(Protocol):
-    """A framework's replicas: what `across=` names, and whether they hold the same."""
+    """A framework's replicas: what `across=` names."""
 
     def replicas_of(self, across: Any) -> Any:
         """The replicas that `across=` names; FuncgaError if it names none."""
@@ -195,12 +195,6 @@ class Replicas(Protocol):
 
     def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
         """The sum of a scalar over the replicas, which have these accumulators."""
-        ...
-
-    def check_replicas(self, params: Tree, across: Any) -> None:
-        """Raises FuncgaError, which names the leaf, if an array is not the same on every
-        replica.
-        """
         ...
 
 
@@ -315,19 +309,9 @@ class Transforms(Protocol):
         """
         ...
 
-    def unknown(self, compute: Callable[[], Tree]) -> Tree:
-        """The tree of arrays that `compute` returns, with NaN in place of each number."""
-        ...
-
 
 class Optimizers(Protocol):
     """The library of transforms that a framework's users have, if there is one: optax for JAX."""
-
-    def owns(self, tx: Any) -> bool:
-        """Whether a transform is one of the library's, which takes this framework's arrays
-        alone.
-        """
-        ...
 
     def imported(self, tx: Any) -> Any:
         """A transform as the library's own combinators would call it, with extra arguments that

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from funcga import reducers
 from funcga._backend import Arrays
 from funcga._types import Array, Dtype, Reduced, Scalar
 from funcga.errors import FuncgaError
@@ -175,13 +174,6 @@ class LeafFold:
     is_mean: bool = False
     axis: int | None = None
 
-    @property
-    def weighs(self) -> bool:
-        """True if values are lifted with the weights of micro-batches."""
-        reducer = self.fold.reducer
-        # Exact sums have an attribute for it.
-        return getattr(reducer.lift, "is_weighted", not reducer.unweighted)
-
     def identity(self, like: Array) -> Reduced:
         """The reduced value of no micro-batch, in the shape of `like`."""
         xp = self.arrays.xp
@@ -335,13 +327,6 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
     return leaf_dtype if selects or keeps_kind else accumulator_dtype
 
 
-# For the error: how to make the stack of arrays that a reducer takes.
-_STACKS = {
-    reducers.pairs: "{}.stack([correct, counted]) for ratio()",
-    reducers.pooled: "funcga.statistics.batch_moments makes them for pooled()",
-}
-
-
 def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> None:
     """Raises FuncgaError if the leaf lacks the axis that the fold collects along, or is not the
     stack of arrays that it needs.
@@ -350,8 +335,8 @@ def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Array
     if stacked is not None and like.shape[:1] != (stacked,):
         raise FuncgaError(
             f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of "
-            f"{stacked} arrays that are stacked on axis 0: "
-            f"{_STACKS.get(fold.reducer, 'stack them').format(arrays.xp.__name__)}."
+            f"{stacked} arrays that are stacked on axis 0: {arrays.xp.__name__}.stack([...]); "
+            "funcga.statistics.batch_moments makes those of pooled()."
         )
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(
@@ -373,30 +358,25 @@ def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
 
 
 def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str, name: str) -> FuncgaError:
-    if kind in ("bool", "int") and tree == "params":
-        why, instead = (
-            "its gradients are to be averaged, as only floats are",
+    if tree == "params":
+        instead = (
             "Leave it out of the params that init and update get (None in its place, or "
-            "optax.masked around); or give "
-            'it a fold of its own, as in fold={"w": funcga.mean(), "count": funcga.sum()}',
-        )
-    elif kind in ("bool", "int"):
-        why, instead = (
-            f"{'integers' if kind == 'int' else 'bools'} are not averaged silently",
-            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), "
-            "funcga.sum()), "
-            'funcga.mean()); or average it in floats: funcga.mean(dtype="float32")',
+            "optax.masked around); or give it a fold of its own, as in "
+            'fold={"w": funcga.mean(), "count": funcga.sum()}.'
         )
     elif kind == "other":
-        why, instead = (
-            "it holds no numbers that this fold could combine",
+        instead = (
             "Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The "
             "gradient of an integer is nothing: pass integers as another argument, whole, "
-            "in_axes=(None, None, 0)",
+            "in_axes=(None, None, 0)."
         )
     else:
-        why, instead = (
-            f"the fold `{name}` is not defined for {kind} values",
-            "Fold it with funcga.sum() or funcga.mean(), or cast it",
+        instead = (
+            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), "
+            "funcga.sum()), funcga.mean()); or average it in floats: funcga.mean("
+            'dtype="float32").'
         )
-    return FuncgaError(f"{path} is {arrays.describe(like)}, and {why}. {instead}.")
+    return FuncgaError(
+        f"{path} is {arrays.describe(like)}, and the fold `{name}` is not defined for {kind} "
+        f"values. {instead}"
+    )

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
-from funcga._backend.prefixes import check_initialised
 from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._types import Array, Reduced, Scalar, Tree
+from funcga._types import Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
@@ -61,10 +60,15 @@ class Accumulation(NamedTuple):
 
     def counted(self, weight: Scalar, donate: bool = False) -> tuple["Accumulation", list[Scalar]]:
         """The window with one more micro-batch in its tally and in the unit for it; and the weight
-        that each of its leaves is to be lifted with.
+        that each of its leaves is to be lifted with. Raises FuncgaError for a weight that cannot be
+        counted.
         """
-        arrays, before = self.outputs.backend.arrays, self.total
+        arrays, before, folds = self.outputs.backend.arrays, self.total, self.outputs.folds
         is_wide = len(self.tally.weight) == 1  # counted in 64 bits
+        if type(weight) is not int or weight != 1:
+            weight = check_weight(weight, arrays)
+            if any(fold is not None and fold.is_narrow for fold in folds):
+                check_narrow(weight)
         if isinstance(weight, int | float) and isinstance(before, float):
             # Added on the host if it sees them, as 0-d arrays are slow.
             number, total = weight, before + weight
@@ -76,9 +80,7 @@ class Accumulation(NamedTuple):
         unit, known = unit_of(total, arrays), arrays.scalar(self.unit)
         is_same = type(known) is type(unit) is float and known == unit  # the usual case
         window, share = self if is_same else self.in_unit(unit, donate), number / unit
-        weights = [
-            share if fold is not None and fold.is_mean else weight for fold in self.outputs.folds
-        ]
+        weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
         return window._replace(tally=tally), weights
 
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
@@ -153,21 +155,6 @@ class Accumulation(NamedTuple):
         for fold, accumulator, result in triples:
             if fold is not None and accumulator is result:
                 backend.states.scaled([result], share if fold.is_mean else total, donate=True)
-
-    def where(self, condition: Array, other: "Accumulation") -> "Accumulation":
-        """Itself if the condition, a 0-d array, is true, else the other window."""
-        arrays, trees = self.outputs.backend.arrays, self.outputs.backend.trees
-
-        # `where`, as 0 * NaN is NaN, and what is not chosen may be NaN.
-        def select(chosen: Array, otherwise: Array) -> Array:
-            if not arrays.is_array(chosen):
-                return chosen
-            is_true = arrays.cast(condition, condition.dtype, chosen)
-            return arrays.xp.where(is_true, chosen, otherwise)
-
-        (chosen, structure), (otherwise, _) = trees.flatten(self), trees.flatten(other)
-        window: Accumulation = trees.unflatten(structure, [*map(select, chosen, otherwise)])
-        return window
 
 
 def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
@@ -244,7 +231,6 @@ class Accumulator:
             >>> state = accumulator.init({"w": torch.zeros(2)})  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
-        check_initialised(like, "like", backend.trees)
         outputs, leaves = bind_outputs(self.fold, like, backend)
         # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
         # jit.
@@ -277,9 +263,6 @@ class Accumulator:
             >>> state = accumulator.update(state, {"w": torch.ones(2)}, weight=3)
         """
         window = self._window_of(state, backend_of([state, value], lambda: ["state", "value"]))
-        weight = check_weight(weight, window.outputs.backend.arrays)
-        if any(fold is not None and fold.is_narrow for fold in window.outputs.folds):
-            check_narrow(weight)
         outputs, leaves = window.outputs, window.outputs.leaves(value, "this update")
         window, weights = window.counted(weight)
         # Bit for bit a merge with the window of this value alone.

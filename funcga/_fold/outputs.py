@@ -14,7 +14,6 @@ from funcga._backend.prefixes import (
     broadcast,
     leaf_paths,
     leaves_in_order,
-    paths_apart,
 )
 from funcga._fold import LeafFold, bind, check_shape
 from funcga._types import Array, Dtype, Reduced, Structure, Tree
@@ -160,61 +159,39 @@ class Outputs:
         """A leaf of a later micro-batch as an array. Raises FuncgaError if it does not fit the
         first one.
         """
+        fold, shape, dtype = (
+            self.folds[leaf_index],
+            self.shapes[leaf_index],
+            self.dtypes[leaf_index],
+        )
         # The first one was None, or any object that is threaded.
-        if self.folds[leaf_index] is None:
-            if leaf is not None and leaf_index not in self.threads:
-                raise self._changed(leaf_index, leaf, which)
+        if fold is None and (leaf is None or leaf_index in self.threads):
             return leaf
-        if leaf is None:
-            raise self._changed(leaf_index, leaf, which)
-        leaf = as_leaf(leaf, lambda: self.paths()[leaf_index], self.backend)
-        if leaf.dtype != self.dtypes[leaf_index] or not self._has_shape(leaf_index, leaf):
-            raise self._changed(leaf_index, leaf, which)
-        return leaf
-
-    def _has_shape(self, leaf_index: int, leaf: Array) -> bool:
-        """Whether a leaf has the shape of the first one, apart from the axis that is collected
-        along.
-        """
-        fold, shape = self.folds[leaf_index], self.shapes[leaf_index]
-        if fold is None or shape is None or leaf.shape == shape:
-            return True
-        axes = self._axes_that_differ(leaf_index, leaf)
-        return fold.axis is not None and axes == [fold.axis % len(shape)]
-
-    def _changed(self, leaf_index: int, leaf: Any, which: str) -> FuncgaError:
+        if fold is not None and leaf is not None:
+            leaf = as_leaf(leaf, lambda: self.paths()[leaf_index], self.backend)
+            if leaf.dtype == dtype and _has_shape(leaf, shape, fold.axis):
+                return leaf
         # The first value is not kept, only its shape and dtype.
-        before = "None"
-        if self.folds[leaf_index] is not None:
-            shape = self.shapes[leaf_index]
-            sizes = "" if shape is None else f"[{', '.join(map(str, shape))}]"
-            before = str(self.dtypes[leaf_index]).removeprefix("torch.") + sizes
-        axes = self._axes_that_differ(leaf_index, leaf)
-        remedy = (
-            "Return one shape and dtype for every micro-batch, or, if it has a row for each "
-            "example, fold it with "
-            f"funcga.concat({f'axis={axes[0]}' if len(axes) == 1 and axes[0] > 0 else ''})."
-        )
-        if len(axes) > 1:
-            remedy = (
-                "Rows of a micro-batch are compared with each other alone. Return what is "
-                "compared, such as embeddings, and compare it in the loss_fn of funcga.coupled."
-            )
-        return FuncgaError(
-            f"grad_fn returned {self.paths()[leaf_index]} as {self.backend.arrays.describe(leaf)} "
-            f"for {which} and as {before} for the first: the two cannot be combined. {remedy}"
+        first = "None" if fold is None else f"{dtype}{[*(shape or ())]}".removeprefix("torch.")
+        raise FuncgaError(
+            f"grad_fn returned {self.paths()[leaf_index]} as "
+            f"{self.backend.arrays.describe(leaf)} for {which} and as "
+            f"{first} for the first: the two cannot be combined. Return one shape and dtype for "
+            "every micro-batch; fold what has a row for each example with funcga.concat(), or "
+            "concat(axis=1) if that is axis 1; compare rows with each other in the loss_fn of "
+            "funcga.coupled."
         )
 
-    def _axes_that_differ(self, leaf_index: int, leaf: Any) -> list[int]:
-        """The axes along which a leaf has another size than the first one."""
-        shape, other = self.shapes[leaf_index], getattr(leaf, "shape", ())
-        if shape is None or len(shape) != len(other):
-            return []
-        return [
-            axis
-            for axis, (size, first_size) in enumerate(zip(other, shape, strict=True))
-            if size != first_size
-        ]
+
+def _has_shape(leaf: Array, shape: tuple[int, ...] | None, axis: int | None) -> bool:
+    """Whether a leaf has this shape, apart from the axis that is collected along."""
+    if shape is None or leaf.shape == shape:
+        return True
+    if axis is None or len(shape) != len(leaf.shape):
+        return False
+    sizes = [*leaf.shape]
+    sizes[axis] = shape[axis]
+    return tuple(sizes) == shape
 
 
 def bind_outputs(
@@ -246,12 +223,8 @@ def bind_outputs(
     ]
     # Checked first: if carry() is missing, another fold may not fit the state, and that error
     # would mislead.
-    if carried and not threaded:
-        raise _unmatched([root for root, _ in carried], [])
+    threads = _threads(value, leaf_values, threaded, carried or [], backend) if in_loop else ()
     folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
-    threads: tuple[int, ...] = ()
-    if threaded:
-        threads = _threads(value, leaf_values, threaded, carried, backend)
     reduced, collected = _reduced_and_collected(folds, threaded, in_loop)
     # None, and threaded objects, have neither shape nor dtype here.
     likes = [
@@ -273,13 +246,11 @@ def _reduced_and_collected(
     folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The leaves that are reduced, and those that are collected; None and threads are neither."""
-    bound = [
-        (leaf_index, fold)
-        for leaf_index, fold in enumerate(folds)
-        if fold is not None and leaf_index not in threaded
-    ]
-    collected = tuple([index for index, fold in bound if in_loop and fold.axis is not None])
-    return tuple([index for index, _ in bound if index not in collected]), collected
+    reduced, collected = list[int](), list[int]()
+    for index, fold in enumerate(folds):
+        if fold is not None and index not in threaded:
+            (collected if in_loop and fold.axis is not None else reduced).append(index)
+    return tuple(reduced), tuple(collected)
 
 
 def broadcast_folds(
@@ -350,7 +321,7 @@ def _threads(
     value: Tree,
     leaf_values: list[PrefixValue],
     threaded: list[int],
-    carried: list[tuple[str, str]] | None,
+    carried: list[tuple[str, str]],
     backend: Backend,
 ) -> tuple[int, ...]:
     """For every carried leaf, (root, path), the output leaf that replaces it, one of `threaded`.
@@ -359,46 +330,29 @@ def _threads(
     second, and so on. Below these the leaves are matched by path, so the order of a dict does not
     matter.
     """
+    if not (carried or threaded):
+        return ()
     paths = leaf_paths(value, backend.trees, "output")
-    index_of = {paths[leaf_index]: leaf_index for leaf_index in threaded}
-    inputs = _by_root(carried or [])
-    outputs = _by_root(
-        [(leaf_values[leaf_index].root, paths[leaf_index]) for leaf_index in threaded]
-    )
-    if len(inputs) != len(outputs):
-        raise _unmatched(inputs, outputs)
-    threads = []
-    for (in_root, in_paths), (out_root, out_paths) in zip(
-        inputs.items(), outputs.items(), strict=True
-    ):
-        missing, new = paths_apart(in_paths, out_paths)
-        if missing or new:
-            difference = PathError(
-                [in_root + path for path in missing], [out_root + path for path in new]
-            )
-            raise FuncgaError(
-                f"the carried argument `{in_root}` and what grad_fn returns for it, `{out_root}`, "
-                f"have different structures: {difference}. Return the state in the structure it "
-                "came in."
-            )
-        threads += [index_of[out_root + path] for path in in_paths]
-    return tuple(threads)
+    returned = _by_place([(leaf_values[index].root, paths[index]) for index in threaded])
+    given = _by_place(carried)
+    if {*given} != {*returned}:
+        difference = PathError(
+            [carried[leaf][1] for place, leaf in given.items() if place not in returned],
+            [paths[threaded[leaf]] for place, leaf in returned.items() if place not in given],
+        )
+        raise FuncgaError(
+            "the arguments that are funcga.CARRY in in_axes, and what grad_fn returns with the "
+            f"fold funcga.carry(), have different structures: {difference}. Here each carried "
+            "argument needs the output that replaces it, in the structure it came in: "
+            "accumulate(grad_fn, n, in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), "
+            "funcga.carry()))."
+        )
+    return tuple([threaded[returned[place]] for place in given])
 
 
-def _by_root(leaves: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """The paths below each root, of (root, path) pairs."""
-    paths_below: dict[str, list[str]] = {}
-    for root, path in leaves:
-        # Relative to the root, so that two trees under different names have the same paths.
-        paths_below.setdefault(root, []).append(path[len(root) :])
-    return paths_below
-
-
-def _unmatched(inputs: Iterable[str], outputs: Iterable[str]) -> FuncgaError:
-    ins = ", ".join(f"`{root}`" for root in dict.fromkeys(inputs)) or "no argument"
-    outs = ", ".join(f"`{root}`" for root in outputs) or "no output"
-    return FuncgaError(
-        f"{ins} is funcga.CARRY in in_axes, and {outs} has the fold funcga.carry(): each carried "
-        "argument needs the output that replaces it. Write both, as in accumulate(grad_fn, n, "
-        "in_axes=(None, funcga.CARRY, 0), fold=(funcga.mean(), funcga.carry()))."
-    )
+def _by_place(leaves: list[tuple[str, str]]) -> dict[tuple[int, str], int]:
+    """The index of each leaf, (root, path), by the number of its root and its path below that."""
+    roots = [*dict.fromkeys(root for root, _ in leaves)]
+    return {
+        (roots.index(root), path[len(root) :]): index for index, (root, path) in enumerate(leaves)
+    }

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from funcga._backend import Optimizers
 from funcga._backend.dispatch import load_imported
@@ -42,63 +42,6 @@ class Traits(NamedTuple):
     """Whether it takes the weight of a window, `weight=`."""
 
 
-class UpdateFunction:
-    """The `update` of funcga's own transforms: a callable object, whose variants share one
-    `stepped`.
-    """
-
-    @property
-    def traits(self) -> Traits:
-        """The static properties of this transform."""
-        return Traits()
-
-    def stepped(
-        self,
-        owned: bool,
-        into: bool | None,
-        grads: Tree,
-        state: Any,
-        params: Tree,
-        extra: dict[str, Any],
-    ) -> tuple[Tree, Any]:
-        """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
-        raise NotImplementedError
-
-    def __call__(
-        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
-        """(updates, state)."""
-        return self.stepped(False, None, grads, state, params, extra)
-
-    def donated(
-        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
-        """The same; gradients and state may be written to."""
-        return self.stepped(True, None, grads, state, params, extra)
-
-    def applied(
-        self, donate: bool, /, grads: Tree, state: Any, params: Tree, **extra: Any
-    ) -> tuple[Tree, Any]:
-        """(params, state) after the update; with `donate` all arguments may be written to and
-        returned.
-        """
-        return self.stepped(donate, donate, grads, state, params, extra)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself, as a function is its own copy."""
-        return self
-
-
-def traits_of(tx: Transform) -> Traits:
-    """The Traits of a transform; of a foreign one only `takes_weight` is known."""
-    update: object = tx.update
-    return (
-        update.traits
-        if isinstance(update, UpdateFunction)
-        else Traits(takes_weight=takes_weight(tx.update))
-    )
-
-
 def takes_weight(function: Callable[..., object]) -> bool:
     """Whether a function has a parameter named `weight`."""
     try:
@@ -109,29 +52,18 @@ def takes_weight(function: Callable[..., object]) -> bool:
 
 
 class DonatingTransform(Transform):
-    """A transform with a third function, `donated`: `update`, which may write to the grads and the
-    state it is given.
+    """A transform whose update has a variant, `update.donated`, which may write to the grads and
+    the state it is given.
 
     What it returns may lie in their memory; the params are left as they are.
     """
 
-    donated: Callable[..., tuple[Tree, Any]]
+    __slots__ = ()
 
-    def __new__(
-        cls,
-        init: Callable[..., Tree],
-        update: Callable[..., tuple[Tree, Any]],
-        donated: Callable[..., tuple[Tree, Any]],
-    ) -> Self:
-        """The transform of these three functions."""
-        # A NamedTuple of two, as optax unpacks it; the third function is an attribute beside them.
-        transform = super().__new__(cls, init, update)
-        transform.donated = donated
-        return transform
-
-    def __reduce__(self) -> Any:
-        """How it is copied, as all three are arguments."""
-        return type(self), (self.init, self.update, self.donated)
+    @property
+    def donated(self) -> Callable[..., tuple[Tree, Any]]:
+        """`update` of gradients and a state that are given away."""
+        return self.update.donated  # type: ignore[attr-defined, no-any-return]
 
 
 def read_transform(tx: Any, name: str = "tx") -> Transform:
@@ -141,11 +73,13 @@ def read_transform(tx: Any, name: str = "tx") -> Transform:
     """
     if not hasattr(tx, "init") and type(tx) is tuple and len(tx) == 2 and all(map(callable, tx)):
         return Transform(*tx)
-    if isinstance(tx, type) or not (
-        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
-    ):
-        raise FuncgaError(_no_transform(tx, name))
-    _check_update(tx, name)
+    functions = [getattr(tx, function, None) for function in ("init", "update")]
+    if isinstance(tx, type) or not all(map(callable, functions)):
+        raise FuncgaError(
+            f"{name} is {tx!r}, which has no functions init and update. Pass a transform, such as "
+            "optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a "
+            "pair (init, update)."
+        )
     return tx  # type: ignore[no-any-return]
 
 
@@ -160,41 +94,3 @@ def wrapped_transform(tx: Any) -> Transform:
 def libraries() -> list[Optimizers]:
     """The libraries of transforms, such as optax, of the frameworks that are imported."""
     return [backend.optimizers for backend in load_imported() if backend.optimizers is not None]
-
-
-def _check_update(tx: Any, name: str) -> None:
-    """Raises FuncgaError if the signature of update does not take (grads, state, params)."""
-    try:
-        signature = inspect.signature(tx.update)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    try:
-        # bind_partial, as some transforms of optax need further arguments, such as the value of
-        # the loss.
-        signature.bind_partial("grads", "state", "params")
-    except TypeError as error:
-        inplace = ", inplace=False" if "inplace" in signature.parameters else ""
-        raise FuncgaError(
-            f"{name}.update is not called as update(grads, state, params): {error}. Adapt it: "
-            f"({name}.init, lambda grads, state, params: {name}.update(grads, state, "
-            f"params=params{inplace}))."
-        ) from error
-
-
-def _no_transform(tx: Any, name: str) -> str:
-    kind = tx if isinstance(tx, type) else type(tx)
-    # By the name of its module, since torch may not be imported.
-    if any(base.__module__ == "torch.optim.optimizer" for base in kind.__mro__):
-        optimizer = f"{'the class' if tx is kind else 'a'} {kind.__name__}"
-        return (
-            f"{name} is {optimizer}, whose step() changes parameters in place. Make it a pair of "
-            f"pure functions: torch_backend.from_optimizer(torch.optim.{kind.__name__}, lr=1e-3); "
-            "or keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, "
-            "grads)."
-        )
-    hint = " Call it first: it seems to be what makes a transform." if callable(tx) else ""
-    return (
-        f"{name} is {tx!r}, which has no functions init and update.{hint} Pass a transform, such "
-        "as optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a "
-        "pair (init, update)."
-    )

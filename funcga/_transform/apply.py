@@ -3,13 +3,62 @@ wrappers of transforms once for both, updates and new parameters.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._transform import DonatingTransform, Transform, UpdateFunction, wrapped_transform
+from funcga._transform import Traits, Transform, takes_weight, wrapped_transform
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
+
+
+class UpdateFunction:
+    """The `update` of funcga's own transforms: a callable object, whose variants share one
+    `stepped`.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """The static properties of this transform."""
+        return Traits()
+
+    def stepped(
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, Any]:
+        """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
+        raise NotImplementedError
+
+    def __call__(
+        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """(updates, state)."""
+        return self.stepped(False, None, grads, state, params, extra)
+
+    def donated(
+        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Any]:
+        """The same; gradients and state may be written to."""
+        return self.stepped(True, None, grads, state, params, extra)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, as a function is its own copy."""
+        return self
+
+
+def traits_of(tx: Transform) -> Traits:
+    """The Traits of a transform; of a foreign one only `takes_weight` is known."""
+    update: object = tx.update
+    return (
+        update.traits
+        if isinstance(update, UpdateFunction)
+        else Traits(takes_weight=takes_weight(tx.update))
+    )
 
 
 def apply(
@@ -63,20 +112,28 @@ def apply(
     if donate:
         check_donates(backend_of([params, grads], lambda: ["params", "grads"]))
     is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
-    return applied(tx if is_known else wrapped_transform(tx), donate, grads, state, params, extra)
+    read = tx if is_known else wrapped_transform(tx)
+    return updated(read, donate, donate, grads, state, params, extra)
 
 
-def applied(
-    tx: Transform, donate: bool, grads: Tree, state: Tree, params: Tree, extra: dict[str, Any]
+def updated(
+    tx: Transform,
+    owned: bool,
+    into: bool | None,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    extra: dict[str, Any],
 ) -> tuple[Tree, Any]:
-    """`apply` of a transform that has been read."""
+    """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
     update: object = tx.update
     if isinstance(update, UpdateFunction):
-        return update.applied(donate, grads, state, params, **extra)
-    function = tx.donated if donate and isinstance(tx, DonatingTransform) else tx.update
-    updates, after = function(grads, state, params, **extra)
+        return update.stepped(owned, into, grads, state, params, extra)
+    updates, after = tx.update(grads, state, params, **extra)
+    if into is None:
+        return updates, after
     backend = backend_of([params, grads], lambda: ["params", "grads"])
-    return backend.transforms.added(params, updates, after, donate), after
+    return backend.transforms.added(params, updates, after, into), after
 
 
 class Step(NamedTuple):
@@ -99,15 +156,9 @@ class Step(NamedTuple):
         # If gradients and state are donated and params are not, the params are copied.
         copies = self.into is False and self.owned
         wide, narrowed = self.backend.transforms.widened(params, copies, bool(self.into))
-        if self.into is None:
-            update = (
-                self.tx.donated
-                if self.owned and isinstance(self.tx, DonatingTransform)
-                else self.tx.update
-            )
-            return update(grads, state, wide, **extra)
-        after, state = applied(self.tx, self.owned, grads, state, wide, extra)
-        return narrowed(after), state
+        into = None if self.into is None else self.owned  # what is not given away was copied
+        after, state = updated(self.tx, self.owned, into, grads, state, wide, extra)
+        return after if self.into is None else narrowed(after), state
 
     def when(
         self,

@@ -1,6 +1,6 @@
 """`multi_steps`: the fold spread over calls, as a transform around an optimizer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import check_initialised
-from funcga._call import options_of
-from funcga._fold import check_narrow, check_weight
+from funcga._call import Memory
+from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._replicas import step_of
 from funcga._tools import load
-from funcga._transform import (
-    Traits,
-    Transform,
-    UpdateFunction,
-    libraries,
-    traits_of,
-    wrapped_transform,
-)
-from funcga._transform.apply import Step, check_donates
+from funcga._transform import Traits, Transform, libraries, wrapped_transform
+from funcga._transform.apply import Step, UpdateFunction, check_donates, traits_of
 from funcga._transform.window import (
     Dropped,
     Folding,
@@ -32,13 +24,7 @@ from funcga._transform.window import (
     packed,
     with_others,
 )
-from funcga._transform.window_size import (
-    TargetWeight,
-    WindowSize,
-    check_target,
-    is_full,
-    target_of,
-)
+from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
@@ -119,22 +105,20 @@ class MultiSteps(Transform):
         """
         update = self.update
         with update.telling():
-            if extra:
-                _check_extra(extra)
+            _check_extra(extra)
             backend = backend_of_state(state)
-            window, replicas = update.opened(state, backend)
+            window, _ = update.opened(state, backend)
             leaves: list[Array] = []
             if params is not None:
                 params, leaves = matched("params", params, window)
             offered = backend.arrays.scalar(state.offered)
+            # Inside of jit only the program knows it; with replicas the others may have something.
             is_known = not backend.arrays.is_array(offered)
-            if is_known and replicas is None and offered == 0:
+            if is_known and not offered and update.across is None:
                 raise FuncgaError(
                     "the window is empty: nothing was accumulated since the last update, so there "
                     "is nothing to flush. After the last window ask first: if state.offered > 0."
                 )
-            # Inside of jit it is not known here whether the window is empty; then `offered > 0`
-            # decides in the program. With replicas the others may have something.
             has_any = is_known or offered > 0
             step = Step(update.tx, backend, update.donate)
             return update.end(step, leaves, step.owned, has_any, state, params, extra)
@@ -185,14 +169,7 @@ class MultiSteps(Transform):
             >>> dist.all_gather_object(states, state)
             >>> torch.save(tx.merge(states), "state.pt")  # load it on every replica, then go on
         """
-        update = self.update
-        if isinstance(states, MultiStepsState):
-            states = [states]
-        if not states:
-            raise FuncgaError(
-                "there are no states to merge. Give those of all replicas: tx.merge(states)."
-            )
-        backend, first = backend_of_state(states[0]), states[0]
+        folding, backend = self.update.folding, backend_of_state(states[0])
         updates = [int(state.updates) for state in states]
         if len({*updates}) > 1:
             raise FuncgaError(
@@ -201,14 +178,13 @@ class MultiSteps(Transform):
                 "replica."
             )
         parts = backend.states.own_parts([state.window for state in states], None)
-        opened = [update.folding.opened(part, backend) for part in parts]
-        whole = reduce(Accumulation.merge, opened)
+        whole = reduce(Accumulation.merge, [folding.opened(part, backend) for part in parts])
         # One replica gets the whole window, the others empty ones: the sum is the same.
         nothing = packed(empty(whole.outputs, backend.states.emptied(whole)))
         windows = [packed(whole), *[nothing] * (replicas - 1)]
         # In a window that some replica has added to, all may flush.
         latest = max(states, key=lambda state: int(state.offered))
-        return first._replace(
+        return states[0]._replace(
             window=backend.states.as_part(windows, None, is_empty=False),
             offered=latest.offered,
             updated=latest.updated,
@@ -294,25 +270,15 @@ def multi_steps(
         [0. 0.]
         [-0.1 -0.1]
     """
-    if callable(fold):
-        raise FuncgaError(
-            f"fold= is the function {getattr(fold, '__name__', fold)}. Call it: fold=funcga.mean()."
-        )
     read = wrapped_transform(tx)
-    traits = traits_of(read)
-    if drop is not None and traits.scales:
-        raise FuncgaError(
-            f"drop is {drop!r}, and the wrapped transform is a loss_scaled, which has to see what "
-            "is not finite: its scale would never back off, and no window be an update. Leave drop "
-            "out: it skips such windows itself."
-        )
-    step = None if across is None else step_of(read.update)
-    observers = None if observe is None else load("observe.readings", "observe=").Observers(observe)
-    folding = Folding(fold, step, observers, options_of(observers, drop, drop_if))
-    dropping = None
+    memory = Memory(None if across is None else step_of(read.update))
+    folding, traits, skip = Folding(fold, memory), traits_of(read), None
+    if observe is not None:
+        observed = load("observe.updates", "observe=").ObservedFolding
+        folding = observed(fold, memory, observe, traits.scales)
     if (drop, drop_if) != (None, None):
-        dropping = load("dropping", "drop=").DroppingUpdates(drop, drop_if)
-    update = MultiStepsUpdate(read, check_target(n), folding, dropping, across, donate, traits)
+        skip = load("dropping", "drop=").dropping_updates(drop, drop_if, traits.scales, memory)
+    update = MultiStepsUpdate(read, check_size(n), folding, skip, across, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)
     for library in libraries():
@@ -327,7 +293,7 @@ class MultiStepsUpdate(UpdateFunction):
     tx: Transform
     n: WindowSize
     folding: Folding
-    dropping: Any  # the tool's DroppingUpdates
+    skip: Any  # of the tool that leaves micro-batches out: which ones, and what becomes of a window
     across: Any
     donate: bool
     inner: Traits  # of the wrapped transform
@@ -339,17 +305,12 @@ class MultiStepsUpdate(UpdateFunction):
 
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
-        # A module, or the iterator module.parameters().
-        if hasattr(params, "named_parameters") or isinstance(params, Iterator):
-            raise FuncgaError(
-                f"params are of type {type(params).__name__}: a transform takes a tree of arrays. "
-                "Give a module's by name: tx.init(torch_backend.trainable(module))."
-            )
         backend = _backend_of(params)
-        self._check_params(params, backend)
+        if self.donate:
+            check_donates(backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        nothing, zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
+        (nothing, observed), zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
         return MultiStepsState(
             self.tx.init(wide),
             packed(nothing, self._replicas(backend), is_empty=True),
@@ -357,45 +318,8 @@ class MultiStepsUpdate(UpdateFunction):
             zero(),
             arrays.as_array(False),
             Dropped(zero(), zero()),
-            self.folding.nothing_observed(nothing),
+            observed,
         )
-
-    def _check_params(self, params: Tree, backend: Backend) -> None:
-        """Raises FuncgaError for uninitialised params, and for options or transforms of another
-        framework.
-        """
-        check_initialised(params, "params", backend.trees)
-        if self.donate:
-            check_donates(backend)
-        for other in load_imported():
-            if (
-                other is not backend
-                and other.optimizers is not None
-                and other.optimizers.owns(self.tx)
-            ):
-                raise FuncgaError(
-                    f"params are arrays of {backend.name}, and the wrapped transform is one of "
-                    "optax, which takes JAX's. Let it run on tensors: "
-                    f"funcga.multi_steps({backend.name}_backend.from_optax(tx), n)."
-                )
-
-    def __call__(
-        self,
-        grads: Tree,
-        state: MultiStepsState,
-        params: Tree = None,
-        *,
-        weight: Scalar = 1,
-        **extra: Any,
-    ) -> tuple[Tree, MultiStepsState]:
-        """(updates, state): zeros until the window is full, and then the update of what was folded.
-
-        grads: a tree of arrays in the structure of params. weight: of this micro-batch, a number or
-        a 0-d array >= 0. params and extra go to the wrapped transform; of extra only what the call
-        is given that makes the update. Raises FuncgaError if the
-        gradients have another structure, or the weight is seen to be negative.
-        """
-        return self.stepped(False, None, grads, state, params, {**extra, "weight": weight})
 
     # -- the gate
 
@@ -413,36 +337,43 @@ class MultiStepsUpdate(UpdateFunction):
         """
         extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
-        target = n if type(n) is int else target_of(n, state.updates, arrays)
-        # Replicas are sure to merge where n counts calls. A TargetWeight does not tell before they
-        # have added up their weights.
-        ends = self.across is not None and not isinstance(n, TargetWeight)
-        ends = ends and is_full(n, target, state.offered + 1, float, arrays) is True
-        with self.telling() if ends else nullcontext():
+        full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
+        tells = self.across is not None and arrays.scalar(full) is True
+        with self.telling() if tells else nullcontext():
             if extra:
                 _check_extra(extra)
             before, replicas = self.opened(state, backend)
-            param_leaves: list[Array] = []
-            trained, like = params, grads
+            # All checks come before the work, so that the state is intact after an error.
+            trained, leaves = params, list[Array]()
             if params is not None:
-                trained, param_leaves = matched("params", params, before)
-                like = trained
-            # All checks come first, so that the state is intact after an error.
+                trained, leaves = matched("params", params, before)
             window, state = self.add(grads, before, state, weight, replicas, owned)
-            if type(n) is int:  # the usual case
-                full = state.offered >= n
-            else:
-                total = partial(_total_weight, window, replicas)
-                full = is_full(n, target, state.offered, total, arrays)
+            if hasattr(n, "is_full"):
+                total, updates = window.total, arrays.scalar(state.updates)
+                if replicas is not None:
+                    total = backend.replicas.summed(total, window.accumulators, replicas)
+                full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
             pairs = zip(before.accumulators, window.accumulators, strict=True)
-            is_new = full is not False and not any(old is new is not None for old, new in pairs)
+            spent = owned or not any(old is new is not None for old, new in pairs)
             # A Python branch if the host sees the predicate, else a conditional of the program.
             step = Step(self.tx, backend, owned, into)
-            end = partial(self.end, step, param_leaves, owned or is_new, True)
-            result, state, _ = step.when(full, end, state, trained, extra, like, views=owned)
+            end = partial(self.end, step, leaves, spent, True)
+            result, state, _ = step.when(full, end, state, trained, extra, grads, views=owned)
             is_part = into is not None and trained is not params
             return with_others(result, params, backend) if is_part else result, state
+
+    def _is_last(self, state: MultiStepsState, arrays: Arrays) -> Scalar:
+        """Whether the next micro-batch fills the window, by a schedule; False for a target, as
+        replicas have to add up their weights first.
+        """
+        if hasattr(self.n, "is_full"):
+            return False
+        offered = state.offered + 1
+        size = size_after(self.n, arrays.scalar(state.updates), arrays.scalar)
+        if arrays.is_array(size):  # a schedule may return a float
+            offered = arrays.cast(offered, size.dtype, size)
+        return offered >= size
 
     def add(
         self,
@@ -457,31 +388,16 @@ class MultiStepsUpdate(UpdateFunction):
         backend, arrays = window.outputs.backend, window.outputs.backend.arrays
         _, leaves = matched("grads", grads, window)
         backend.states.check_gradients(leaves, window, replicas)
-        if not isinstance(weight, int | float) or weight != 1:
-            weight = _checked_weight(weight, window)
+        if type(weight) is not int:
+            weight = check_weight(weight, arrays)
         keep, dropped, after = True, state.dropped, window
-        if self.dropping is not None:
-            keep = self.dropping.keeps(grads, leaves, weight, window.outputs)
-        # If the host does not see whether to keep it, both windows are needed: not in place.
+        if self.skip is not None:
+            keep = self.skip.keeps(grads, leaves, weight, window.outputs)
         if keep is not False:
-            if self.folding.observers is not None:
-                leaves = [*self.folding.measured(leaves, window, weight), *leaves]
-            steps = arrays.scalar(window.tally.steps)
-            has_begun = isinstance(steps, int) and steps > 0  # else sums may have no memory yet
-            in_place = owned and keep is True and has_begun
-            after, weights = window.counted(weight, in_place)
-            if after.unit is not window.unit:  # what was rescaled has memory of its own
-                pairs = zip(window.accumulators, after.accumulators, strict=True)
-                in_place = in_place or not any(old is new is not None for old, new in pairs)
-            sums = backend.states.add(after, leaves, weights, in_place)
-            after = after._replace(accumulators=sums)
+            # If the host does not see whether to keep it, both windows are needed: not in place.
+            after = self._added(window, leaves, weight, owned and keep is True)
         if keep is not True:
-            without = window._replace(rejected=window.rejected + 1)
-            after = without if keep is False else after.where(keep, without)
-            # With replicas the counts are summed at the end of the window.
-            if replicas is None:
-                more = dropped.microbatches + (after.rejected - window.rejected)
-                dropped = dropped._replace(microbatches=more)
+            after, dropped = self.skip.left_out(keep, window, after, dropped, replicas)
         return after, state._replace(
             window=packed(after, replicas),
             offered=state.offered + 1,
@@ -489,11 +405,27 @@ class MultiStepsUpdate(UpdateFunction):
             dropped=dropped,
         )
 
+    def _added(
+        self, window: Accumulation, leaves: list[Array], weight: Scalar, owned: bool
+    ) -> Accumulation:
+        """The window with the leaves of one more micro-batch; in place if `owned`."""
+        states, arrays = window.outputs.backend.states, window.outputs.backend.arrays
+        steps = arrays.scalar(window.tally.steps)
+        # The sums of an empty window may have no memory yet.
+        in_place = owned and isinstance(steps, int) and steps > 0
+        after, weights = window.counted(weight, in_place)
+        if self.folding.before:
+            leaves = self.folding.folded(leaves, window, weight)
+        if after.unit is not window.unit:  # what was rescaled has memory of its own
+            pairs = zip(window.accumulators, after.accumulators, strict=True)
+            in_place = in_place or not any(old is new is not None for old, new in pairs)
+        return after._replace(accumulators=states.add(after, leaves, weights, in_place))
+
     def end(
         self,
         step: Step,
         param_leaves: Sequence[Array],
-        owned: bool,
+        spent: bool,
         has_any: bool | Array,
         state: MultiStepsState,
         params: Tree,
@@ -502,57 +434,48 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state): a step of the wrapped transform with the merged windows of all
         replicas; the window is then empty.
 
-        param_leaves: for their dtypes. owned: whether the accumulators may be written to.
+        param_leaves: for their dtypes. spent: whether the accumulators may be written to.
         has_any: whether the window has a micro-batch.
         """
-        arrays, memory = step.backend.arrays, self.folding.memory
-        window, replicas = self.opened(state, step.backend)
+        backend, folding = step.backend, self.folding
+        arrays, states = backend.arrays, backend.states
+        window, replicas = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
-        merged = window
+        merged, outputs = window, window.outputs
         if replicas is not None:
-            merged = step.backend.states.merged(window, replicas, memory, state.updates, owned)
+            merged = states.merged(window, replicas, folding.memory, state.updates, spent)
             _check_not_empty(merged, arrays)
         keep, dropped = has_any, state.dropped
-        if self.dropping is not None:
+        if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
-            keep, dropped = self.dropping.at_the_end(dropped, steps, rejected, replicas, arrays)
-        # Normalised, and passed to the wrapped transform.
-        finished = merged.finished(owned or replicas is not None, "grads")
-        gradients, folds, before = [*finished], window.outputs.folds, window.outputs.before
-        for index, param in enumerate(param_leaves, before):
-            fold, dtype = folds[index], getattr(param, "dtype", None)
+            keep, dropped = self.skip.at_the_end(dropped, steps, rejected, replicas, arrays)
+        # Normalised, and in the dtype in which the wrapped transform sees each param.
+        finished = merged.finished(spent or replicas is not None, "grads")
+        gradients = [*finished]
+        for index, param in enumerate(param_leaves, folding.before):
+            fold, dtype = outputs.folds[index], getattr(param, "dtype", None)
             if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
                 continue
-            wide = arrays.accumulator_dtype(dtype)  # as the wrapped transform sees the param
-            gradients[index] = arrays.cast(gradients[index], wide)
-        value = step.backend.trees.unflatten(window.outputs.structure, gradients)
+            gradients[index] = arrays.cast(gradients[index], arrays.accumulator_dtype(dtype))
+        value = backend.trees.unflatten(outputs.structure, gradients)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
-
-        def run(carried: tuple[Tree, Tree], params: Tree, given: Any) -> tuple[Tree, Any]:
-            """(result, (inner, observed)) of the wrapped transform."""
-            (inner, observed), (grads, extra) = carried, given
-            if self.folding.observers is not None:
-                observed, grads = (
-                    self.folding.observed(grads, inner if self.traits.scales else None),
-                    grads[1],
-                )
-            result, inner = step.run(inner, params, (grads, extra))
-            return result, (inner, observed)
-
-        like = value if self.folding.observers is None else value[1]
-        carried, given = (state.inner, state.observed), (value, extra)
+        observed = state.observed
         try:
-            result, carried, updated = step.when(keep, run, carried, params, given, like)
+            if folding.before:
+                report, value = folding.reported(*value, state.inner, outputs), value[1]
+            given = value, extra
+            result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
         except Exception:
-            memory.failed = True  # other replicas may have made this update
+            folding.memory.failed = True  # other replicas may have made this update
             if step.owned and replicas is None:
                 merged.restore(finished)
             raise
-        sums = step.backend.states.emptied(window)
-        nothing = packed(empty(window.outputs, sums), replicas, is_empty=True)
+        if folding.before:
+            observed = report(updated, observed)
+        nothing = packed(empty(outputs, states.emptied(window)), replicas, is_empty=True)
         updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
-        zero, (inner, observed) = arrays.integer(0), carried
+        zero = arrays.integer(0)
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 
     # -- windows over replicas
@@ -565,9 +488,9 @@ class MultiStepsUpdate(UpdateFunction):
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend), None
         own = backend.states.own_parts([window], replicas)
-        parts = [self.folding.opened(part, backend) for part in own]
         # A state saved on another number of replicas may have several parts for this one, or
         # none.
+        parts = [self.folding.opened(part, backend) for part in own]
         if not parts:
             whole = self.folding.opened(window, backend)
             return empty(whole.outputs, backend.states.emptied(whole)), replicas
@@ -600,29 +523,12 @@ def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
         )
 
 
-def _checked_weight(weight: Scalar, window: Accumulation) -> Scalar:
-    """The weight of a micro-batch, a Python number if the host sees it. FuncgaError if it cannot
-    be counted.
-    """
-    weight = check_weight(weight, window.outputs.backend.arrays)
-    if len(window.tally.weight) == 2:
-        check_narrow(weight)
-    return weight
-
-
-def _total_weight(window: Accumulation, replicas: Any) -> Scalar:
-    """The weight of the window so far, on all replicas."""
-    return (
-        window.total
-        if replicas is None
-        else window.outputs.backend.replicas.summed(window.total, window.accumulators, replicas)
-    )
-
-
 def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
     """
+    if not extra:
+        return
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
         raise FuncgaError(
@@ -634,10 +540,9 @@ def backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, by one of its leaves."""
     if not isinstance(state, MultiStepsState):
         raise FuncgaError(
-            f"the state is of type {type(state).__module__}.{type(state).__name__}, and this "
-            "transform's is a funcga.transforms.MultiStepsState. Pass what init and update return, "
-            "tx.update(grads, state, params); of an optax.chain, the part of its state that is "
-            "this transform's: state[0]."
+            f"the state is of type {type(state).__name__}, and this transform's is a "
+            "funcga.transforms.MultiStepsState: what init and update return, or of an optax.chain "
+            "the part of its state that is this transform's, state[0]."
         )
     return backend_of([state.offered], lambda: ["state"])
 

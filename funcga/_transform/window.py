@@ -1,12 +1,11 @@
-"""The window of `multi_steps`: its state, its fold, checks of gradients and params, and what is
-dropped.
+"""The window of `multi_steps`: its state, its fold, and what is given at a call matched with it.
 
 Design note: docs/concepts/inside_multi_steps.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import PathError, leaf_paths
@@ -14,8 +13,6 @@ from funcga._call import Memory
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation, empty
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._replicas import Step
-from funcga._tools import load
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree
@@ -90,59 +87,39 @@ class MultiStepsState(NamedTuple):
     dropped: Dropped
     observed: Tree = ()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        ours = {"mini_step": "offered", "gradient_step": "updates", "inner_opt_state": "inner"}
-        here = f", and what optax.MultiSteps calls so is state.{ours[name]}" if name in ours else ""
-        raise AttributeError(f"the state of multi_steps has no attribute {name!r}{here}")
-
 
 class Folding:
-    """The fold of gradients. With observers the folded value is (what they fold, gradients)."""
+    """The fold of gradients."""
 
-    readings: Any  # how gradients are observed that are like those of the last call
+    # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
+    # `folded` and `reported`, which make these leaves, and what a state says of them.
+    before = 0
+    folded: Callable[..., list[Array]]
+    reported: Callable[..., Callable[[Scalar, Tree], Tree]]
 
-    def __init__(
-        self,
-        fold: FoldTree,
-        step: Step | None,
-        observers: Any,
-        options: Mapping[str, str],
-    ):
-        if observers is not None and any(
-            each.reducer.monoid.axis is not None for each in observers.folds
-        ):
-            raise FuncgaError(
-                "an observer collects a value of every micro-batch, as dropped() and "
-                "gradient_norms() do, and the state of multi_steps cannot grow. How many were "
-                "dropped it counts anyway: read state.dropped. Observe what is summed, as "
-                "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
-            )
-        # The memory is for merges over replicas.
-        self.fold, self.memory, self.observers = fold, Memory(step, options), observers
-        # Of the last call: the types of its gradients, and their Outputs.
+    def __init__(self, fold: FoldTree, memory: Memory):
+        self.fold, self.memory = fold, memory  # the memory is for merges over replicas
+        # Set by `_bind`, for the next call: the types of the accumulators, and their Outputs.
         self.last: tuple[list[object], Outputs] | None = None
 
     def __reduce__(self) -> Any:
         """Pickled without what was cached."""
-        return Folding, (self.fold, self.memory.step, self.observers, self.memory.options)
+        return type(self), (self.fold, Memory(self.memory.step, self.memory.options))
 
-    def empty(self, params: Tree, backend: Backend) -> Accumulation:
-        """The empty window for gradients like these params."""
-        value = params
-        if self.observers is not None:
-            arrays = filter(backend.arrays.is_array, backend.trees.flatten(params)[0])
-            like = next(arrays, backend.arrays.as_array(0.0))
-            value = self._readings(params, backend).placeholders(like), params
-        leaves, structure = backend.trees.flatten(value)
+    def empty(self, params: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
+        """The empty window for gradients like these params, and what a state has as `observed`
+        before the first update.
+        """
+        leaves, structure = backend.trees.flatten(params)
         outputs = self._bind([backend, structure], leaves)
-        return empty(outputs, outputs.identities(leaves))
+        return empty(outputs, outputs.identities(leaves)), ()
 
     def opened(self, window: Window, backend: Backend) -> Accumulation:
         """The Accumulation of a window in a state."""
         leaves, structure = backend.trees.flatten(
             window.accumulated, lambda node: type(node) is Parts
         )
-        accumulators = [tuple(leaf.parts) if type(leaf) is Parts else leaf for leaf in leaves]
+        accumulators = [leaf.parts if type(leaf) is Parts else leaf for leaf in leaves]
         likes: list[Array] = [
             largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators
         ]
@@ -156,11 +133,9 @@ class Folding:
         begins with a backend and a structure. FuncgaError for folds that do not fit.
         """
         backend, structure, *_ = key
-        value, fold, before = backend.trees.unflatten(structure, [*likes]), self.fold, 0
-        if self.observers is not None:
-            fold, before = (self.observers.folds, fold), len(value[0])
-            self.readings = self._readings(value[1], backend)
-        outputs = replace(bind_outputs(fold, value, backend, name="params")[0], before=before)
+        value = backend.trees.unflatten(structure, [*likes])
+        bound = bind_outputs(self.fold, value, backend, name="params")[0]
+        outputs = replace(bound, before=self.before)
         for leaf_index, leaf_fold in enumerate(outputs.folds):
             # A state cannot grow with every call.
             if leaf_fold is not None and leaf_fold.axis is not None:
@@ -171,40 +146,6 @@ class Folding:
                 )
         self.last = key, outputs
         return outputs
-
-    # --- observers
-
-    def _readings(self, grads: Tree, backend: Backend) -> Any:
-        """How gradients like these are observed."""
-        assert self.observers is not None
-        leaves, structure = backend.trees.flatten(grads)
-        numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
-        readings = load("observe.readings", "observe=").Readings
-        return readings(self.observers, self.fold, grads, numbered, backend)
-
-    def measured(self, grads: Sequence[Array], window: Accumulation, weight: Scalar) -> list[Array]:
-        """What observers fold of a micro-batch."""
-        value = window.outputs.of_value.structure_of(grads)
-        return [*self.readings.measured(value, weight)[0]]
-
-    def observed(self, value: Tree, scaled: Tree = None) -> Tree:
-        """The observation of a finished window; `scaled` is the state of a loss_scaled, alone or
-        first in a chain, if one is wrapped.
-        """
-        while type(scaled) is tuple:
-            scaled = scaled[0]
-        scale = 1.0 if scaled is None else scaled.scale
-        return self.readings.observation(value[0], value[1], scale)
-
-    def nothing_observed(self, empty: Accumulation) -> Tree:
-        """What is observed before the first update: NaN, in the structure and dtypes of later
-        observations.
-        """
-        if self.observers is None:
-            return ()
-        outputs = empty.outputs
-        of_nothing = lambda: self.observed(outputs.structure_of(empty.finished()))
-        return outputs.backend.transforms.unknown(of_nothing)
 
 
 def packed(window: Accumulation, replicas: Any = None, is_empty: bool = False) -> Window:
@@ -242,7 +183,12 @@ def matched(name: str, tree: Tree, window: Accumulation) -> tuple[Tree, list[Arr
         try:
             leaves = outputs.in_order(tree, name)
         except PathError as error:
-            raise _restructured(name, error) from None
+            raise FuncgaError(
+                f"the {'gradients' if name == 'grads' else name} have another structure than the "
+                f"params that the state was made for: {error}. Give all of these at every call, "
+                "gradients of zeros where there is nothing to add; or make a state for what there "
+                "is: state = tx.init(params)."
+            ) from None
     accumulators = window.accumulators[window.outputs.before :]
     for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
         # The usual case: an array of the same type.
@@ -275,28 +221,7 @@ def _fits(name: str, leaf: object, accumulator: Reduced, arrays: Arrays) -> bool
 
 def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
     """Params after an update, put back into the larger tree that they were matched in."""
-    trees = backend.trees
-    updated = dict(zip(leaf_paths(after, trees), trees.flatten(after)[0], strict=True))
-    leaves, structure = trees.flatten(params)
-    paths_and_leaves = zip(leaf_paths(params, trees), leaves, strict=True)
-    kept = [leaf if updated.get(path) is None else updated[path] for path, leaf in paths_and_leaves]
-    return trees.unflatten(structure, kept)
-
-
-def _restructured(name: str, error: PathError) -> FuncgaError:
-    if name == "grads" and all(f"`grads.{part}" in str(error) for part in ("fast", "slow")):
-        return FuncgaError(
-            "the state was made for params.fast and params.slow, as optax.lookahead has them, and "
-            "its gradients are those of params.fast alone. Let lookahead be outside, and count "
-            "micro-batches: optax.lookahead(funcga.multi_steps(tx, n), n * sync_period, "
-            "slow_step_size)."
-        )
-    what = "gradients" if name == "grads" else name
-    return FuncgaError(
-        f"the {what} have another structure than the params that the state was made for: {error}. "
-        "Give all of these at every call, gradients of zeros where there is nothing to add; or "
-        "make a state for what there is: state = tx.init(params)."
-    )
-
-
-# -- what is dropped
+    is_none = lambda leaf: leaf is None
+    leaves, structure = backend.trees.flatten(params, is_none)
+    pairs = zip(backend.trees.flatten(after, is_none)[0], leaves, strict=True)
+    return backend.trees.unflatten(structure, [old if new is None else new for new, old in pairs])

@@ -82,5 +82,5 @@ def test_a_ratio_of_no_pair_is_refused(kit):
         )
     assert str(error.value) == (
         "output is float32[3], and the fold `pairs, ratio` takes leaves of 2 arrays that are stacked on axis 0: "
-        f"{kit.xp.__name__}.stack([correct, counted]) for ratio()."
+        f"{kit.xp.__name__}.stack([...]); funcga.statistics.batch_moments makes those of pooled()."
     )

@@ -194,7 +194,7 @@ REFUSALS = {
         {"summary_fn": lambda w, x: (w * x).sum(), "loss_fn": lambda w, x: w * x},
     ),
     "similarities": (
-        "Return what is compared, such as embeddings, and compare it in the loss_fn of funcga.coupled.",
+        "compare rows with each other in the loss_fn of funcga.coupled.",
         {"summary_fn": lambda w, x: w * x @ x.T, "n": 3},
     ),
     "no function": ("summary_fn is 3", {"summary_fn": 3}),
@@ -220,7 +220,7 @@ REFUSALS = {
     "a window": ("a list of micro-batches is joined first: map(torch.cat, zip(*window)).", {"call": "window"}),
     "a loader": ("Join what a DataLoader yields: step(params, *map(torch.cat, zip(*window))).", {"call": "loader"}),
     "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
-    "carry": ("as in coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
+    "carry": ("coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
     "totals": ("totals= was given, and summary_fn takes (w, x): it has no parameter `totals`", {"totals": len}),
 }
 

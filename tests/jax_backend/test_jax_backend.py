@@ -198,9 +198,10 @@ def test_gradients_of_what_is_no_float(fold, leaf):
     params = {"w": jnp.float32(1), "other": leaf}
     with pytest.raises(funcga.FuncgaError) as error:
         funcga.accumulate(gradient, 2, fold=getattr(funcga, fold)())(params, jnp.ones(4))
+    name = getattr(funcga, fold)().name
     assert str(error.value) == (
-        f"output['other'] is float0[{'3' if leaf.shape else ''}], and it holds no numbers that this fold could "
-        f"combine. Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The gradient of an "
+        f"output['other'] is float0[{'3' if leaf.shape else ''}], and the fold `{name}` is not defined for "
+        f"other values. Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The gradient of an "
         f"integer is nothing: pass integers as another argument, whole, in_axes=(None, None, 0)."
     )
     apart = jax.grad(lambda w, other, x: (w * x).sum())

@@ -87,7 +87,6 @@ OF_LAZY = {
         lambda own, loss, params: funcga.accumulate(torch.func.grad(loss), 2)(params, BATCH), "params['0.weight']"),
     "verify": (
         lambda own, loss, params: funcga.verify(funcga.value_and_grad(loss), params, BATCH, n=2), "params['0.weight']"),
-    "Accumulator": (lambda own, loss, params: funcga.Accumulator().init(params), "like['0.weight']"),
 }  # fmt: skip
 LAZY_TO_TORCH = {
     "a module, plan": lambda own, *_: funcga.plan(own, BATCH, in_axes=0),
@@ -193,15 +192,10 @@ REFUSED = {
         f"the part `1` of the module {SCRIPT}"),
     **{f"lazy, {door}": (lambda call=call: call(*of_lazy()), LAZY.replace("params['0.weight']", name))
        for door, (call, name) in OF_LAZY.items()},
-    "lazy, multi_steps": (lambda: funcga.multi_steps(SGD, 2).init(lazy()[1]), LAZY),
     "freezes": (lambda: accumulated(freezes, TWO), FREEZES),
     "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), FREEZES),
     "freezes its module": (lambda: freezes_in_a_module(X, n=1), FREEZES),
     "freezes what is recorded": (lambda: freezes_in_a_module(X, detached=False), UNKNOWN_TO_FUNC),
-    "a transform that is called otherwise": (
-        lambda: funcga.multi_steps(OfTorchOpt(), 2),
-        "tx.update is not called as update(grads, state, params): too many positional arguments. Adapt it: (tx.init, "
-        "lambda grads, state, params: tx.update(grads, state, params=params, inplace=False))."),
 }  # fmt: skip
 
 
@@ -224,6 +218,18 @@ OF_TORCH = {
 def test_what_torch_refuses(kind):
     call, text = OF_TORCH[kind]
     assert text in refusal(call)
+
+
+def test_torch_refuses_parameters_that_have_no_shape():
+    for init in (funcga.multi_steps(SGD, 2).init, funcga.Accumulator().init):
+        with pytest.raises((ValueError, RuntimeError), match="uninitialized parameter"):
+            init(lazy()[1])
+
+
+def test_a_transform_that_is_called_otherwise_is_refused_by_python():
+    tx = funcga.multi_steps(OfTorchOpt(), 1)
+    with pytest.raises(TypeError, match="positional"):
+        tx.update(W, tx.init(W), W)
 
 
 def test_what_the_refusals_say_works():

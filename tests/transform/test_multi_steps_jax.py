@@ -188,10 +188,10 @@ def test_optaxs_tools_find_their_way_through_the_state():
 def test_has_updated_is_right_after_a_skip():
     tx = multi_steps(optax.sgd(1.0), 2, drop="microbatch")
     update, state, found = jax.jit(tx.update), tx.init(jnp.float32(0)), []
-    for grad in (1, 2, NAN, NAN, 3, 4, NAN):
+    for grad in (1, 2, NAN, NAN, 3, 4, NAN, 5):
         updates, state = update(jnp.float32(grad), state)
         found.append((float(updates), bool(tx.has_updated(state))))
-    assert found == [(0, False), (-1.5, True), (0, False), (0, False), (0, False), (-3.5, True), (0, False)]
+    assert found == [(0, False), (-1.5, True), (0, False), (0, False), (0, False), (-3.5, True), (0, False), (-5, True)]
 
 
 # --- when the inner optimizer runs -------------------------------------------------------------------------------------
@@ -270,5 +270,5 @@ def test_update_is_one_loop_of_at_most_one_turn_and_no_branch():
 def test_lookahead_is_outside():
     params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
     inside = multi_steps(optax.lookahead(optax.sgd(0.1), 3, 0.5), 2)
-    with pytest.raises(funcga.FuncgaError, match=r"optax.lookahead\(funcga.multi_steps\(tx, n\), n \* sync_period"):
+    with pytest.raises(funcga.FuncgaError, match="another structure than the params"):
         inside.update({"w": jnp.ones(3)}, inside.init(params), params)

@@ -106,7 +106,7 @@ def test_zeros_are_each_their_own_and_may_be_written_to():
 def test_gradients_of_another_device():
     tx, params = funcga.multi_steps(adamw(), 2), tree(0)
     state = tx.init(params)
-    with pytest.raises(funcga.FuncgaError, match=r"is on meta, .* grad.to\('cpu'\)"):
+    with pytest.raises(RuntimeError, match="on device meta"):
         tx.accumulate({name: leaf.to("meta") for name, leaf in params.items()}, state)
 
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from funcga._backend import Arrays, Backend
+from funcga._call import Memory
 from funcga._fold import as_number
+from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, DropTest, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -164,6 +166,24 @@ class DroppingUpdates(Dropping):
         are_weighted = all(fold.fold.plain.reducer.linear for fold in folds)
         return self.is_kept(grads, leaves, weight, are_weighted, outputs.backend)
 
+    def left_out(
+        self,
+        keep: bool | Array,
+        window: Accumulation,
+        after: Accumulation,
+        dropped: Any,
+        replicas: Any,
+    ) -> tuple[Accumulation, Any]:
+        """(the window `after` a micro-batch if it is kept, else the one before, which counts it as
+        rejected; the counts). With replicas these are summed at the end of the window.
+        """
+        without = window._replace(rejected=window.rejected + 1)
+        after = without if keep is False else _where(keep, after, without)
+        if replicas is None:
+            more = dropped.microbatches + (after.rejected - window.rejected)
+            dropped = dropped._replace(microbatches=more)
+        return after, dropped
+
     def at_the_end(
         self, dropped: Any, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
     ) -> tuple[bool | Array, Any]:
@@ -184,3 +204,35 @@ class DroppingUpdates(Dropping):
         return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped._replace(
             microbatches=microbatches, windows=windows
         )
+
+
+def _where(keep: Array, after: Accumulation, before: Accumulation) -> Accumulation:
+    """The window `after` a micro-batch if the 0-d array is true, else the one before."""
+    arrays, trees = after.outputs.backend.arrays, after.outputs.backend.trees
+
+    # `where`, as 0 * NaN is NaN, and what is not chosen may be NaN.
+    def select(chosen: Array, otherwise: Array) -> Array:
+        if not arrays.is_array(chosen):
+            return chosen
+        return arrays.xp.where(arrays.cast(keep, keep.dtype, chosen), chosen, otherwise)
+
+    (chosen, structure), (otherwise, _) = trees.flatten(after), trees.flatten(before)
+    window: Accumulation = trees.unflatten(structure, [*map(select, chosen, otherwise)])
+    return window
+
+
+def dropping_updates(
+    scope: str | None, test: DropTest | None, scales: bool, memory: Memory
+) -> DroppingUpdates:
+    """What a `multi_steps` drops; `scales`: it wraps a loss_scaled. The options go into the memory,
+    as replicas compare them.
+    """
+    if scope is not None and scales:
+        raise FuncgaError(
+            f"drop is {scope!r}, and the wrapped transform is a loss_scaled, which has to see what "
+            "is not finite: its scale would never back off, and no window be an update. Leave drop "
+            "out: it skips such windows itself."
+        )
+    test_option = "None" if test is None else "given"
+    memory.options = {**memory.options, "drop=": repr(scope), "drop_if=": test_option}
+    return DroppingUpdates(scope, test)

@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
-from funcga._transform import (
-    DonatingTransform,
-    Traits,
-    Transform,
-    UpdateFunction,
-    traits_of,
-    wrapped_transform,
-)
-from funcga._transform.apply import Step
+from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
+from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -118,7 +111,7 @@ def loss_scaled(
         )
     numbers = float(init_scale), float(growth_factor), float(backoff_factor)
     update = _ScaledUpdate(wrapped_transform(tx), *numbers, growth_interval, across)
-    return DonatingTransform(update.init, update, update.donated)
+    return DonatingTransform(update.init, update)
 
 
 # The largest power of two in float32, and the largest number below 1.

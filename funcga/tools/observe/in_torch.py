@@ -1,7 +1,4 @@
-"""What observers are told of a window: each gradient is measured on its way to the accumulator.
-
-Only torch has this file: in JAX a measure is one more value of the program.
-"""
+"""What observers are told of a window: each gradient is measured on its way to the accumulator."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +13,7 @@ from funcga._grad import GradientFunction
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.observe.readings import Readings
-from torch_backend import _private, arrays
+from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
 
 _SHORT = 2**12  # elements of a gradient that may wait
@@ -188,3 +185,9 @@ class Observing:
         hooks, self.hooks = self.hooks, []
         for leaf, hook in hooks:
             _private.remove_hook(leaf, hook)
+
+
+def unknown(compute: Callable[[], Tree]) -> Tree:
+    """The tree of arrays that `compute` returns, with NaN in place of each number."""
+    leaves, structure = trees.flatten(compute())
+    return trees.unflatten(structure, [torch.full_like(leaf, float("nan")) for leaf in leaves])

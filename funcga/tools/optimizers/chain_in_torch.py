@@ -9,15 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import utils
 
-from funcga._transform import (
-    DonatingTransform,
-    Traits,
-    Transform,
-    UpdateFunction,
-    read_transform,
-    traits_of,
-)
-from funcga._transform.apply import applied
+from funcga._transform import DonatingTransform, Traits, Transform, read_transform
+from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import trees
@@ -25,7 +18,7 @@ from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.parameters import apart
+from torch_backend.parameters import added, apart
 
 
 def chain(*transforms: object) -> DonatingTransform:
@@ -63,7 +56,7 @@ def chain(*transforms: object) -> DonatingTransform:
                 "torch_backend.clip_grad_norm(1.0), adamw))."
             )
     functions = _Chain(tuple(links))
-    return DonatingTransform(functions.init, functions, functions.donated)
+    return DonatingTransform(functions.init, functions)
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,8 @@ class _Chain(UpdateFunction):
         if into is None:
             return grads, tuple(states)
         link, before = last
-        params, after = applied(link, owned, grads, before, params, _accepted(link, extra))
+        accepted = _accepted(link, extra)
+        params, after = updated(link, owned, owned, grads, before, params, accepted)
         return params, (*states, after)
 
 
@@ -217,7 +211,29 @@ def _check_limit(name: str, limit: float) -> None:
 
 def _clipping(init: Callable[[Tree], Tree], clip: Callable[..., object]) -> DonatingTransform:
     """The transform of a function that clips the `.grad`s of parameters in place."""
-    return DonatingTransform(init, partial(_clipped, clip, False), partial(_clipped, clip, True))
+    return DonatingTransform(init, _Clipping(clip))
+
+
+@dataclass(frozen=True)
+class _Clipping(UpdateFunction):
+    """The update of a transform that clips."""
+
+    clip: Callable[..., Any]
+
+    def stepped(
+        self,
+        owned: bool,
+        into: bool | None,
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        extra: dict[str, Any],
+    ) -> tuple[Tree, Tree]:
+        """The clipped gradients, in their own memory if they are `owned`, and the new state."""
+        clipped, state = _clipped(self.clip, owned, grads, state)
+        if into is None:
+            return clipped, state
+        return added(params, clipped, state, bool(into)), state
 
 
 def _no_state(params: Tree) -> tuple[()]:
@@ -232,15 +248,7 @@ def _no_norm_yet(params: Tree) -> ClipNormState:
     return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
 
 
-def _clipped(
-    clip: Callable[..., Any],
-    owned: bool,
-    /,
-    grads: Tree,
-    state: Tree,
-    params: Tree = None,
-    **extra: object,
-) -> tuple[Tree, Tree]:
+def _clipped(clip: Callable[..., Any], owned: bool, grads: Tree, state: Tree) -> tuple[Tree, Tree]:
     """The clipped gradients, in their own memory if they are `owned`, and the new state."""
     # Before graphs are switched off, which would hide a loss around it.
     check_not_differentiated("clipping", grads)

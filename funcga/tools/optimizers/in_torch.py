@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from funcga._transform import DonatingTransform, Traits, Transform, UpdateFunction
+from funcga._transform import DonatingTransform, Traits, Transform
+from funcga._transform.apply import UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.optimizers.chain_in_torch import ClipNormState
@@ -112,7 +113,7 @@ def from_optimizer(
             "the two: a number for lr, or no scheduler."
         )
     functions = _Update(Options(optimizer, options, groups, scheduler))
-    return DonatingTransform(functions.init, functions, functions.donated)
+    return DonatingTransform(functions.init, functions)
 
 
 @dataclass(frozen=True, eq=False)

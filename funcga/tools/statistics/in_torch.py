@@ -13,7 +13,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, similar
 from funcga.normalizers import Pooled
-from funcga.statistics import described, fits, update
+from funcga.statistics import checked, update
 from torch_backend import _private, arrays
 from torch_backend.modules.visits import with_state
 
@@ -213,13 +213,7 @@ def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[st
     mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
     assert mean is not None
     assert variance is not None
-    if not fits(pooled, mean):
-        raise FuncgaError(
-            f"the statistics of `{name}` are {described(pooled, arrays)}, and the layer's are "
-            f"{arrays.describe(mean)}. Fold them with pooled(): fold=((funcga.mean(), "
-            "funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True); of "
-            "micro-batches that come one by one, in a funcga.Accumulator(funcga.pooled())."
-        )
+    pooled = checked(pooled, mean, name, arrays)
     after: dict[str, torch.Tensor] = {}
     share: float | torch.Tensor | None = layer.momentum
     # A layer that has seen nothing has had no batch.

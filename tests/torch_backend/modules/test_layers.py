@@ -198,13 +198,12 @@ def test_refusals():
         ),
         (
             lambda: buffers({"1": x[0, 0]}),
-            "the statistics of `1` are float64[4, 4], and the layer's are float64[3]. Fold them with pooled(): "
-            "fold=((funcga.mean(), funcga.pooled()), funcga.mean()) for funcga.value_and_grad(loss, has_aux=True); of "
-            "micro-batches that come one by one, in a funcga.Accumulator(funcga.pooled()).",
+            "`1` is float64[3], and the pooled statistics for it are float64[4, 4]. Give a Pooled of that shape: what "
+            "fold=funcga.pooled() makes of the statistics of micro-batches.",
         ),
         (
             lambda: buffers({"1": funcga.normalizers.Pooled(x, x, x)}),
-            "the statistics of `1` are count float64[11, 2, 4, 4], mean float64[11, 2, 4, 4]",
+            "`1` is float64[3], and the pooled statistics for it are float64[11, 2, 4, 4]",
         ),
     ]
     for call, text in cases:

@@ -490,17 +490,17 @@ REFUSED = {
     "nobody, later": ((nobody_has_data, False), "no replica has a micro-batch to fold"),
     "transformed": ((transformed,), "across= was given inside of a torch.func transform, where replicas cannot be merged."),
     "a loss that communicates, and drop=": ((communicates,), "collectives of that group"),
-    "a bit": ((checks, (1,), "bit"), "not as on rank 0 is `params['layers'][0]['w']` of rank 1. Send them around once before "
-        "training: for p in params.values(): torch.distributed.broadcast(p, src=0, group=group)."),
-    "swapped": ((checks, (0,), "swapped"), "not as on rank 0 is `params['layers'][0]['w']` of rank 1, 2."),
-    "two": ((checks, (2,), "two"), "not as on rank 0 are `params['layers'][0]['w']` of rank 2; `params['layers'][1]['w']` of"),
-    "a parameter": ((checks, (1,), "missing"), "the replicas have different parameters: `params['z']` is float32[0] on rank 0 "
-        "and missing on rank 1."),
+    "a bit": ((checks, (1,), "bit"), "the replicas have different parameters: `params['layers'][0]['w']` is float32[3, 4] with the hash"),
+    "swapped": ((checks, (0,), "swapped"), "Send them around once before training: for p in params.values(): "
+        "torch.distributed.broadcast(p, src=0, group=group)."),
+    "two": ((checks, (2,), "two"), "on rank 2; `params['layers'][1]['w']` is bfloat16[3] with the hash"),
+    "a parameter": ((checks, (1,), "missing"), "the replicas have different parameters: `params['z']` is float32[0] with the hash "
+        "e4a6a0577479b2b4 on rank 0 and missing on rank 1."),
 }  # fmt: skip
 ALSO_REFUSED = {
     "square": ((given_a_square,), "across= is a device mesh of 2 dimensions, ('dp', 'tp'). Name the one to merge over: "
         "across=mesh['dp']; or make one of several: mesh['dp', 'cp']._flatten()."),
-    "signs": ((signs,), "`params['r']` of rank 1; `params['z']` of rank 1; `params['c']` of rank 1. Send"),
+    "signs": ((signs,), "; `params['c']` is complex128[4, 4] with the hash"),
 }  # fmt: skip
 
 

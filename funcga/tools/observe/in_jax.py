@@ -1,0 +1,21 @@
+"""Observations before the first update, in JAX."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from funcga._types import Tree
+
+
+def unknown(compute: Callable[[], Tree]) -> Tree:
+    """The tree of arrays that `compute` returns, with NaN in place of each number.
+
+    Under jax_debug_nans a state with NaN could not be passed to a jitted function: then it is 0.
+    """
+    config: Any = jax.config
+    fill = 0.0 if config.jax_debug_nans else float("nan")
+    # Only types are computed, as observers of nothing may divide by 0.
+    types = jax.eval_shape(compute)
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, fill, leaf.dtype), types)
