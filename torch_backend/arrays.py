@@ -122,12 +122,7 @@ def exact(array: torch.Tensor, name: str) -> torch.Tensor:
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
-    try:
-        return array.narrow(axis, start, size)
-    except RuntimeError as error:
-        if array.is_nested or array.layout is not torch.strided:
-            raise TypeError("a nested tensor" if array.is_nested else "a sparse tensor") from error
-        raise
+    return array.narrow(axis, start, size)
 
 
 def strided(array: torch.Tensor) -> torch.Tensor:
@@ -135,32 +130,6 @@ def strided(array: torch.Tensor) -> torch.Tensor:
     hardly is.
     """
     return array if array.layout is torch.strided else array.to_dense()
-
-
-# Elements whose squares the host adds to float32 sums with an error of less than 1e-6.
-_LONG = 2**16
-
-
-def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared absolute values of all elements of each array, [arrays], without a
-    copy of them.
-    """
-    return torch.stack(measured(lambda array: squared_norm(array, dtype), arrays))
-
-
-def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared absolute values of all elements, in this dtype."""
-    array = strided(array)
-    if array.is_cpu and array.dtype is dtype and array.numel() <= _LONG and array.is_contiguous():
-        # The fastest of all.
-        row = array.view(-1)
-        return torch.dot(row, row)
-    wide = None if array.dtype.itemsize >= 4 else torch.float32
-    if array.is_cpu and array.numel() > _LONG and array.ndim > 1:
-        # Row by row: rounding errors of long sums in float32 add up on the host.
-        array = torch.linalg.vector_norm(array, dim=tuple(range(1, array.ndim)), dtype=wide)
-    root: torch.Tensor = torch.linalg.vector_norm(array, dtype=wide)
-    return root.to(dtype).square_()
 
 
 def measured(

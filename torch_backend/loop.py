@@ -66,7 +66,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 ),
                 job.grad_fn,
                 backend,
-                job.in_axes is None,
             )
         else:
             arguments, cuts, devices = cut(job, backend, args, source.may_be_short)
@@ -479,15 +478,3 @@ def _given_up(program: Program, backend: Backend) -> Iterator[None]:
 def is_traced(tree: Any) -> bool:
     """Whether these arguments belong to a program that is being compiled."""
     return torch.compiler.is_compiling()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory has run out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = (
-        "DefaultCPUAllocator: can't allocate memory",
-        "out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -60,8 +60,7 @@ class Called:
         self.arguments: Arguments | None = arguments
         self.merges, self.records = merges, records
         # Whether in_axes was left at its default, which passes the first argument whole.
-        no_axes = program.in_axes is None and program.default_in_axes is None
-        self.assumes_whole = no_axes and gradient is None
+        self.assumes_whole = program.in_axes is None and gradient is None
         self.pure = arrays.in_transform()
         self.quiet = nullcontext() if self.pure else torch.no_grad()
 

@@ -73,6 +73,18 @@ def _free_on(device: torch.device) -> int:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory has run out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 def peak(
     program: Program,
     window: Callable[[Program], Callable[..., Any]],
