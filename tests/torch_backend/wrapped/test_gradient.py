@@ -136,7 +136,7 @@ def test_an_embedding_that_is_changed_between_two_steps_may_shorten_its_rows(max
 def test_a_loss_or_a_hook_that_acts_on_grad_is_refused():
     module = network()
     clears = lambda module, x, y: (mse(module, x, y), module.zero_grad())[0]
-    with pytest.raises(funcga.FuncgaError, match=r"^loss_fn cleared or replaced the .grad"):
+    with pytest.raises(funcga.FuncgaError, match=r"^loss_fn called .backward\(\), or cleared or replaced the .grad"):
         funcga.accumulate(module_value_and_grad(module, clears), 3)(*batch())
     assert all(p.grad is None for p in module.parameters())
     handle = module[0].weight.register_post_accumulate_grad_hook(lambda p: None)
