@@ -4,7 +4,6 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 from funcga.tools.parity import OPTIMIZERS, Problem
-from funcga.tools.reports.commands import check_installed, is_function_of, load_object
+from funcga.tools.reports.commands import check_installed, load_object
 from funcga.tools.trees.rules import torch_to_flax
 
 PAD = 255
@@ -189,7 +188,7 @@ def chosen(where: str, seed: int) -> Problem:
             "your own, FILE.py:problem."
         )
     definition = "problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...)"
-    value, name, _ = load_object(where, definition, _can_be_chosen)
+    value, name, _ = load_object(where, definition)
     if callable(value) and not isinstance(value, Problem):
         value = value(seed=seed) if "seed" in inspect.signature(value).parameters else value()
     if not isinstance(value, Problem):
@@ -202,14 +201,6 @@ def chosen(where: str, seed: int) -> Problem:
     check_installed(*problem.losses, *(["optax"] if problem.jax_loss is not None else []))
     _check(problem)
     return problem
-
-
-def _can_be_chosen(value: object, module: ModuleType) -> bool:
-    """Whether it is a Problem, or a function that can be called for one."""
-    if not is_function_of(value, module):
-        return isinstance(value, Problem)
-    parameters = inspect.signature(value).parameters.values()
-    return all(p.name == "seed" or p.default is not p.empty for p in parameters)
 
 
 def _check(problem: Problem) -> None:
