@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from funcga.errors import FuncgaError
 from funcga.tools.doctor import watch
 from funcga.tools.parity import Problem, report
 from funcga.tools.parity.problems import PROBLEMS, chosen
-from funcga.tools.parity.run import Compared, Findings, Run, Trajectory
+from funcga.tools.parity.run import Run
 from funcga.tools.parity.sides import Side
 from funcga.tools.plan import plan
 from funcga.tools.reports.commands import (
@@ -59,24 +58,22 @@ def run_parity(options: Namespace) -> int:
             options.html.write_text(page(every), encoding="utf-8")
         if options.plot:
             picture(every).savefig(options.plot)
-    return 0 if all(findings.ok for findings in every) else 1
+    return 0 if all(run.ok for run in every) else 1
 
 
 SECONDS = 5
 """Between two lines that say how far a run is."""
 
 
-def _found(run: Run) -> Findings:
-    results, last = list[Compared | Trajectory](), time.monotonic()
-    for result in run.results():
-        results.append(result)
+def _found(run: Run) -> Run:
+    last = time.monotonic()
+    for _ in run.compute():
         if time.monotonic() - last >= SECONDS:
             last = time.monotonic()
             # On standard error, so that a report in a file has none.
-            print(f"{run.problem.name}: {len(results)} comparisons are done", file=sys.stderr)
-    findings = run.findings(results)
-    print(f"\n{report.as_text(findings)}")
-    return findings
+            print(f"{run.problem.name}: {len(run.results)} comparisons are done", file=sys.stderr)
+    print(f"\n{report.as_text(run)}")
+    return run
 
 
 def run_verify(options: Namespace) -> int:

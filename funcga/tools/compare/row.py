@@ -144,7 +144,7 @@ def _shape(leaf: Array) -> Shape | None:
 
 def _dtype(leaf: Array) -> str | None:
     if isinstance(leaf, np.ndarray):
-        return leaf.dtype.name
+        return str(leaf.dtype.name)
     return None if leaf is None else type(leaf).__name__
 
 

@@ -139,6 +139,12 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     return walk.rebuilt(walk.exports(export), copy)
 
 
+def map_arrays(function: Callable[[Array], Array], tree: Tree) -> Tree:
+    """The tree with a function applied to each of its arrays, as NumPy's."""
+    walk = _walk(tree := to_numpy(tree, copy=None), None)
+    return walk.rebuilt(walk.exports(lambda leaf, _: Transfer(function(leaf))), None)
+
+
 class Transfer(NamedTuple):
     """An array on its way to another framework, and why it was copied; None if it was not."""
 
