@@ -106,13 +106,14 @@ def run_window(
         state = [_owned(leaf) for leaf in arguments.state]
     # Slice all views first: after a backward pass the CPU cache is cold.
     views = views_of(arguments, cuts, state, devices)
-    for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-        if state or (program.is_exact and devices == 1):
-            take = _copied_rows if program.is_exact else None
-            view = arguments.cut(*cuts[number - 1], state, take)
-        window.fold(view, kwargs, weight, number == len(cuts))
-        if state:
-            state = window.state
+    with window.passes(weights):
+        for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
+            if state or (program.is_exact and devices == 1):
+                take = _copied_rows if program.is_exact else None
+                view = arguments.cut(*cuts[number - 1], state, take)
+            window.fold(view, kwargs, weight, number == len(cuts))
+            if state:
+                state = window.state
     if not cuts:
         return window.result_without_microbatches(arguments, kwargs, state)
     del view  # the last one, which may be a copy
@@ -159,7 +160,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 args, weight = arguments.cut(0, None, state), known
                 if weight is None:
                     (weight,) = on_host([job.weigh(arguments, args, None)])
-                window.fold(args, kwargs, weight, last)
+                with window.passes():
+                    window.fold(args, kwargs, weight, last)
                 state, window.arguments = window.state if state else state, None
                 del arguments, args
             if window is not None:

@@ -14,7 +14,6 @@ from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
 from torch_backend import arrays, trees
-from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.guards import unchanged
@@ -82,7 +81,8 @@ def value_of_module(
     plan: Plan | None = plans.get(key)
     with window_of(program, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
-        window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
+        with window.passes():
+            window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
         result = window.result()
     if window.plan is not plan:
         plans.put(key, window.plan)
@@ -95,7 +95,7 @@ def _run(
     """(the loss, its aux), with the gradients in the `.grad`s of the leaves."""
     gradient, before = window.gradient, evaluations()
     scale, kwargs = gradient.read_scale(kwargs, window.backend)
-    with recording_loss(), window.opened.visit as loss_fn:
+    with window.passes(), window.opened.visit as loss_fn:
         loss, aux, objective = window.forward(loss_fn, args, kwargs, scale)
         if any(leaf.grad is not None for leaf in window.inputs):
             raise unchanged.ran_backward()

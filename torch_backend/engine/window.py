@@ -13,8 +13,8 @@ What only a first call does stands in other files: bound and plan, and most of i
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -76,6 +76,10 @@ class Window(ExitStack):
     sums: Sums | None = None  # set by `_bind`, with the first loss
     # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
     held: Sequence[Any] = ()
+    # The weight of all micro-batches, and the least share of it: set by `passes` where each share
+    # is exact, so that weighted sums in this unit are means, and nothing is left to divide.
+    total: float | None = None
+    least = 1.0
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -205,6 +209,18 @@ class Window(ExitStack):
 
     # --- a micro-batch
 
+    @contextmanager
+    def passes(self, weights: Sequence[Scalar] = ()) -> Iterator[None]:
+        """The context of micro-batches: of all those of a batch, or of each of a stream alone,
+        as code of the user's runs between these. `weights`: of all, where they are known.
+        """
+        total = float(sum(weights))
+        shares = {weight / total for weight in weights if weight}
+        if shares and all(map(arrays.is_power_of_two, shares)):
+            self.total, self.least = total, min(shares)
+        with self.opened.mode, recording_loss():
+            yield
+
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
@@ -213,7 +229,7 @@ class Window(ExitStack):
         scale = None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        with opened.mode, recording_loss(), opened.visit as loss_fn:
+        with opened.visit as loss_fn:
             if self.plan.moving:
                 args, moving = self._with_leaves_of(args)
             gradients = 0 if self.gradient.reached else evaluations()
@@ -344,6 +360,8 @@ class Window(ExitStack):
         plan, is_plain = self.plan, type(loss) is torch.Tensor
         is_known = loss.dtype is plan.loss_dtype and is_plain
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
+        if sums.folding.are_means and self._takes(self.least, loss.dtype):
+            sums.unit = self.total
         self.held = [None] * len(self.inputs)
         if sums.folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.

@@ -155,6 +155,10 @@ class OwnGrads(Window):
 
     # --- what is folded
 
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[None]:
+        """The context of micro-batches: each has its own, as replicas meet between them."""
+        return nullcontext()
+
     @property
     def arriving(self) -> Sequence[torch.Tensor]:
         """The leaves that gradients come to, in the order of the inputs."""

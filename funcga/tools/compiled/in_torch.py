@@ -25,9 +25,10 @@ from torch import nn
 
 from funcga._call import Program
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, LossFn, Tree
+from funcga._types import GradFn, LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
+from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.window import Window
@@ -241,25 +242,27 @@ class CompiledWindow(Window):
         self.step, self.weighs = step, program.weight is not None
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
+        """The context of micro-batches. The first weight is the unit of the totals."""
+        return self.opened.mode
+
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in, by the compiled step or by autograd."""
-        with self.opened.mode:
-            self._fold(args, kwargs, weight)
-
-    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         if self.sums is None and self.totals is None:
             self._begin()
         if self.totals is None:
-            super().fold(args, kwargs, weight)
+            with recording_loss():
+                super().fold(args, kwargs, weight)
             return
         loss = self._run(self.totals, args, kwargs, weight)
         # Autograd finds out whether a loss that depends on nothing is an error.
         if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, self.totals))):
             if self.sums is not None:
                 self.writes = self._count_writes()  # also of what no pass of autograd has added
-            super().fold(args, kwargs, weight)
+            with recording_loss():
+                super().fold(args, kwargs, weight)
             return
         self.gradient.reached.add(True)
         if self.sums is None:
