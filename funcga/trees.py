@@ -34,7 +34,6 @@ from funcga.tools.trees.rules import (
     AXES,
     Pair,
     Rule,
-    as_rules,
     flax_to_torch,
     pairs,
     permuted,
@@ -86,7 +85,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
         for path, leaf in by_path(tree, "tree").items()
         if is_numpy(leaf) or owner_of(leaf)
     }
-    matches = _matches(arrays, expected, as_rules(rules))
+    matches = _matches(arrays, expected, tuple(rules))
     filled = {
         pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target)
         for pair in matches
@@ -165,8 +164,8 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
 
     A flat dict {"hidden.weight": array} has the same paths as a nested one; dicts keep their order.
     None and functions are ignored; a flax variable is its `.value`. Raises FuncgaError, in which
-    `name` is the tree, for a torch module, a DTensor, an iterator or a dict view, and for two
-    leaves with the same path.
+    `name` is the tree, for a torch module, an iterator or a dict view, and for two leaves with the
+    same path.
     """
     leaves: dict[str, Array] = {}
     for path, leaf in paths_and_leaves(tree, _children_in(tree)):
@@ -175,7 +174,7 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as "
                 "nested keys, so that it does not say which is meant. Rename one of the two."
             )
-        _check_leaf(leaf, f"`{path}` of {name}" if path else name, name)
+        _check_leaf(leaf, f"`{path}` of {name}" if path else name)
         if leaf is not None and not callable(leaf):
             leaves[path] = leaf
     return leaves
@@ -214,7 +213,7 @@ def _is_pathless(node: object) -> bool:
     return isinstance(node, Iterator | MappingView)
 
 
-def _check_leaf(leaf: object, where: str, name: str) -> None:
+def _check_leaf(leaf: object, where: str) -> None:
     """Raises FuncgaError for leaves that only look like trees of arrays."""
     if hasattr(leaf, "named_parameters"):
         raise FuncgaError(
@@ -226,11 +225,6 @@ def _check_leaf(leaf: object, where: str, name: str) -> None:
             f"{where} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
             "dict(module.named_parameters()) instead of module.parameters(), tree instead of "
             "tree.values(); or a list of the items."
-        )
-    if hasattr(leaf, "full_tensor"):
-        raise FuncgaError(
-            f"{where} is a DTensor, of which this process holds a part. Gather it first, on every "
-            f"rank of its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
         )
 
 
@@ -294,11 +288,6 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
         >>> saved = funcga.trees.to_state_dict(tx.init({"w": jnp.ones(2)}))
         >>> state = funcga.trees.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
-    if not isinstance(state_dict, Mapping):
-        raise FuncgaError(
-            f"state_dict is of type {type(state_dict).__name__}; it is a dict of path to array, as "
-            f"funcga.trees.to_state_dict(state) returns it."
-        )
     # None has a path, too, but is in no state dict.
     backend = backend_of([like], lambda: ["like"])
     likes, structure = backend.trees.flatten(like)

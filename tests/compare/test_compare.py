@@ -354,8 +354,6 @@ def test_where_matplotlib_is_not_installed(monkeypatch):
 
 @pytest.mark.parametrize(("options", "text"), [
     ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
-    ({"rules": 3}, r"rules=3 is no list of rules. Write rules=\[funcga.trees.Rule"),
-    ({"rules": ["a"]}, r"rules=\['a'\] is no list of rules"),
 ])  # fmt: skip
 def test_bad_options(options, text):
     with pytest.raises(funcga.FuncgaError, match=text):
@@ -367,17 +365,11 @@ def test_no_limit_that_is_none_makes_leaves_close(options):
     assert only(1.0, 1.0 + 1e-9, **options).status == "beyond"
 
 
-class Placed:
-    def full_tensor(self):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(("tree", "text"), [
     (torch.nn.Linear(1, 1), r"left is the module Linear, which is no tree .* dict\(module.named_parameters\(\)\)"),
     ({"m": torch.nn.Linear(1, 1)}, r"`m` of left is the module Linear"),
     (torch.nn.Linear(1, 1).parameters(), r"left is a generator, .* dict\(module.named_parameters\(\)\) instead of module.p"),
     ({"m": {"a": 1}.values()}, r"`m` of left is a dict_values, whose items have no paths. .* or a list of the items"),
-    ({"w": Placed()}, r"`w` of left is a DTensor, of which this process holds a part. .*tensor.full_tensor\(\)"),
     ({"a.b": 1, "a": {"b": 2}}, "two leaves of left have the path `a.b`, as a key with a dot in it and as nested keys"),
     ({"k": np.ma.array([1.0, 2.0], mask=[0, 1])}, r"`k` is masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
     (jax.random.key(0), r"^the array is key<fry>\[\], a typed key, which only JAX has. Convert jax.random.key_data\(key\)"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from funcga._types import Tree
 from funcga.errors import FuncgaError, needs_numpy
-from funcga.tools.trees.rules import Rule, as_rules, pairs, permuted
+from funcga.tools.trees.rules import Rule, pairs, permuted
 
 if TYPE_CHECKING:
     from funcga.tools.compare.report import Report
@@ -69,7 +69,6 @@ def compare(
             f"rtol={rtol!r} and reduction={reduction!r} are two limits: reduction= is there to "
             "find one. Give one of them."
         )
-    rules = as_rules(rules)
     # NumPy is not needed to install funcga, so only what compares imports it.
     with needs_numpy("funcga.compare"):
         from funcga.tools.compare.report import Report
@@ -78,7 +77,7 @@ def compare(
         from funcga.trees import as_numpy, by_path
     lefts, rights = by_path(left, names[0]), by_path(right, names[1])
     terms = TERMS if reduction is None else reduction
-    matched = {pair.right: pair for pair in pairs(lefts, rights, rules)}
+    matched = {pair.right: pair for pair in pairs(lefts, rights, tuple(rules))}
     rows = []
     # What only the left tree has comes last.
     for path in dict.fromkeys((*rights, *matched)):
