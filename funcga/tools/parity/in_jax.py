@@ -141,11 +141,9 @@ def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
 
 
 def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    normed = _standardize(x) * block["norm1_scale"] + block["norm1_bias"]
-    x = x + _attention(normed, block["qkv"]) @ block["out"].reshape(-1, x.shape[-1])
-    normed = _standardize(x) * block["norm2_scale"] + block["norm2_bias"]
-    hidden = jax.nn.gelu(normed @ block["up"] + block["up_bias"], approximate=False)
-    return x + hidden @ block["down"] + block["down_bias"], None
+    x = x + _attention(_standardize(x), block["qkv"]) @ block["out"].reshape(-1, x.shape[-1])
+    hidden = jax.nn.gelu(_standardize(x) @ block["up"], approximate=False)
+    return x + hidden @ block["down"], None
 
 
 def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:

@@ -30,10 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from funcga._accumulate import accumulate
-from funcga._backend.prefixes import leaf_paths
 from funcga._call import owner_of, step_program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
@@ -262,8 +259,8 @@ def verify(
         A Verdict.
 
     Raises:
-        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows or than n, an
-            argument has NaN, or a gradient is not finite.
+        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows or than n, or a
+            gradient is not finite.
 
     Example:
         >>> w, x = torch.ones(3), torch.randn(16, 3)
@@ -294,7 +291,6 @@ def verify(
         program.totals.check_call(kwargs)
     probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
-    _check_finite(probe, args[probe.brings_parameters :], kwargs)
     if job is not None:
         counts = counts or _counts_of(job, probe.rows)
     questions = LOSS if job is None else STEP
@@ -325,8 +321,11 @@ def _as_function_of_parameters(
     own = importlib.import_module("funcga.tools.verify.in_torch").of_parameters(grad_fn)
     if own is not None and is_plain:
         grad_fn, parameters = own
-        in_axes = _with_parameters(options["in_axes"], args)
-        return grad_fn, (parameters, *args), {**options, "in_axes": in_axes}
+        # A module splits all of its arguments.
+        in_axes = options["in_axes"]
+        if not isinstance(in_axes, tuple | list):
+            in_axes = [0 if in_axes is None else in_axes] * len(args)
+        return grad_fn, (parameters, *args), {**options, "in_axes": (None, *in_axes)}
     raise FuncgaError(
         "verify evaluates a gradient function, or a step, with parameters of its own choice, "
         f"and this one brings its own. Give it {instead}, with the module that was wrapped."
@@ -349,15 +348,6 @@ def _check_options(options: dict[str, object]) -> None:
                 f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
                 f"funcga.verify(step, params, *batch)."
             )
-
-
-def _with_parameters(in_axes: Tree, args: tuple[Tree, ...]) -> Tree:
-    """The in_axes of a gradient function of a module, which splits all of its arguments, for one
-    that gets the parameters before them.
-    """
-    if isinstance(in_axes, tuple | list):
-        return (None, *in_axes)
-    return (None, *[0 if in_axes is None else in_axes] * len(args))
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:
@@ -396,20 +386,6 @@ def _check_rows(counts: Sequence[int], probe: Probe) -> None:
         )
     # Refuses what has no rows to be cut, such as a sparse tensor.
     probe.arguments.cut(0, 1, probe.arguments.state)
-
-
-def _check_finite(probe: Probe, *call: Tree) -> None:
-    """Raises FuncgaError for NaN among the arguments, with which nothing can be compared."""
-    leaves = probe.backend.trees.flatten(call)[0]
-    paths = leaf_paths(call, probe.backend.trees)
-    for path, leaf, numbers in zip(paths, leaves, probe.numbers(call), strict=True):
-        count = int(np.isnan(numbers).sum())
-        if count:
-            raise FuncgaError(
-                f"the argument at {path[3:]} of the call is {probe.backend.arrays.describe(leaf)} "
-                f"with {count} NaN: no two results could be compared. Give verify arguments "
-                "without NaN."
-            )
 
 
 # --- the answers
