@@ -15,7 +15,6 @@ Example:
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
-from difflib import get_close_matches
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, is_numpy, load_imported
@@ -31,7 +30,6 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.tools.trees import ExportError, converted, owner_of, shares_memory, side, walkers
 from funcga.tools.trees.rules import (
-    AXES,
     Pair,
     Rule,
     flax_to_torch,
@@ -110,22 +108,15 @@ def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rul
     new = [matches[path].left for path in new]
     if missing or new:
         raise FuncgaError(
-            f"the trees have different leaves: `like` has "
-            f"{listed(_with_close(missing, new), 8)}, which tree lacks, and tree has "
-            f"{listed(_with_close(new, missing), 8)}, which `like` lacks. Say what is called what: "
+            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, and "
+            f"tree has {_listed(new)}, which `like` lacks. Say what is called what: "
             rf"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.trees.torch_to_flax]."
         )
     return [*matches.values()]
 
 
-def _with_close(paths: list[str], others: list[str]) -> list[str]:
-    """The paths, the first ones with a similar path on the other side."""
-    close = [get_close_matches(path, others, n=1) for path in paths[:8]]
-    hints = [
-        f"`{path}`{f' (is it `{near[0]}`?)' if near else ''}"
-        for path, near in zip(paths, close, strict=False)
-    ]
-    return hints + paths[8:]
+def _listed(paths: list[str]) -> str:
+    return listed([f"`{path}`" for path in paths], 8)
 
 
 def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Array:
@@ -136,23 +127,13 @@ def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Arr
         described = target.arrays.describe(like) if target else f"{like.dtype}{list(wanted)}"
         raise FuncgaError(
             f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is "
-            f"{described}: the shapes differ. {_advice(pair, shape, wanted)}"
+            f"{described}: the shapes differ, and nothing is reshaped. If the axes are permuted, "
+            f"put funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='oi->io') "
+            "before the other rules; else make `like` of a model of the same sizes."
         )
     if target is None:
         return array.copy()
     return side(target).moved_like(converted(array, target, copy=True), like)
-
-
-def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    # A shape that fits when it is transposed is most likely a weight of the other library.
-    for axes, permute in AXES.items():
-        if len(shape) > 1 and tuple(shape[axis] for axis in permute(len(shape))) == wanted:
-            rule = f"funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
-            return f"It fits with its axes permuted: put {rule} before the other rules."
-    return (
-        "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule whose axes= "
-        "is a function."
-    )
 
 
 # -- dotted paths

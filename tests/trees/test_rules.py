@@ -144,8 +144,8 @@ def test_missing_and_new_paths_are_named():
     like = {"Dense_0": {"kernel": jnp.ones((2, 2))}, "Dense_1": {"kernel": jnp.ones((2, 2))}}
     given = {"Dense_O": {"kernel": np.ones((2, 2))}, "Dense_1": {"kernel": np.ones((2, 2))}}
     assert refusal(lambda: funcga.trees.match(given, like)) == (
-        "the trees have different leaves: `like` has `Dense_0.kernel` (is it `Dense_O.kernel`?), which tree lacks, and "
-        "tree has `Dense_O.kernel` (is it `Dense_0.kernel`?), which `like` lacks. Say what is called what: "
+        "the trees have different leaves: `like` has `Dense_0.kernel`, which tree lacks, and "
+        "tree has `Dense_O.kernel`, which `like` lacks. Say what is called what: "
         r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.trees.torch_to_flax]."
     )
     many = {f"x{k}": jnp.ones(1) for k in range(10)}
@@ -155,14 +155,12 @@ def test_missing_and_new_paths_are_named():
 def test_shapes_that_do_not_fit():
     text = refusal(lambda: funcga.trees.match({"w": np.ones((2, 3), "float32")}, {"w": jnp.ones((3, 2))}))
     assert text == (
-        "`w` is float32[2, 3] and `w` of `like` is float32[3, 2]: the shapes differ. It fits with its axes permuted: "
-        "put funcga.trees.Rule(r'w', r'w', axes='oi->io') before the other rules."
+        "`w` is float32[2, 3] and `w` of `like` is float32[3, 2]: the shapes differ, and nothing is reshaped. If the axes "
+        "are permuted, put funcga.trees.Rule(r'w', r'w', axes='oi->io') before the other rules; else make `like` of a model "
+        "of the same sizes."
     )
     rule = eval(text[text.index("funcga.trees.Rule") : text.index(" before")])
     assert funcga.trees.match({"w": np.ones((2, 3))}, {"w": torch.ones(3, 2)}, rules=[rule])["w"].shape == (3, 2)
-    assert "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule" in refusal(
-        lambda: funcga.trees.match({"w": np.ones(3)}, {"w": jnp.ones(4)})
-    )
 
 
 def test_axes_may_be_a_function_and_compare_says_both_names():
@@ -186,8 +184,6 @@ REFUSED = [
     (lambda: with_axes("oi->io", (3,)), "Rule('a', ..., axes='oi->io') permutes 2 axes, and `a`, which these rules call `b`, is"),
     (lambda: right_of(["a", "b"], ["c"], [Rule("[ab]", "c")]), "`a` and `b` of the left tree are both `c` by these rules. Make a "
      "pattern narrower, so that each leaf has a path of its own."),
-    (lambda: right_of(["w"], ["v"], [Rule("(.*)", rf"{letter}\1") for letter in "abcdefghijklmnopqr"]), "these rules can call `w` "
-     "more than 4096 names, as each may be left out. Make the pattern '(.*)', and others that match much, narrower."),
 ]  # fmt: skip
 
 

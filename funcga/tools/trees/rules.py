@@ -53,8 +53,7 @@ def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) ->
 
     Each rule is tried in order on what those before it have made of the path, and may be left out;
     the first path that the right tree has wins, where an earlier rule goes before a later one, and
-    a rule before none. Raises FuncgaError if two leaves end up as one, or one can end up as more
-    than can be looked through.
+    a rule before none. Raises FuncgaError if two leaves end up as one.
     """
     right_paths = {*rights}
     by_right: dict[str, Pair] = {}
@@ -85,10 +84,6 @@ def _pair(left: str, rights: set[str], rules: Sequence[Rule]) -> Pair | None:
     return None if is_left_out else Pair(left, left, ())
 
 
-_MOST = 4096
-"""The spellings of one path that are looked through: k rules that match it can make 2**k."""
-
-
 def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
     """All that the rules can make of a path, the first choice first, and those of them that are
     used.
@@ -103,11 +98,6 @@ def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
             if match and rule.replacement is not None:
                 after.setdefault(match.expand(rule.replacement), (*used, rule))
             after.setdefault(before, used)
-        if len(after) > _MOST:
-            raise FuncgaError(
-                f"these rules can call `{path}` more than {_MOST} names, as each may be left out. "
-                f"Make the pattern {rule.pattern!r}, and others that match much, narrower."
-            )
         spellings = after
     return spellings
 
