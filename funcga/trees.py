@@ -102,7 +102,7 @@ def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
 
 
 def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of each path. Raises FuncgaError, with similar paths, if some are missing or new."""
+    """The Pair of each path. Raises FuncgaError if some are missing or new."""
     matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
     missing, new = paths_apart([*expected], [*matches])
     new = [matches[path].left for path in new]
@@ -110,7 +110,8 @@ def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rul
         raise FuncgaError(
             f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, and "
             f"tree has {_listed(new)}, which `like` lacks. Say what is called what: "
-            rf"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.trees.torch_to_flax]."
+            r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
+            "*funcga.trees.torch_to_flax]."
         )
     return [*matches.values()]
 

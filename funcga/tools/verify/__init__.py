@@ -271,21 +271,20 @@ def verify(
         >>> [cause.name for cause in verdict.causes]
         ['sum under mean']
     """
-    job = job_of(grad_fn)
-    instead = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
-    options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
+    job, counts, questions = job_of(grad_fn), _counts(n), LOSS
     if job is not None:
-        _check_options(options | {"fold": fold != mean()})
-        grad_fn = job.program.grad_fn
-        instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
-    grad_fn, args, options = _as_function_of_parameters(
-        grad_fn, args, options, instead, job is None
-    )
-    # A loss that does not depend on its parameters is a cause here, and no error.
-    if isinstance(grad_fn, GradientFunction):
-        grad_fn = replace(grad_fn, reached={True})
-    counts = _counts(n)
-    program = step_program(accumulate(grad_fn, 1, **options)) if job is None else job.program
+        given = {"fold": fold != mean(), "weight": weight, "in_axes": in_axes, "totals": totals}
+        _check_options(given)
+    if owner_of(grad_fn if job is None else job.program.grad_fn) is not None:
+        grad_fn, args, in_axes = _with_parameters(grad_fn, args, in_axes)
+    if job is None:
+        # A loss that does not depend on its parameters is a cause here, and no error.
+        if isinstance(grad_fn, GradientFunction):
+            grad_fn = replace(grad_fn, reached={True})
+        options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
+        program = step_program(accumulate(grad_fn, 1, **options))
+    else:
+        program, questions = job.program, STEP
     assert program is not None
     if program.totals is not None:
         program.totals.check_call(kwargs)
@@ -293,7 +292,6 @@ def verify(
     _check_rows(counts, probe)
     if job is not None:
         counts = counts or _counts_of(job, probe.rows)
-    questions = LOSS if job is None else STEP
     with probe.random_kept():
         # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
@@ -310,26 +308,25 @@ def verify(
     return _verdict(case, found)
 
 
-def _as_function_of_parameters(
-    grad_fn: GradFn, args: tuple[Tree, ...], options: dict[str, Tree], instead: str, is_plain: bool
-) -> tuple[GradFn, tuple[Tree, ...], dict[str, Tree]]:
-    """A gradient function of a module's own parameters as one that takes them first; any other as
-    it is. `is_plain`: whether it is no step of `coupled`. Raises FuncgaError for a wrapped module.
+def _with_parameters(
+    grad_fn: GradFn, args: tuple[Tree, ...], in_axes: Tree
+) -> tuple[GradFn, tuple[Tree, ...], Tree]:
+    """A gradient function of a module's own parameters as one that takes them first, with its
+    arguments and in_axes. Raises FuncgaError for a wrapped module, and for a step of `coupled`.
     """
-    if owner_of(grad_fn) is None:
-        return grad_fn, args, options
     own = importlib.import_module("funcga.tools.verify.in_torch").of_parameters(grad_fn)
-    if own is not None and is_plain:
-        grad_fn, parameters = own
-        # A module splits all of its arguments.
-        in_axes = options["in_axes"]
-        if not isinstance(in_axes, tuple | list):
-            in_axes = [0 if in_axes is None else in_axes] * len(args)
-        return grad_fn, (parameters, *args), {**options, "in_axes": (None, *in_axes)}
-    raise FuncgaError(
-        "verify evaluates a gradient function, or a step, with parameters of its own choice, "
-        f"and this one brings its own. Give it {instead}, with the module that was wrapped."
-    )
+    if own is None:
+        raise FuncgaError(
+            "verify evaluates a gradient function, or a step, with parameters of its own choice, "
+            "and this one brings its own. Give it one of pure_loss, with the module that was "
+            "wrapped: funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), or "
+            "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)."
+        )
+    grad_fn, parameters = own
+    # A module splits all of its arguments.
+    if not isinstance(in_axes, tuple | list):
+        in_axes = [0 if in_axes is None else in_axes] * len(args)
+    return grad_fn, (parameters, *args), (None, *in_axes)
 
 
 # --- what is refused
