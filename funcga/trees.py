@@ -108,8 +108,8 @@ def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rul
     new = [matches[path].left for path in new]
     if missing or new:
         raise FuncgaError(
-            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, and "
-            f"tree has {_listed(new)}, which `like` lacks. Say what is called what: "
+            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, "
+            f"and tree has {_listed(new)}, which `like` lacks. Say what is called what: "
             r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
             "*funcga.trees.torch_to_flax]."
         )

@@ -14,7 +14,7 @@ from funcga.tools.verify.in_torch import precision as precision
 from torch_backend.parameters import apply_updates as apply_updates
 
 PAD = 255
-"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+"""The token that fills a row up: the byte 0xFF, which is no letter."""
 
 
 def optimizer(name: str) -> Transform:

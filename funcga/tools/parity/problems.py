@@ -16,7 +16,7 @@ from funcga.tools.reports.commands import check_installed, load_object
 from funcga.tools.trees.rules import torch_to_flax
 
 PAD = 255
-"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+"""The token that fills a row up: the byte 0xFF, which is no letter."""
 
 # Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not
 # the accumulated one) is more than 2e-6 from its float64 gradient: layer_norm's backward adds up
@@ -67,24 +67,22 @@ def cnn(seed: int = 0) -> Problem:
 
 
 def text(seed: int = 0) -> Problem:
-    """Paragraphs of Python's own help as bytes, longest first, a sum over the bytes that are to
-    be predicted.
-    """
-    # Rows of different lengths, filled up at the end: micro-batches then differ in their number of
+    """Rows of random letters, longest first, a sum over the letters that are to be predicted."""
+    random = np.random.default_rng(seed + 1)
+    tokens = random.integers(ord("a"), ord("z") + 1, (_ROWS, _LENGTH), dtype=np.int32)
+    # As a loader that buckets by length would: micro-batches then differ most in their number of
     # targets.
-    rows = _paragraphs(np.random.default_rng(seed + 1))
-    tokens = np.full((len(rows), _LENGTH), PAD, dtype=np.int32)
-    for row, paragraph in zip(tokens, rows, strict=True):
-        row[: len(paragraph)] = list(paragraph)
+    lengths = np.sort(random.integers(2, _LENGTH + 1, _ROWS))[::-1]
+    tokens[np.arange(_LENGTH) >= lengths[:, None]] = PAD
     return _problem(
         "text",
-        "summed cross-entropy of a small causal transformer, byte by byte; "
+        "summed cross-entropy of a small causal transformer, letter by letter; "
         "fold=funcga.per_weight()",
         _transformer(np.random.default_rng(seed + 2)),
         (tokens,),
         fold=per_weight(),
         weight=count_targets,
-        reduction=sum(len(paragraph) - 1 for paragraph in rows),  # the first byte is not predicted
+        reduction=int((lengths - 1).sum()),  # the first letter is not predicted
         optimizers=("adamw",),
     )
 
@@ -118,20 +116,6 @@ def _digits(rows: int | None = None) -> tuple[Array, Array]:
 
     images, labels = load_digits(return_X_y=True)
     return images[:rows] / 16, labels[:rows].astype(np.int32)
-
-
-def _paragraphs(random: np.random.Generator) -> list[bytes]:
-    # Text that every Python brings along; a slim one may not have it, so it is not imported above.
-    from pydoc_data.topics import topics
-
-    every = [
-        part.strip().encode() for name in sorted(topics) for part in topics[name].split("\n\n")
-    ]
-    short = [part for part in every if 2 <= len(part) <= _LENGTH]
-    chosen = random.choice(len(short), _ROWS, replace=False)
-    # As a loader that buckets by length would: micro-batches then differ most in their number of
-    # tokens.
-    return sorted((short[paragraph_index] for paragraph_index in chosen), key=len, reverse=True)
 
 
 def _transformer(random: np.random.Generator) -> Tree:
