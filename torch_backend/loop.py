@@ -26,7 +26,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
-from torch_backend.engine.alone import value_alone, value_of
+from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.leaves import Own
@@ -283,8 +283,7 @@ class Source:
             # Autograd cannot take back what it has added: a gradient that may be dropped is
             # computed alone, and looked at first.
             gradient = function
-            of_gradient = partial(value_of, gradient, backend, None)
-            alone = lambda *args, **kwargs: of_gradient(args, kwargs)
+            alone = lambda *args, **kwargs: value_of(gradient, backend, args, kwargs)
             function = alone if records else gradient.bound(backend)
         called = program, function, arguments, gradient, merges, records
         if program.dropping is None:
@@ -431,7 +430,10 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
     if torch.compiler.is_compiling() or arrays.in_transform():
         return grad_fn.bound(backend)
-    gradient = partial(value_alone, grad_fn, backend)
+
+    def gradient(*args: Tree, **kwargs: Tree) -> Tree:
+        return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
+
     return untraced(gradient) if callable(_private.compiling()) else gradient
 
 

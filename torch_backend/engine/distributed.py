@@ -67,7 +67,7 @@ class Distributed(Window):
             self.merge.abort()
         return super().__exit__(*error)
 
-    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[None]:
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
         """The context of micro-batches; the weight of other replicas is not known yet."""
         return super().passes()
 
@@ -107,7 +107,7 @@ class Distributed(Window):
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        own = self.opened.leaves.trees.get(OWN)
+        own = self.leaves.trees.get(OWN)
         assert self.merge is not None
         assert self.program is not None
         sums = adopted(self.merge, self.program, arguments, Sums, own)

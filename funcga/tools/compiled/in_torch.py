@@ -28,7 +28,7 @@ from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
-from torch_backend.arrays import recording_loss
+from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.window import Window
@@ -201,8 +201,8 @@ def _is_plain(leaf: torch.Tensor | None) -> bool:
 def against_in_window(window: Window) -> dict[str, object]:
     """What stands against compiled micro-steps in a window."""
     plan, arguments = window.plan, window.arguments
-    leaves = trees.flatten(window.opened.leaves.trees)[0]
-    is_split = isinstance(window.gradient.loss_fn, PureLoss) and window.opened.visits is None
+    leaves = trees.flatten(window.leaves.trees)[0]
+    is_split = isinstance(window.gradient.loss_fn, PureLoss) and window.visits is None
     return {
         "parameters are no dense tensors of floats": not (leaves and all(map(_is_plain, leaves))),
         "a hook on a parameter is to see each gradient": plan.hooked,
@@ -244,7 +244,7 @@ class CompiledWindow(Window):
 
     def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
         """The context of micro-batches. The first weight is the unit of the totals."""
-        return self.opened.mode
+        return recording()
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
@@ -278,10 +278,10 @@ class CompiledWindow(Window):
         """Makes the totals, if nothing else is to see the gradients of a micro-batch, or takes part
         in computing them.
         """
-        opened, loss, visits = self.opened, self.gradient.loss_fn, self.opened.visits
+        loss, visits = self.gradient.loss_fn, self.visits
         if self.step.is_refused or any(against_in_window(self).values()):
             return
-        self.params = {index: detached(tree) for index, tree in opened.leaves.trees.items()}
+        self.params = {index: detached(tree) for index, tree in self.leaves.trees.items()}
         self.inside = loss.calling if isinstance(loss, PureLoss) else None
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
@@ -302,7 +302,7 @@ class CompiledWindow(Window):
         if not (self.step.replays and all(leaf.is_cuda for leaf in leaves)):
             return zeros(leaves, dtypes)
         # A CUDA graph reads leaves made of parameters from where these stay, and copies others.
-        for original, leaf in zip(self.opened.leaves.originals, leaves, strict=True):
+        for original, leaf in zip(self.leaves.originals, leaves, strict=True):
             if isinstance(original, nn.Parameter):
                 torch._dynamo.mark_static_address(leaf, guard=False)
         totals, self.unused = self.step.static_sums(leaves, dtypes)
@@ -335,7 +335,7 @@ class CompiledWindow(Window):
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor
         try:
-            with _reserved(self.opened.visits), torch.no_grad():
+            with _reserved(self.visits), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
         except private_in_torch.refusals_to_compile():
@@ -345,7 +345,7 @@ class CompiledWindow(Window):
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         if self.totals is None:
             return super()._bind(loss, aux, moving)
-        folding = bound.known_or_new(self, loss, aux)
+        folding = bound.folding_of(self, loss, aux)
         sums = Sums(folding)
         for index, total in zip(folding.grads, self.totals, strict=True):
             sums.of[index] = total
