@@ -28,7 +28,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
 
 from funcga._accumulate import accumulate
 from funcga._call import owner_of, step_program
@@ -55,9 +54,6 @@ from funcga.tools.verify.causes import (
 )
 from funcga.tools.verify.exact import Case, Measured, first_line
 from funcga.tools.verify.probe import Probe
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 # The questions, in the order in which they are asked.
 LOSS: tuple[Question, ...] = (
@@ -145,12 +141,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
-
-    def __rich__(self) -> "Text":
-        from rich.text import Text
-
-        first, *rest = str(self).partition("\n")
-        return Text.assemble((first, "bold green" if self.ok else "bold red"), *rest)
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:
