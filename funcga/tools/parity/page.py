@@ -90,6 +90,13 @@ class _Panel(NamedTuple):
     joined: bool = False
     empty: str = "not run"
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """The largest limit of every dtype."""
+        rows = [row for report in self.reports for row in report.rows]
+        dtypes = dict.fromkeys(row.dtype for row in rows if row.dtype)
+        return {dtype: max(row.limit for row in rows if row.dtype == dtype) for dtype in dtypes}
+
 
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
 
@@ -187,9 +194,7 @@ def _draw(axes: Axes, panel: _Panel) -> None:
             markerfacecolor=None if size == 4 else "none",
             linestyle=dashes if panel.joined else "",
         )
-    rows = [row for report in panel.reports for row in report.rows]
-    for dtype in dict.fromkeys(row.dtype for row in rows if row.dtype):
-        limit = max(row.limit for row in rows if row.dtype == dtype)
+    for dtype, limit in panel.limits.items():
         if limit > 0:
             axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
             text, data = f"limit, {dtype}", axes.get_yaxis_transform()

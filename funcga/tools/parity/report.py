@@ -9,6 +9,7 @@ from funcga.tools.parity.run import CAUSES, Compared, Run
 from funcga.tools.parity.sides import named
 from funcga.tools.reports.commands import versions
 from funcga.tools.reports.tables import text_table
+from funcga.tools.verify.causes import Cause
 
 
 def as_text(run: Run) -> str:
@@ -195,11 +196,14 @@ def _accumulation(run: Run) -> Iterator[str]:
             f"rows. Change {where}; or, if that is the right one, the other one, and then fold= "
             "and weight= of the Problem, which are for both."
         )
-    # Both frameworks usually have the same causes, which are said once.
-    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
-    for cause in causes.values():
-        line = f"For {where} alone" if is_in_one else "To fix it"
-        yield f"{cause.what} {line}: {cause.fix}"
+    line = f"For {where} alone" if is_in_one else "To fix it"
+    yield from (f"{cause.what} {line}: {cause.fix}" for cause in _causes(run).values())
+
+
+def _causes(run: Run) -> dict[str, Cause]:
+    """The causes that verify has found, by name: both frameworks usually have the same."""
+    causes = [cause for verdict in run.verified.values() for cause in verdict.causes]
+    return {cause.name: cause for cause in causes}
 
 
 def _model(run: Run) -> Iterator[str]:
@@ -241,6 +245,11 @@ def _how(report: Report) -> str:
     for row in beyond:
         if row.status in ("nan", "inf"):
             return _not_finite(row)
+    return _how_much(beyond, total)
+
+
+def _how_much(beyond: list[Row], total: int) -> str:
+    """How the loss or the gradients differ by numbers alone, in the rows that are beyond."""
     leaves = [row for row in beyond if row.path != "loss"]
     count = f"beyond the limit are {len(leaves)} of {total} gradients"
     if len(leaves) < len(beyond):
@@ -249,7 +258,6 @@ def _how(report: Report) -> str:
         text = f"The loss is the same and its gradient is not; {count}"
         if len(leaves) < total:
             text += f", the last of them {leaves[-1].path}: backward passes come to it first"
-    # Leaves that do not match, and NaN, are said above; here all differ by numbers.
     factor = _factor(beyond)
     if factor is not None:
         return (
