@@ -15,7 +15,6 @@ Example:
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
-from difflib import get_close_matches
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, is_numpy, load_imported
@@ -31,10 +30,8 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.tools.trees import ExportError, converted, owner_of, shares_memory, side, walkers
 from funcga.tools.trees.rules import (
-    AXES,
     Pair,
     Rule,
-    as_rules,
     flax_to_torch,
     pairs,
     permuted,
@@ -86,7 +83,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
         for path, leaf in by_path(tree, "tree").items()
         if is_numpy(leaf) or owner_of(leaf)
     }
-    matches = _matches(arrays, expected, as_rules(rules))
+    matches = _matches(arrays, expected, tuple(rules))
     filled = {
         pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target)
         for pair in matches
@@ -105,28 +102,22 @@ def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
 
 
 def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of each path. Raises FuncgaError, with similar paths, if some are missing or new."""
+    """The Pair of each path. Raises FuncgaError if some are missing or new."""
     matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
     missing, new = paths_apart([*expected], [*matches])
     new = [matches[path].left for path in new]
     if missing or new:
         raise FuncgaError(
-            f"the trees have different leaves: `like` has "
-            f"{listed(_with_close(missing, new), 8)}, which tree lacks, and tree has "
-            f"{listed(_with_close(new, missing), 8)}, which `like` lacks. Say what is called what: "
-            rf"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), *funcga.trees.torch_to_flax]."
+            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, "
+            f"and tree has {_listed(new)}, which `like` lacks. Say what is called what: "
+            r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
+            "*funcga.trees.torch_to_flax]."
         )
     return [*matches.values()]
 
 
-def _with_close(paths: list[str], others: list[str]) -> list[str]:
-    """The paths, the first ones with a similar path on the other side."""
-    close = [get_close_matches(path, others, n=1) for path in paths[:8]]
-    hints = [
-        f"`{path}`{f' (is it `{near[0]}`?)' if near else ''}"
-        for path, near in zip(paths, close, strict=False)
-    ]
-    return hints + paths[8:]
+def _listed(paths: list[str]) -> str:
+    return listed([f"`{path}`" for path in paths], 8)
 
 
 def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Array:
@@ -137,23 +128,13 @@ def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Arr
         described = target.arrays.describe(like) if target else f"{like.dtype}{list(wanted)}"
         raise FuncgaError(
             f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is "
-            f"{described}: the shapes differ. {_advice(pair, shape, wanted)}"
+            f"{described}: the shapes differ, and nothing is reshaped. If the axes are permuted, "
+            f"put funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='oi->io') "
+            "before the other rules; else make `like` of a model of the same sizes."
         )
     if target is None:
         return array.copy()
     return side(target).moved_like(converted(array, target, copy=True), like)
-
-
-def _advice(pair: Pair, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    # A shape that fits when it is transposed is most likely a weight of the other library.
-    for axes, permute in AXES.items():
-        if len(shape) > 1 and tuple(shape[axis] for axis in permute(len(shape))) == wanted:
-            rule = f"funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='{axes}')"
-            return f"It fits with its axes permuted: put {rule} before the other rules."
-    return (
-        "Nothing is reshaped: make `like` of a model of the same sizes, or give a Rule whose axes= "
-        "is a function."
-    )
 
 
 # -- dotted paths
@@ -165,8 +146,8 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
 
     A flat dict {"hidden.weight": array} has the same paths as a nested one; dicts keep their order.
     None and functions are ignored; a flax variable is its `.value`. Raises FuncgaError, in which
-    `name` is the tree, for a torch module, a DTensor, an iterator or a dict view, and for two
-    leaves with the same path.
+    `name` is the tree, for a torch module, an iterator or a dict view, and for two leaves with the
+    same path.
     """
     leaves: dict[str, Array] = {}
     for path, leaf in paths_and_leaves(tree, _children_in(tree)):
@@ -175,7 +156,7 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as "
                 "nested keys, so that it does not say which is meant. Rename one of the two."
             )
-        _check_leaf(leaf, f"`{path}` of {name}" if path else name, name)
+        _check_leaf(leaf, f"`{path}` of {name}" if path else name)
         if leaf is not None and not callable(leaf):
             leaves[path] = leaf
     return leaves
@@ -214,7 +195,7 @@ def _is_pathless(node: object) -> bool:
     return isinstance(node, Iterator | MappingView)
 
 
-def _check_leaf(leaf: object, where: str, name: str) -> None:
+def _check_leaf(leaf: object, where: str) -> None:
     """Raises FuncgaError for leaves that only look like trees of arrays."""
     if hasattr(leaf, "named_parameters"):
         raise FuncgaError(
@@ -226,11 +207,6 @@ def _check_leaf(leaf: object, where: str, name: str) -> None:
             f"{where} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
             "dict(module.named_parameters()) instead of module.parameters(), tree instead of "
             "tree.values(); or a list of the items."
-        )
-    if hasattr(leaf, "full_tensor"):
-        raise FuncgaError(
-            f"{where} is a DTensor, of which this process holds a part. Gather it first, on every "
-            f"rank of its mesh: {{name: tensor.full_tensor() for name, tensor in {name}.items()}}."
         )
 
 
@@ -294,11 +270,6 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
         >>> saved = funcga.trees.to_state_dict(tx.init({"w": jnp.ones(2)}))
         >>> state = funcga.trees.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
-    if not isinstance(state_dict, Mapping):
-        raise FuncgaError(
-            f"state_dict is of type {type(state_dict).__name__}; it is a dict of path to array, as "
-            f"funcga.trees.to_state_dict(state) returns it."
-        )
     # None has a path, too, but is in no state dict.
     backend = backend_of([like], lambda: ["like"])
     likes, structure = backend.trees.flatten(like)

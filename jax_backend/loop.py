@@ -368,7 +368,7 @@ def _step(
     if program.dropping is not None:  # all leaves are tested before one is folded
         run = load("dropping.in_jax", "drop=").tested(run, outputs, program.dropping)
     else:
-        with suppress(ModuleNotFoundError):  # the tool may be missing
+        with suppress(ImportError):  # the tool may be missing, or names of JAX that it needs
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
     return Step(outputs, run, in_scans, readings, rows, unit)

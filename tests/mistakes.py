@@ -558,8 +558,15 @@ def threaded(kit):
     return gradient, (params, state, x, y), options
 
 
+def masked_nan(kit):
+    """Rows without a label, which is NaN, count as 0."""
+    grad_fn, (params, x, y), options = two_args(lambda p, x, y: (terms(p, x, y.nan_to_num()) * (y == y)).mean())(kit)
+    return grad_fn, (params, x, torch.where(torch.arange(ROWS) == 1, torch.nan, y)), options
+
+
 # name: (kits, case), and what is in its first note.
 RIGHT = {
+    "NaN that is masked": ((TORCH,), masked_nan),
     "mean": ((TORCH,), two_args(regression)),
     "a step in a loss": ((TORCH,), two_args(after_a_step)),
     "frozen BatchNorm": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.BatchNorm1d(4).eval(), HEAD)),

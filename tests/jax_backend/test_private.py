@@ -1,9 +1,12 @@
 """What is used of JAX that it does not promise to keep is taken away, and the numbers are right still."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -70,10 +73,7 @@ IN_PLACE = ["output[1]['layers']"]
     ("name", "instead", "in_place"),
     [
         ("TRACE_STATE", _private.TRACE_STATE, IN_PLACE),  # nothing is missing
-        # without what programs are made of, or a way to repeat an operation, scans are left as they are
-        ("ARRAY_TYPE", None, []),
-        ("LITERAL", (), []),
-        ("AS_FUNCTION", None, []),
+        # without a way to repeat an operation, scans are left as they are
         ("can_repeat", without("get_bind_params"), []),
         ("can_repeat", without("ctx"), []),
         ("SCAN_PARAMETERS", jaxprs.SCAN_PARAMETERS - {"reverse"}, []),
@@ -88,6 +88,19 @@ IN_PLACE = ["output[1]['layers']"]
 def test_without_it_the_numbers_are_right(name, instead, in_place, monkeypatch):
     monkeypatch.setattr(jaxprs if hasattr(jaxprs, name) else _private, name, instead)
     assert check_right(scans=in_place == []) == in_place
+
+
+@pytest.mark.parametrize("name", ["Literal", "jaxpr_as_fun"])
+def test_without_what_programs_are_made_of_the_tool_is_left_out(name, monkeypatch):
+    monkeypatch.delattr(jax.extend.core, name)
+    for module in ("in_jax", "programs_in_jax"):
+        monkeypatch.delitem(sys.modules, f"funcga.tools.scan_layers.{module}", raising=False)
+    monkeypatch.delattr(funcga.tools.scan_layers, "programs_in_jax")
+    with pytest.raises(ImportError):
+        importlib.import_module("funcga.tools.scan_layers.in_jax")
+    params, batch, loss = model()
+    gradient = jax.value_and_grad(loss)
+    assert difference(JAX, funcga.accumulate(gradient, 4)(params, batch), gradient(params, batch)) <= LIMITS["float32"]
 
 
 def test_without_the_state_of_traces_every_call_counts_as_traced(monkeypatch):

@@ -11,25 +11,21 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
 from funcga import folds
-from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.doctor import watch
 from funcga.tools.parity import Problem, report
 from funcga.tools.parity.problems import PROBLEMS, chosen
-from funcga.tools.parity.run import Compared, Findings, Run, Trajectory
+from funcga.tools.parity.run import Run
 from funcga.tools.parity.sides import Side
 from funcga.tools.plan import plan
 from funcga.tools.reports.commands import (
     Loaded,
     check_installed,
-    is_function_of,
     load_object,
     versions,
 )
@@ -44,7 +40,7 @@ def run_parity(options: Namespace) -> int:
         The exit code: 0 if every difference is within its limit, 1 if not.
 
     Raises:
-        FuncgaError: If parts of a problem do not fit, or a file cannot be written.
+        FuncgaError: If parts of a problem do not fit.
     """
     if options.plot or options.html:
         check_installed("matplotlib")
@@ -58,26 +54,26 @@ def run_parity(options: Namespace) -> int:
     if options.html or options.plot:
         from funcga.tools.parity.page import page, picture
 
-        _write_text(options, "html", lambda: page(every))
-        _write(options, "plot", lambda file: picture(every).savefig(file))
-    return 0 if all(findings.ok for findings in every) else 1
+        if options.html:
+            options.html.write_text(page(every), encoding="utf-8")
+        if options.plot:
+            picture(every).savefig(options.plot)
+    return 0 if all(run.ok for run in every) else 1
 
 
 SECONDS = 5
 """Between two lines that say how far a run is."""
 
 
-def _found(run: Run) -> Findings:
-    results, last = list[Compared | Trajectory](), time.monotonic()
-    for result in run.results():
-        results.append(result)
+def _found(run: Run) -> Run:
+    last = time.monotonic()
+    for _ in run.compute():
         if time.monotonic() - last >= SECONDS:
             last = time.monotonic()
             # On standard error, so that a report in a file has none.
-            print(f"{run.problem.name}: {len(results)} comparisons are done", file=sys.stderr)
-    findings = run.findings(results)
-    print(f"\n{report.as_text(findings)}")
-    return findings
+            print(f"{run.problem.name}: {len(run.results)} comparisons are done", file=sys.stderr)
+    print(f"\n{report.as_text(run)}")
+    return run
 
 
 def run_verify(options: Namespace) -> int:
@@ -88,7 +84,7 @@ def run_verify(options: Namespace) -> int:
     """
     # A Problem has its losses, arguments and fold; those of a gradient function are in its file.
     where = options.grad_fn
-    loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)", _can_be_verified)
+    loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)")
     if isinstance(loaded.value, Problem):
         for name in ("args", "fold", "weight"):
             if vars(options)[name]:
@@ -113,15 +109,6 @@ def run_verify(options: Namespace) -> int:
     return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
 
 
-def _can_be_verified(value: object, module: ModuleType) -> bool:
-    """Whether `verify` takes it: a Problem, a gradient function or step of funcga, or a transformed
-    function, as jax.grad returns.
-    """
-    if isinstance(value, Problem | GradientFunction) or job_of(value) is not None:
-        return True
-    return is_function_of(value, module) and inspect.unwrap(value) is not value
-
-
 def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
     """The Verdict of a gradient function with the arguments that its file has."""
     if not callable(loaded.value):
@@ -130,9 +117,7 @@ def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
             "function, such as grad_fn = funcga.value_and_grad(loss_fn), or a "
             "funcga.checks.Problem."
         )
-    variables = vars(loaded.module)
-    args, weight = options.args or "args", options.weight
-    _check_arguments(loaded, (args, *([weight] if weight else [])))
+    variables, args = vars(loaded.module), _arguments(loaded, options.args or "args")
     # A step of coupled brings them.
     names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()
     if names and "totals" in inspect.signature(loaded.value).parameters:
@@ -141,28 +126,21 @@ def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
     # What the command line says goes before what the file says.
     if options.fold is not None:
         chosen["fold"] = vars(folds)[options.fold]()
-    if weight is not None:
-        chosen["weight"] = variables[weight]
-    return verify(loaded.value, *variables[args], n=options.n, seed=options.seed, **chosen)
+    if options.weight is not None:
+        chosen["weight"] = getattr(loaded.module, options.weight)
+    return verify(loaded.value, *args, n=options.n, seed=options.seed, **chosen)
 
 
-def _check_arguments(loaded: Loaded, names: Sequence[str]) -> None:
-    """Raises FuncgaError if the file has nothing of these names, or if the first is not a tuple
-    of arguments.
-    """
-    variables = vars(loaded.module)
-    for name in names:
-        if name not in variables:
-            raise FuncgaError(
-                f"{loaded.module.__file__} has no `{name}`. A gradient function is called with the "
-                "arguments that its file has: args = (params, batch). --args NAME and --weight "
-                "NAME say other names."
-            )
-    if not isinstance(variables[names[0]], tuple | list):
+def _arguments(loaded: Loaded, name: str) -> tuple[Tree, ...]:
+    """The tuple of this name in the file. Raises FuncgaError if there is none."""
+    args = vars(loaded.module).get(name)
+    if not isinstance(args, tuple | list):
         raise FuncgaError(
-            f"`{names[0]}` is of type {type(variables[names[0]]).__name__}; it has to be a tuple: "
-            "(params, batch)."
+            f"{loaded.module.__file__} has no tuple `{name}`. A gradient function is called with "
+            "the arguments that its file has: args = (params, batch). --args NAME says another "
+            "name."
         )
+    return tuple(args)
 
 
 def run_plan(options: Namespace) -> int:
@@ -171,10 +149,8 @@ def run_plan(options: Namespace) -> int:
     Returns:
         The exit code: 0 if some number of micro-batches fits in memory, 1 if none does.
     """
-    definition = "step = funcga.accumulate(grad_fn, 1)"
-    loaded = load_object(options.step, definition, lambda value, _: callable(value))
-    _check_arguments(loaded, [options.args])
-    found = plan(loaded.value, *vars(loaded.module)[options.args], memory=options.memory)
+    loaded = load_object(options.step, "step = funcga.accumulate(grad_fn, 1)")
+    found = plan(loaded.value, *_arguments(loaded, options.args), memory=options.memory)
     print(found)
     _write_json(options, asdict(found))
     return 0 if found.fits else 1
@@ -202,24 +178,11 @@ def run_doctor(options: Namespace) -> int:
     # With --across all processes have the same to say.
     if os.environ.get("RANK", "0") == "0":
         print(watched)
-        _write_text(options, "json", watched.to_json)
+        if options.json:
+            options.json.write_text(watched.to_json(), encoding="utf-8")
     return 2 if watched.ok is None else int(not watched.ok)
 
 
 def _write_json(options: Namespace, figures: object) -> None:
-    _write_text(options, "json", lambda: json_text(figures) + "\n")
-
-
-def _write_text(options: Namespace, name: str, text: Callable[[], str]) -> None:
-    _write(options, name, lambda file: file.write_text(text(), encoding="utf-8"))
-
-
-def _write(options: Namespace, name: str, write: Callable[[Path], object]) -> None:
-    """Has a function write the file that an option names, if it was given."""
-    file = vars(options)[name]
-    if file is None:
-        return
-    try:
-        write(file)
-    except OSError as error:
-        raise FuncgaError(f"--{name}: {file} cannot be written: {error.strerror}") from error
+    if options.json:
+        options.json.write_text(json_text(figures) + "\n", encoding="utf-8")

@@ -71,25 +71,20 @@ class Report:
     @property
     def verdict(self) -> str:
         """A sentence: how many leaves are not close, and which one is the worst."""
-        worst, total, of = (
-            self.worst,
-            len(self.rows),
-            f"leaves of {self.names[0]} and {self.names[1]}",
-        )
+        worst, (left, right) = self.worst, self.names
         # Nothing compared is nothing shown to be close.
         if worst is None:
             return (
-                f"Nothing was compared: {self.names[0]} and {self.names[1]} have no leaves, or "
-                "only what the rules leave out."
+                f"Nothing was compared: {left} and {right} have no leaves, or only what the rules "
+                "leave out."
             )
-        close, where = (
-            sum(row.ok for row in self.rows),
-            f"`{worst.path}`" if worst.path else "the array",
-        )
-        summary = _summary(worst, self.names)
-        if close == total:
-            return f"{total} of {total} {of} are close; the worst, {where}, {summary}."
-        return f"{total - close} of {total} {of} are not close; {where} {summary}."
+        total, apart = len(self.rows), sum(not row.ok for row in self.rows)
+        leaves = f"of {total} leaves of {left} and {right} are"
+        where = f"`{worst.path}`" if worst.path else "the array"
+        said = _summary(worst, self.names)
+        if apart:
+            return f"{apart} {leaves} not close; {where} {said}."
+        return f"{total} {leaves} close; the worst, {where}, {said}."
 
     @property
     def tolerance(self) -> str:
@@ -108,29 +103,25 @@ class Report:
         """Raises AssertionError, with the worst leaves, unless the report is `ok`."""
         if not self.rows:
             raise AssertionError(self.verdict)
-        if not self.ok:
-            worst = [
-                row
-                for row in sorted(self.rows, key=lambda row: row.badness, reverse=True)
-                if not row.ok
-            ]
-            more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
-            shown = _text(worst[:_SHOWN], self.names)
-            raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{self._advice()}")
+        if self.ok:
+            return
+        beyond = [row for row in self.rows if not row.ok]
+        worst = sorted(beyond, key=lambda row: row.badness, reverse=True)
+        more = f"\n... and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+        shown = _text(worst[:_SHOWN], self.names)
+        advice = self._advice(beyond)
+        raise AssertionError(f"{self.verdict}\n{self.tolerance}\n{shown}{more}{advice}")
 
-    def _advice(self) -> str:
+    def _advice(self, beyond: Sequence[Row]) -> str:
         """The `atol` to use if every leaf that is not close is as small as the largest one's
         rounding.
         """
         # Rounding is relative to what was added up, which cancels: the largest leaf stands for
         # that.
-        beyond = [row for row in self.rows if not row.ok]
         largest = max(row.largest for row in self.rows)
-        rounding = [4 * tolerances.epsilon(row.dtype or "") * largest for row in beyond]
-        if not all(
-            row.absolute + row.largest <= most for row, most in zip(beyond, rounding, strict=True)
-        ):
-            return ""
+        for row in beyond:
+            if row.absolute + row.largest > 4 * tolerances.epsilon(row.dtype or "") * largest:
+                return ""
         # A little more, so that it suffices when it is rounded to two digits.
         atol = f"{1.1 * max(row.absolute for row in beyond):.1e}"
         return (
@@ -173,10 +164,13 @@ def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
+    path = row.path or "(the array)"
+    where = ""
+    if row.index is not None and row.values is not None:
+        values = [v if isinstance(v, str) else f"{v:.6g}" for v in row.values]
+        where = f"{_shape(row.index)}: {', '.join(values)}"
     return [
-        (row.path or "(the array)")
-        if row.path == row.left_path
-        else f"{row.path} ({row.left_path})",
+        path if row.path == row.left_path else f"{path} ({row.left_path})",
         _pair(row.shapes, _shape),
         _pair(row.dtypes, str),
         figure(row.absolute),
@@ -184,9 +178,7 @@ def _cells(row: Row) -> list[str]:
         figure(row.allowed),
         "" if row.ulps is None else f"{row.ulps:.3g}",
         "" if row.cosine is None else f"{row.cosine:.6g}",
-        ""
-        if row.index is None or row.values is None
-        else f"{_shape(row.index)}: {_values(row.values)}",
+        where,
         row.status if row.ok else f"! {row.status}{_counts(row)}",
     ]
 
@@ -198,10 +190,6 @@ def _pair(pair: tuple[T | None, T | None], spell: Callable[[T], str]) -> str:
 
 def _shape(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def _values(values: tuple[object, object]) -> str:
-    return ", ".join(value if isinstance(value, str) else f"{value:.6g}" for value in values)
 
 
 def _counts(row: Row) -> str:

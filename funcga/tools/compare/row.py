@@ -125,34 +125,13 @@ def _as_array(leaf: Array, path: str) -> Array:
         return leaf
     if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         return leaf
-    # An array of a matrix too, which no reshape makes flat.
-    array = np.asarray(leaf)
-    why = _unfit(leaf, array)
-    if why:
-        spelled = f"{array.dtype.name}[{', '.join(map(str, array.shape))}]"
-        raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {spelled}, {why}.")
-    return array
-
-
-def _unfit(leaf: Array, array: Array) -> str:
-    """Why an array cannot be compared, and what to pass instead; empty if it can."""
     if isinstance(leaf, np.ma.MaskedArray):
-        return (
-            "masked, and what is under a mask has no value. Pass x.filled(0), or the elements "
-            "alone: x.compressed()"
+        raise FuncgaError(
+            f"{f'`{path}`' if path else 'the array'} is masked, and what is under a mask has no "
+            "value. Pass x.filled(0), or the elements alone: x.compressed()."
         )
-    if array.dtype.names:
-        return (
-            "structured, with several values in each element. Pass its fields: "
-            f"x[{array.dtype.names[0]!r}]"
-        )
-    # Texts, bytes, dates and times are equal or not.
-    if array.dtype.kind == "O" or not (_has_numbers(array) or array.dtype.kind in "USTMm"):
-        return (
-            "whose elements are not numbers. Pass numbers, x.astype('float64'), or a list, whose "
-            "items are leaves"
-        )
-    return ""
+    # An array of a matrix too, which no reshape makes flat.
+    return np.asarray(leaf)
 
 
 def _has_numbers(array: Array) -> bool:
@@ -160,17 +139,13 @@ def _has_numbers(array: Array) -> bool:
 
 
 def _shape(leaf: Array) -> Shape | None:
-    return None if leaf is None else leaf.shape if isinstance(leaf, np.ndarray) else ()
+    return None if leaf is None else getattr(leaf, "shape", ())
 
 
 def _dtype(leaf: Array) -> str | None:
-    return (
-        None
-        if leaf is None
-        else leaf.dtype.name
-        if isinstance(leaf, np.ndarray)
-        else type(leaf).__name__
-    )
+    if isinstance(leaf, np.ndarray):
+        return str(leaf.dtype.name)
+    return None if leaf is None else type(leaf).__name__
 
 
 def _of_objects(row: Row, left: Array, right: Array) -> Row:
@@ -183,9 +158,8 @@ def _of_objects(row: Row, left: Array, right: Array) -> Row:
 
 def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     """The Row of two arrays at least one of which has no numbers: they are equal or not."""
-    if left.dtype.kind != right.dtype.kind or (
-        check_dtype and left.dtype != right.dtype and left.dtype.kind in "Mm"
-    ):
+    kind, is_of_units = left.dtype.kind, left.dtype.kind in "MmV"
+    if kind != right.dtype.kind or (check_dtype and is_of_units and left.dtype != right.dtype):
         return replace(row, status="dtype")
     apart = np.atleast_1d(left != right)
     if not apart.any():
@@ -229,15 +203,12 @@ def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
             finite = np.isfinite(x) & np.isfinite(y)
             ulps = max(ulps, float(_ulps(a[finite], b[finite]).max(initial=0)))
     largest = float(scales[1])
+    zeros = math.inf if worst > 0 else worst  # beside zeros: infinite, 0 or NaN
     index = None if position is None else _index(position, right.shape)
     compared = replace(
         row,
         absolute=worst,
-        relative=worst / largest
-        if largest
-        else math.inf
-        if worst > 0
-        else worst,  # of zeros: infinite, 0 or NaN
+        relative=worst / largest if largest else zeros,
         ulps=ulps if has_ulps else None,
         cosine=_cosine(left, right, scales),
         index=index,

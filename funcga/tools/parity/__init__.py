@@ -17,9 +17,6 @@ from funcga._types import LossFn, Tree
 from funcga.folds import Fold, mean
 from funcga.tools.trees.rules import Rule
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-"""The optimizers that parity trains with, by the names of both frameworks."""
-
 
 @dataclass(frozen=True)
 class Problem:

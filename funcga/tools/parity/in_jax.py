@@ -17,7 +17,7 @@ from funcga.tools.verify import in_jax
 from jax_backend.gradients import apply_updates as apply_updates
 
 PAD = 255
-"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+"""The token that fills a row up: the byte 0xFF, which is no letter."""
 
 
 @contextmanager
@@ -92,18 +92,18 @@ def cnn_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
     images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in
     this framework's layout, each a `kernel` and a `bias`.
     """
-    x = jax.nn.gelu(_conv(images[..., None], params["conv1"], "SAME"), approximate=False)
+    x = jax.nn.gelu(_conv(images[..., None], params["conv1"]), approximate=False)
     x = x.reshape(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4))
-    x = jax.nn.gelu(_conv(x, params["conv2"], "SAME"), approximate=False)
+    x = jax.nn.gelu(_conv(x, params["conv2"]), approximate=False)
     return _cross_entropy(
         x.mean((1, 2)) @ params["output"]["kernel"] + params["output"]["bias"], labels
     )
 
 
-def _conv(x: jax.Array, layer: Tree, padding: str) -> jax.Array:
+def _conv(x: jax.Array, layer: Tree) -> jax.Array:
     dimensions = ("NHWC", "HWIO", "NHWC")
     output = lax.conv_general_dilated(
-        x, layer["kernel"], (1, 1), padding, dimension_numbers=dimensions
+        x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dimensions
     )
     return jnp.asarray(output + layer["bias"])
 
@@ -141,11 +141,9 @@ def text_loss(params: Tree, tokens: jax.Array) -> jax.Array:
 
 
 def _block(x: jax.Array, block: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    normed = _standardize(x) * block["norm1_scale"] + block["norm1_bias"]
-    x = x + _attention(normed, block["qkv"]) @ block["out"].reshape(-1, x.shape[-1])
-    normed = _standardize(x) * block["norm2_scale"] + block["norm2_bias"]
-    hidden = jax.nn.gelu(normed @ block["up"] + block["up_bias"], approximate=False)
-    return x + hidden @ block["down"] + block["down_bias"], None
+    x = x + _attention(_standardize(x), block["qkv"]) @ block["out"].reshape(-1, x.shape[-1])
+    hidden = jax.nn.gelu(_standardize(x) @ block["up"], approximate=False)
+    return x + hidden @ block["down"], None
 
 
 def _attention(x: jax.Array, qkv: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from funcga.tools.verify.in_torch import precision as precision
 from torch_backend.parameters import apply_updates as apply_updates
 
 PAD = 255
-"""The token that fills a row up: the byte 0xFF, which no UTF-8 text contains."""
+"""The token that fills a row up: the byte 0xFF, which is no letter."""
 
 
 def optimizer(name: str) -> Transform:
@@ -95,12 +95,11 @@ def text_loss(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    normed = F.layer_norm(x, x.shape[-1:], block["norm1_scale"], block["norm1_bias"])
+    normed = F.layer_norm(x, x.shape[-1:])
     qkv = F.linear(normed, block["qkv"].flatten(1).T).reshape(*x.shape[:2], *block["qkv"].shape[1:])
     query, key, value = qkv.permute(2, 0, 3, 1, 4)
     # Padding stands at the end, so that causality already hides it from every token that counts.
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     x = x + F.linear(mixed.transpose(1, 2).flatten(2), block["out"].flatten(0, 1).T)
-    normed = F.layer_norm(x, x.shape[-1:], block["norm2_scale"], block["norm2_bias"])
-    hidden = F.gelu(F.linear(normed, block["up"].T, block["up_bias"]))
-    return x + F.linear(hidden, block["down"].T, block["down_bias"])
+    hidden = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), block["up"].T))
+    return x + F.linear(hidden, block["down"].T)

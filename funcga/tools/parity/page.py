@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from funcga.tools.compare.report import Report
 from funcga.tools.parity.report import as_text, conclusion
-from funcga.tools.parity.run import Compared, Findings
+from funcga.tools.parity.run import Compared, Run
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -29,44 +29,44 @@ _PAGE = """<!doctype html>
 """
 
 
-def page(every: Sequence[Findings]) -> str:
+def page(every: Sequence[Run]) -> str:
     """A page of all problems, with tables, verdicts and pictures; it loads nothing."""
     sections = [f"<p><strong>{escape(conclusion(every))}</strong></p>"]
-    for findings in every:
-        full = [c for c in findings.of("model") + findings.of("rounding") if c.micro_batch is None]
+    for run in every:
+        full = [c for c in run.of("model") + run.of("rounding") if c.micro_batch is None]
         leaves = "\n\n".join(f"{c.what}, {c.dtype}\n{c.report}" for c in full)
         sections += [
-            f"<h2>{escape(findings.problem.name)}</h2>",
-            f"<pre>{escape(as_text(findings))}</pre>",
-            _svg(findings),
+            f"<h2>{escape(run.problem.name)}</h2>",
+            f"<pre>{escape(as_text(run))}</pre>",
+            _svg(run),
             "<details><summary>Every leaf of the full batch</summary>",
             f"<pre>{escape(leaves)}</pre></details>",
         ]
     return _PAGE.format("\n".join(sections))
 
 
-def _svg(findings: Findings) -> str:
+def _svg(run: Run) -> str:
     """The picture of a problem as an element of a page."""
     text = io.StringIO()
     # Letters stay text, which can be searched; with a salt and without the date a picture is the
     # same each time.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": findings.problem.name}):
-        picture([findings]).savefig(text, format="svg", metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": run.problem.name}):
+        picture([run]).savefig(text, format="svg", metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 
 
-def picture(every: Sequence[Findings]) -> Figure:
+def picture(every: Sequence[Run]) -> Figure:
     """A figure with four axes for each problem: by n, by leaf, by micro-batch and by update."""
     whole = Figure(figsize=(14, 7.5 * len(every)), layout="constrained")
     parts = whole.subfigures(len(every), 1, squeeze=False)[:, 0]
-    for part, findings in zip(parts, every, strict=True):
-        result = "the same" if findings.ok else "DIFFERENT"
-        text = f"{findings.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
+    for part, run in zip(parts, every, strict=True):
+        result = "the same" if run.ok else "DIFFERENT"
+        text = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
         part.suptitle(text, fontweight="bold")
         panels = (_by_n, _by_leaf, _by_micro_batch, _by_update)
         for axes, panel in zip(part.subplots(2, 2).flatten(), panels, strict=True):
-            _draw(axes, panel(findings))
+            _draw(axes, panel(run))
     return whole
 
 
@@ -75,7 +75,8 @@ FLOOR = 1e-18
 
 
 class _Panel(NamedTuple):
-    """What one of the axes shows: the largest relative differences, by name and dtype.
+    """What one of the axes shows: the largest relative differences, by name and dtype, at each
+    tick.
 
     `reports` have the limits. `joined` is whether a line joins neighbouring points, as steps of one
     course. `empty` stands there if there is no series.
@@ -100,8 +101,8 @@ class _Panel(NamedTuple):
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
 
 
-def _by_n(findings: Findings) -> _Panel:
-    accumulated = [c for c in findings.of("accumulation") if c.n != 1]
+def _by_n(run: Run) -> _Panel:
+    accumulated = [c for c in run.of("accumulation") if c.n != 1]
     return _Panel(
         "accumulated vs full batch",
         "n, micro-batches",
@@ -113,10 +114,10 @@ def _by_n(findings: Findings) -> _Panel:
     )
 
 
-def _by_leaf(findings: Findings) -> _Panel:
-    full = [c for c in findings.of("model") if c.micro_batch is None]
+def _by_leaf(run: Run) -> _Panel:
+    full = [c for c in run.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison of the full batches.
-    full = full or [c for c in findings.of("accumulation") if c.n == len(findings.rows)]
+    full = full or [c for c in run.of("accumulation") if c.n == run.n]
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
     return _Panel(
         f"{full[0].what}, leaf by leaf",
@@ -127,8 +128,8 @@ def _by_leaf(findings: Findings) -> _Panel:
     )
 
 
-def _by_micro_batch(findings: Findings) -> _Panel:
-    model, n = findings.of("model"), len(findings.rows)
+def _by_micro_batch(run: Run) -> _Panel:
+    model, n = run.of("model"), run.n
     micro = [c for c in model if c.micro_batch is not None and n > 1]
     return _Panel(
         "torch vs JAX, each micro-batch",
@@ -140,14 +141,14 @@ def _by_micro_batch(findings: Findings) -> _Panel:
     )
 
 
-def _by_update(findings: Findings) -> _Panel:
-    trained = findings.trajectories
+def _by_update(run: Run) -> _Panel:
+    trained = run.of("training")
     updates = max((len(t.reports) for t in trained), default=0)
     return _Panel(
         "torch vs JAX, parameters in training",
         "update",
         [str(update) for update in range(1, updates + 1)],
-        {(t.optimizer, t.dtype): [report.most for report in t.reports] for t in trained},
+        {(t.training.optimizer, t.dtype): [report.most for report in t.reports] for t in trained},
         [t.reports[-1] for t in trained],
         joined=True,
     )

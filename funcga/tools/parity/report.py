@@ -5,26 +5,23 @@ from collections.abc import Iterator, Sequence
 
 from funcga.tools.compare.report import Report, figure
 from funcga.tools.compare.row import Row
-from funcga.tools.parity.run import CAUSES, Compared, Findings, Trajectory
+from funcga.tools.parity.run import CAUSES, Compared, Run
 from funcga.tools.parity.sides import named
 from funcga.tools.reports.commands import versions
 from funcga.tools.reports.tables import text_table
+from funcga.tools.verify.causes import Cause
 
 
-def as_text(findings: Findings) -> str:
+def as_text(run: Run) -> str:
     """What a problem is, its table and its verdict."""
-    headings = ["cause", "what is compared", *findings.dtypes, "worst at", ""]
-    sentences = [f"{findings.problem.name}: {sentence}" for sentence in verdict(findings)]
-    table = text_table([headings, *_lines(findings)])
-    return "\n".join([_title(findings), table, *sentences])
-
-
-def _title(findings: Findings) -> str:
-    problem, rows, weights = findings.problem, findings.rows, findings.weights
+    problem, rows, weights = run.problem, run.first.rows, run.first.weights
     about = f"{problem.name}: {problem.about}" if problem.about else problem.name
     each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
     weighted = "" if problem.weight is None else f", of weights {_span(weights)}"
-    return f"{about}\n{each}{weighted}"
+    headings = ["cause", "what is compared", *run.dtypes, "worst at", ""]
+    table = text_table([headings, *_lines(run)])
+    sentences = [f"{problem.name}: {sentence}" for sentence in verdict(run)]
+    return "\n".join([about, each + weighted, table, *sentences])
 
 
 def _span(sizes: Sequence[float]) -> str:
@@ -32,46 +29,29 @@ def _span(sizes: Sequence[float]) -> str:
     return f"{least:g}" if least == most else f"{least:g}..{most:g}"
 
 
-def _lines(findings: Findings) -> Iterator[list[str]]:
+def _lines(run: Run) -> Iterator[list[str]]:
     """The cells of a line for all comparisons of one kind: in each dtype the one that differs most
     is shown, against its limit.
     """
     kinds: dict[tuple[str, str], list[Compared]] = {}
     for cause in CAUSES:
-        for compared in findings.of(cause):
+        for compared in run.of(cause):
             kinds.setdefault((cause, compared.what), []).append(compared)
     for (cause, what), kind in kinds.items():
-        kind = sorted(kind, key=lambda c: c.report.badness)
+        kind.sort(key=lambda c: c.report.badness)
         # The last one of each dtype, the worst, is the one that stays in the dict.
         reports = {c.dtype: c.report for c in kind}
-        yield _line(findings, cause, what, reports, _where(kind[-1]), kind)
-    for optimizer in dict.fromkeys(t.optimizer for t in findings.trajectories):
-        runs = [t for t in findings.trajectories if t.optimizer == optimizer]
-        # The first to diverge, in whichever dtype; one that does not is behind all that do.
-        first = min(runs, key=lambda t: t.diverges or len(t.reports) + 1)
-        where = f"{_path(first.decisive)}, update {first.diverges or len(first.reports)}"
-        reports = {t.dtype: t.decisive for t in runs}
-        what = f"{optimizer}, {len(first.reports)} updates"
-        yield _line(findings, "training", what, reports, where, runs)
-
-
-def _line(
-    findings: Findings,
-    cause: str,
-    what: str,
-    reports: dict[str, Report],
-    where: str,
-    kind: Sequence[Compared | Trajectory],
-) -> list[str]:
-    figures = [_figures(reports[dtype]) if dtype in reports else "" for dtype in findings.dtypes]
-    wrong = any(not result.ok and not findings.is_explained(result) for result in kind)
-    within = all(result.ok for result in kind)
-    status = "within" if within else "BEYOND" if wrong else "rounding"
-    return [cause, what, *figures, where, status]
+        figures = [_figures(reports[dtype]) if dtype in reports else "" for dtype in run.dtypes]
+        status = "BEYOND" if any(map(run.is_wrong, kind)) else "rounding"
+        if all(result.ok for result in kind):
+            status = "within"
+        yield [cause, what, *figures, _where(kind[-1]), status]
 
 
 def _where(compared: Compared) -> str:
     path = _path(compared.report)
+    if compared.cause == "training":
+        return f"{path}, update {compared.training.update}"
     if compared.micro_batch is not None:
         return f"{path}, micro-batch {compared.micro_batch + 1}"
     return f"{path}, n={compared.n}" if compared.cause == "accumulation" else path
@@ -93,14 +73,13 @@ def _figures(report: Report) -> str:
     return f"{figure(row.relative)}{limit}"
 
 
-def conclusion(every: Sequence[Findings]) -> str:
+def conclusion(every: Sequence[Run]) -> str:
     """The last line: whether all problems are the same."""
-    different = [findings.problem.name for findings in every if not findings.ok]
+    different = [run.problem.name for run in every if not run.ok]
     if different:
         return f"Verdict: DIFFERENT: {', '.join(different)}."
     # Of every leaf in everything that was compared, update by update.
-    reports = [c.report for f in every for c in f.compared]
-    reports += [report for f in every for t in f.trajectories for report in t.reports]
+    reports = [report for run in every for c in run.results for report in c.reports]
     within = [row.ok for report in reports for row in report.rows]
     if all(within):
         count, others = f"All {len(within):,}", ""
@@ -109,73 +88,79 @@ def conclusion(every: Sequence[Findings]) -> str:
     return f"Verdict: the same. {count} differences of a leaf are within their limits{others}."
 
 
-def as_json(every: Sequence[Findings]) -> dict[str, object]:
+def as_json(every: Sequence[Run]) -> dict[str, object]:
     """All results, for JSON."""
     return {
-        "ok": all(findings.ok for findings in every),
+        "ok": all(run.ok for run in every),
         "versions": versions(),
         "causes": CAUSES,
-        "problems": [_findings_as_json(findings) for findings in every],
+        "problems": [_run_as_json(run) for run in every],
     }
 
 
-def _findings_as_json(findings: Findings) -> dict[str, object]:
+def _run_as_json(run: Run) -> dict[str, object]:
+    results = [(c, _as_json(run, c)) for c in run.results]
     return {
-        "problem": findings.problem.name,
-        "about": findings.problem.about,
-        "fold": repr(findings.problem.fold),
-        "ok": findings.ok,
-        "verdict": verdict(findings),
-        "reduction": findings.reduction,
-        "microbatch_rows": findings.rows,
-        "microbatch_weights": findings.weights,
-        "losses": findings.losses,
-        "compared": [
-            {**_fields(findings, compared, "report"), **compared.report.as_dict()}
-            for compared in findings.compared
-        ],
-        "training": [
-            {
-                **_fields(findings, t, "reports", "aside"),
-                "diverges": t.diverges,
-                "worst": [report.most for report in t.reports],
-                "last": t.reports[-1].as_dict(),
-            }
-            for t in findings.trajectories
-        ],
+        "problem": run.problem.name,
+        "about": run.problem.about,
+        "fold": repr(run.problem.fold),
+        "ok": run.ok,
+        "verdict": verdict(run),
+        "reduction": run.first.reduction,
+        "microbatch_rows": run.first.rows,
+        "microbatch_weights": run.first.weights,
+        "losses": {
+            dtype: {side.framework: float(side.whole.loss) for side in sides}
+            for dtype, sides in run.sides.items()
+        },
+        "compared": [figures for c, figures in results if c.cause != "training"],
+        "training": [figures for c, figures in results if c.cause == "training"],
     }
 
 
-def _fields(findings: Findings, result: Compared | Trajectory, *but: str) -> dict[str, object]:
-    fields = {name: value for name, value in result._asdict().items() if name not in but}
-    return {**fields, "ok": result.ok, "explained": not result.ok and findings.is_explained(result)}
+def _as_json(run: Run, result: Compared) -> dict[str, object]:
+    """The figures of a result: its fields, and those of its reports."""
+    common = {"dtype": result.dtype, "n": result.n, "ok": result.ok}
+    common["explained"] = not result.ok and run.is_explained(result)
+    training = result.training
+    if result.cause != "training":
+        fields = result._asdict()
+        del fields["report"], fields["training"]
+        return {**fields, **result.report.as_dict(), **common}
+    return {
+        **common,
+        "optimizer": training.optimizer,
+        "losses": training.losses,
+        "diverges": None if result.ok else training.update,
+        "worst": [report.most for report in training.reports],
+        "last": training.reports[-1].as_dict(),
+    }
 
 
-def verdict(findings: Findings) -> list[str]:
+def verdict(run: Run) -> list[str]:
     """The verdict in sentences. The first one is on the first cause that is found: the others may
     follow from it.
     """
-    if findings.ok:
-        return [_agreement(findings), *_aside(findings)]
-    accumulation, model = [*_accumulation(findings)], [*_model(findings)]
+    if run.ok:
+        return [_agreement(run), *_aside(run)]
+    accumulation, model = [*_accumulation(run)], [*_model(run)]
     # A loss that decomposes in one framework alone is another loss there.
-    first = [*model, *accumulation] if _is_in_one(findings) else [*accumulation, *model]
-    causes = [*_fold(findings), *first, *_rounding(findings), *_training(findings)]
-    return [*causes, *_aside(findings)]
+    first = [*model, *accumulation] if _is_in_one(run) else [*accumulation, *model]
+    return [*_fold(run), *first, *_rounding(run), *_training(run), *_aside(run)]
 
 
-def _wrong(findings: Findings, cause: str) -> list[Compared]:
-    return [c for c in findings.wrong if isinstance(c, Compared) and c.cause == cause]
+def _wrong(run: Run, cause: str) -> list[Compared]:
+    return [c for c in run.wrong if c.cause == cause]
 
 
-def _is_in_one(findings: Findings) -> bool:
+def _is_in_one(run: Run) -> bool:
     # The full batches differ too, so one loss is not the other.
-    frameworks = {compared.framework for compared in _wrong(findings, "accumulation")}
-    return len(frameworks) == 1 and bool(_wrong(findings, "model"))
+    frameworks = {compared.framework for compared in _wrong(run, "accumulation")}
+    return len(frameworks) == 1 and bool(_wrong(run, "model"))
 
 
-def _fold(findings: Findings) -> Iterator[str]:
-    wrong = _wrong(findings, "fold")
+def _fold(run: Run) -> Iterator[str]:
+    wrong = _wrong(run, "fold")
     if wrong:
         worst = _most(wrong)
         yield (
@@ -184,123 +169,115 @@ def _fold(findings: Findings) -> Iterator[str]:
         )
 
 
-def _accumulation(findings: Findings) -> Iterator[str]:
-    wrong = _wrong(findings, "accumulation")
+def _accumulation(run: Run) -> Iterator[str]:
+    wrong = _wrong(run, "accumulation")
     if not wrong:
         return
-    worst = _most(wrong)
-    labels = list(dict.fromkeys(str(compared.framework) for compared in wrong))
-    is_all = len(labels) == len(findings.problem.losses)
-    where = "this loss" if is_all else f"the loss of {labels[0]}"
+    worst, is_in_one, verdicts = _most(wrong), _is_in_one(run), run.verified.values()
+    labels = {compared.framework for compared in wrong}
+    label = worst.framework if len(labels) < len(run.problem.losses) else None
+    where = f"the loss of {label}" if label else "this loss"
     text = (
         f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by "
         f"{_worst(worst)}"
     )
-    verdicts = findings.verified.values()
     if verdicts and all(verdict.ok for verdict in verdicts):
         notes = [note for verdict in verdicts for note in verdict.notes]
         yield (
-            f"{text[0].upper()}{text[1:]}, and verify finds no mistake in {where}: it is the "
-            f"rounding of something inside that computes in less than {worst.dtype}."
+            f"Accumulated {text}, and verify finds no mistake in {where}: it is the rounding of "
+            f"something inside that computes in less than {worst.dtype}."
             + "".join(f" ({note}.)" for note in notes[:1])
         )
         return
-    yield f"Accumulation is not exact for {where} with {named(findings.problem.fold)}: {text}."
-    if _is_in_one(findings):
+    yield f"Accumulation is not exact for {where} with {named(run.problem.fold)}: {text}."
+    if is_in_one:
         yield (
-            f"The other framework's is exact: the loss of {labels[0]} divides by something else, "
-            f"or couples its rows. Change the loss of {labels[0]}; or, if that is the right one, "
-            "the other one, and then fold= and weight= of the Problem, which are for both."
+            f"The other framework's is exact: {where} divides by something else, or couples its "
+            f"rows. Change {where}; or, if that is the right one, the other one, and then fold= "
+            "and weight= of the Problem, which are for both."
         )
-    # Both frameworks usually have the same causes, which are said once.
-    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
-    for cause in causes.values():
-        line = f"For the loss of {labels[0]} alone" if _is_in_one(findings) else "To fix it"
-        yield f"{cause.what} {line}: {cause.fix}"
+    line = f"For {where} alone" if is_in_one else "To fix it"
+    yield from (f"{cause.what} {line}: {cause.fix}" for cause in _causes(run).values())
 
 
-def _model(findings: Findings) -> Iterator[str]:
-    wrong = _wrong(findings, "model")
+def _causes(run: Run) -> dict[str, Cause]:
+    """The causes that verify has found, by name: both frameworks usually have the same."""
+    causes = [cause for verdict in run.verified.values() for cause in verdict.causes]
+    return {cause.name: cause for cause in causes}
+
+
+def _model(run: Run) -> Iterator[str]:
+    wrong = _wrong(run, "model")
     if not wrong:
         return
     # The run ends with float64: the finest dtype in which they differ says most.
     finest = wrong[-1].dtype
-    wrong = [compared for compared in wrong if compared.dtype == finest]
-    where = _which([compared for compared in findings.of("model") if compared.dtype == finest])
-    text = f"The models differ, in {finest}: {where}. {_how(wrong)}"
-    agree = f" In {findings.finest} they agree, so it is not mere rounding."
-    yield text if finest == findings.finest else text + agree
+    compared = [c for c in run.of("model") if c.dtype == finest]
+    first = next(c for c in wrong if c.dtype == finest)
+    text = f"The models differ, in {finest}: {_which(compared)}. {_how(first.report)}"
+    agree = f" In {run.finest} they agree, so it is not mere rounding."
+    yield text if finest == run.finest else text + agree
 
 
 def _which(compared: list[Compared]) -> str:
     """In which micro-batches."""
     # The comparison of the full batch has no micro-batch.
-    parts = [c for c in compared if c.micro_batch is not None]
-    wrong = [c for c in parts if not c.ok]
+    parts = {c.micro_batch + 1: c.ok for c in compared if c.micro_batch is not None}
+    wrong = [str(number) for number, ok in parts.items() if not ok]
     if len(wrong) == len(parts):
         return "in every micro-batch"
     if not wrong:
         return "in the full batch, but in none of its micro-batches"
-    numbers = ", ".join(str((c.micro_batch or 0) + 1) for c in wrong[:6]) + (
-        ", ..." if len(wrong) > 6 else ""
-    )
-    noun = "micro-batch" if len(wrong) == 1 else "micro-batches"
+    numbers = ", ".join(wrong[:6]) + ", ..." * (len(wrong) > 6)
     return (
-        f"in {noun} {numbers} of {len(parts)}, and not in the others: look at what those rows have"
+        f"in micro-batch {numbers} of {len(parts)}, and not in the others: look at what those "
+        "rows have"
     )
 
 
-def _how(wrong: list[Compared]) -> str:
+def _how(report: Report) -> str:
     """In which leaves, and in what way."""
-    beyond = [row for row in wrong[0].report.rows if not row.ok]
-    unmatched = [
-        f"{row.path} ({row.status})"
-        for row in beyond
-        if row.status in ("missing", "extra", "shape")
-    ]
+    beyond, total = [row for row in report.rows if not row.ok], len(report.rows) - 1
+    unmatched = [row for row in beyond if row.status in ("missing", "extra", "shape")]
     if unmatched:
-        return f"The parameters do not match: {', '.join(unmatched)}."
-    not_finite = [row for row in beyond if row.status in ("nan", "inf")]
-    if not_finite:
-        return _not_finite(not_finite[0])
-    leaves, total = [row for row in beyond if row.path != "loss"], len(wrong[0].report.rows) - 1
+        names = ", ".join(f"{row.path} ({row.status})" for row in unmatched)
+        return f"The parameters do not match: {names}."
+    for row in beyond:
+        if row.status in ("nan", "inf"):
+            return _not_finite(row)
+    return _how_much(beyond, total)
+
+
+def _how_much(beyond: list[Row], total: int) -> str:
+    """How the loss or the gradients differ by numbers alone, in the rows that are beyond."""
+    leaves = [row for row in beyond if row.path != "loss"]
     count = f"beyond the limit are {len(leaves)} of {total} gradients"
-    if leaves and len(leaves) == len(beyond):
+    if len(leaves) < len(beyond):
+        text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
+    else:
         text = f"The loss is the same and its gradient is not; {count}"
         if len(leaves) < total:
             text += f", the last of them {leaves[-1].path}: backward passes come to it first"
-    else:
-        text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
-    # Leaves that do not match, and NaN, are said above; here all differ by numbers.
     factor = _factor(beyond)
     if factor is not None:
         return (
             f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean "
             "against a sum."
         )
-    return f"{text}{_most_in(leaves)}.{_hint(beyond, leaves)}"
-
-
-def _most_in(leaves: list[Row]) -> str:
     worst = sorted(leaves, key=lambda row: row.relative, reverse=True)[:3]
-    most = ", ".join(f"{row.path} ({row.relative:.1e})" for row in worst)
-    return f"; most in {most}" if most else ""
-
-
-def _hint(beyond: list[Row], leaves: list[Row]) -> str:
-    # The loss is the first of the rows. If it is the same, or very different, it is no such
-    # constant.
+    if worst:
+        text += "; most in " + ", ".join(f"{row.path} ({row.relative:.1e})" for row in worst)
+    # If the loss is the same, or very different, it is no such constant.
     if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:
-        return ""
+        return f"{text}."
     return (
-        " A difference this small often comes from a constant or an approximation: the eps of a "
-        "normalisation, tanh for erf in GELU."
+        f"{text}. A difference this small often comes from a constant or an approximation: the eps "
+        "of a normalisation, tanh for erf in GELU."
     )
 
 
 def _not_finite(row: Row) -> str:
-    counts = row.nans if row.status == "nan" else row.infs
-    kind = {"nan": "NaN", "inf": "infinities"}[row.status]
+    kind, counts = {"nan": ("NaN", row.nans), "inf": ("infinities", row.infs)}[row.status]
     where = "both" if all(counts) else "torch" if counts[0] else "JAX"
     return f"{row.path} has {kind} in {where}: {counts[0]} in torch, {counts[1]} in JAX."
 
@@ -319,31 +296,34 @@ def _factor(rows: list[Row]) -> float | None:
     return ratios[0] if is_factor else None
 
 
-def _rounding(findings: Findings) -> Iterator[str]:
-    wrong = [c for c in _wrong(findings, "rounding") if math.isfinite(c.report.most)]
+def _rounding(run: Run) -> Iterator[str]:
+    wrong = [c for c in _wrong(run, "rounding") if math.isfinite(c.report.most)]
     if wrong:
         worst = _most(wrong)
         yield (
             f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding "
-            f"explains in sums of {findings.reduction} terms, and more than rounded arguments "
+            f"explains in sums of {run.first.reduction} terms, and more than rounded arguments "
             f"would do: something in this loss computes in less than {worst.dtype}."
         )
 
 
-def _training(findings: Findings) -> Iterator[str]:
-    wrong = [result for result in findings.wrong if isinstance(result, Trajectory)]
+def _training(run: Run) -> Iterator[str]:
+    wrong = sorted(_wrong(run, "training"), key=lambda c: c.training.update)
     if not wrong:
         return
-    wrong.sort(key=lambda t: t.diverges or 0)
-    each = ", ".join(f"{t.optimizer} ({t.dtype}) from update {t.diverges} on" for t in wrong)
-    text = f"The training diverges: {each}; first {_path(wrong[0].decisive)}."
+    text = f"The training diverges: {', '.join(map(_divergence, wrong))}"
+    text += f"; first {_path(wrong[0].report)}."
     same = " The gradients agree, so compare what the two optimizers do with them."
-    yield text if _wrong(findings, "model") else text + same
+    yield text if _wrong(run, "model") else text + same
 
 
-def _aside(findings: Findings) -> Iterator[str]:
+def _divergence(c: Compared) -> str:
+    return f"{c.training.optimizer} ({c.dtype}) from update {c.training.update} on"
+
+
+def _aside(run: Run) -> Iterator[str]:
     """The parameters that are left out of the training."""
-    aside = dict.fromkeys(path for t in findings.trajectories for path in t.aside)
+    aside = dict.fromkeys(path for c in run.results for path in c.training.aside)
     if aside:
         names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
         yield (
@@ -352,25 +332,26 @@ def _aside(findings: Findings) -> Iterator[str]:
         )
 
 
-def _agreement(findings: Findings) -> str:
+def _agreement(run: Run) -> str:
     """The verdict on a problem that is the same everywhere."""
-    finest = [c for c in findings.compared if c.dtype == findings.finest]
-    accumulated = [c.report.most for c in finest if c.cause == "accumulation"]
-    between = [c.report.most for c in finest if c.cause == "model"]
-    text = f"The same. In {findings.finest} accumulated is the full batch to {max(accumulated):.0e}"
+    accumulated, between = (
+        [c.report.most for c in run.of(cause) if c.dtype == run.finest]
+        for cause in ("accumulation", "model")
+    )
+    text = f"The same. In {run.finest} accumulated is the full batch to {max(accumulated):.0e}"
     if between:
         text += f", and torch is JAX to {max(between):.0e}"
-    if len(finest) < len(findings.compared):
+    if len(run.dtypes) > 1:
         text += "; what is left in less precision is rounding"
     # What is beyond its limit is explained, or the problem would not be the same.
-    large = [c for c in findings.of("rounding") if not c.ok]
+    large = [c for c in run.of("rounding") if not c.ok]
     if large:
         text += f", which this loss makes large: {_worst(_most(large))}, as rounded arguments do"
-    grown = next((t for t in findings.trajectories if not t.ok), None)
-    if grown:
-        where = f"{grown.optimizer}, {grown.dtype}: from update {grown.diverges} on"
-        text += f", which training makes larger ({where})"
-    return text + "."
+    for c in run.of("training"):
+        if not c.ok:
+            where = f"{c.training.optimizer}, {c.dtype}: from update {c.training.update} on"
+            return f"{text}, which training makes larger ({where})."
+    return f"{text}."
 
 
 def _most(compared: list[Compared]) -> Compared:

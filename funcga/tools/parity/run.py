@@ -4,8 +4,8 @@ difference.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from funcga.tools.compare import compare
 from funcga.tools.compare.report import Report
 from funcga.tools.compare.tolerances import epsilon
 from funcga.tools.parity import Problem
-from funcga.tools.parity.sides import Result, Side, fold_by_hand, fold_in_framework
+from funcga.tools.parity.sides import Side, fold_by_hand, fold_in_framework
 from funcga.tools.verify import Verdict
 
 CAUSES = {
@@ -43,6 +43,32 @@ that is asked for each.
 """
 
 
+class Training(NamedTuple):
+    """What one optimizer makes of the parameters in both frameworks.
+
+    Attributes:
+        optimizer: The name of the optimizer.
+        losses: The mean loss of every update, in torch.
+        reports: The comparison of the parameters after every update.
+        aside: The parameters that are left out: their gradient is 0 except for rounding, which
+            Adam divides by itself.
+    """
+
+    optimizer: str
+    losses: list[float]
+    reports: list[Report]
+    aside: list[str]
+
+    @property
+    def update(self) -> int:
+        """The first update, from 1, after which a leaf is beyond its limit, or else the last."""
+        beyond = [update for update, report in enumerate(self.reports, 1) if not report.ok]
+        return min(beyond, default=len(self.reports))
+
+
+_NONE = Training("", [], [], [])
+
+
 class Compared(NamedTuple):
     """Two results, compared leaf by leaf.
 
@@ -51,9 +77,10 @@ class Compared(NamedTuple):
         what: What is compared, in words.
         dtype: The dtype of the run.
         n: The number of micro-batches; None for the full batch.
-        report: The comparison.
+        report: The comparison; of a training, that of the parameters after `training.update`.
         framework: The framework of both results, as it is written; None for one against the other.
         micro_batch: Which micro-batch, from 0; None for all of them.
+        training: All updates of a training; empty for any other cause.
     """
 
     cause: str
@@ -63,131 +90,22 @@ class Compared(NamedTuple):
     report: Report
     framework: str | None = None
     micro_batch: int | None = None
+    training: Training = _NONE
 
     @property
     def ok(self) -> bool:
         """Whether every leaf is within its limit."""
         return self.report.ok
 
-
-class Trajectory(NamedTuple):
-    """One optimizer in one dtype: the parameters of torch and JAX compared after every update.
-
-    Attributes:
-        optimizer: The name of the optimizer.
-        dtype: The dtype of the run.
-        n: The number of micro-batches of an update, at most 4.
-        losses: The mean loss of every update, in torch.
-        reports: The comparison of the parameters after every update.
-        aside: The parameters that are left out: their gradient is 0 except for rounding, which
-            Adam divides by itself.
-    """
-
-    optimizer: str
-    dtype: str
-    n: int
-    losses: list[float]
-    reports: list[Report]
-    aside: tuple[str, ...] = ()
-
     @property
-    def diverges(self) -> int | None:
-        """The first update, from 1, after which a leaf is beyond its limit; None if there is
-        none.
-        """
-        return next(
-            (update for update, report in enumerate(self.reports, 1) if not report.ok), None
-        )
-
-    @property
-    def decisive(self) -> Report:
-        """The report of the update after which they diverge, or else of the last one."""
-        return self.reports[(self.diverges or len(self.reports)) - 1]
-
-    @property
-    def ok(self) -> bool:
-        """Whether the two stay together."""
-        return self.diverges is None
+    def reports(self) -> list[Report]:
+        """All of its reports, one for each update of a training."""
+        return self.training.reports or [self.report]
 
 
-class Findings(NamedTuple):
-    """The results of a run.
-
-    Attributes:
-        problem: The problem.
-        dtypes: The dtypes of the run, the finest one last.
-        reduction: The number of terms of a sum, for the limits.
-        rows: The rows of each micro-batch, of the largest n.
-        weights: Their weights.
-        losses: The loss of the full batch, by dtype and framework.
-        compared: The comparisons.
-        trajectories: The training runs.
-        verified: The verdict of `verify` on each framework whose accumulation is not exact.
-        conditioning: By dtype, how far the float64 gradient moves if its arguments are rounded to
-            that dtype.
-    """
-
-    problem: Problem
-    dtypes: Sequence[str]
-    reduction: int
-    rows: list[int]
-    weights: list[float]
-    losses: dict[str, dict[str, float]]
-    compared: list[Compared]
-    trajectories: list[Trajectory]
-    verified: dict[str, Verdict]
-    conditioning: dict[str, float]
-
-    def of(self, cause: str) -> list[Compared]:
-        """The comparisons for a cause."""
-        return [compared for compared in self.compared if compared.cause == cause]
-
-    @property
-    def finest(self) -> str:
-        """The dtype that the others are compared with."""
-        return self.dtypes[-1]
-
-    def is_explained(self, result: Compared | Trajectory) -> bool:
-        """Whether rounding, amplified by the loss or by training, explains that a result is beyond
-        its limit.
-        """
-        # There is no conditioning for float64, where nothing is explained; and a fold is exact.
-        if result.dtype not in self.conditioning:
-            return False
-        if isinstance(result, Trajectory):
-            return self._training_is_explained(result)
-        # In float64 the same is within its limit, and here it is no more than 10 times what
-        # rounding the arguments alone changes. NaN and infinity are not small.
-        small = result.report.most <= 10 * self.conditioning[result.dtype]
-        exact = all(c.ok for c in self.of(result.cause) if c.dtype == "float64")
-        return result.cause != "fold" and small and exact
-
-    def _training_is_explained(self, trajectory: Trajectory) -> bool:
-        # The gradients are within their limits or explained, and in float64 training is within its
-        # own.
-        optimizer, dtype = trajectory.optimizer, trajectory.dtype
-        exact = all(
-            t.ok for t in self.trajectories if (t.optimizer, t.dtype) == (optimizer, "float64")
-        )
-        gradients = [c for c in self.compared if c.dtype == dtype]
-        finite = math.isfinite(trajectory.reports[-1].most)
-        return finite and exact and all(c.ok or self.is_explained(c) for c in gradients)
-
-    @property
-    def wrong(self) -> list[Compared | Trajectory]:
-        """The results that are beyond their limits, and not explained by rounding."""
-        results: list[Compared | Trajectory] = [*self.compared, *self.trajectories]
-        return [result for result in results if not (result.ok or self.is_explained(result))]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing differs except by rounding."""
-        return not self.wrong
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """The run of a problem: take all `results`, then make the `findings`.
+    """The run of a problem: take all of `compute`, then ask what was found.
 
     Args:
         problem: The problem.
@@ -195,6 +113,7 @@ class Run:
         ns: The numbers of micro-batches.
         updates: The number of training updates of each optimizer.
         device: The device of both frameworks.
+        results: What has been compared, to which `compute` adds.
 
     Raises:
         FuncgaError: If parts of the problem do not fit.
@@ -205,6 +124,7 @@ class Run:
     ns: Sequence[int]
     updates: int
     device: str = "cpu"
+    results: list[Compared] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -214,14 +134,24 @@ class Run:
     @cached_property
     def sides(self) -> dict[str, list[Side]]:
         """The sides of the problem, by dtype."""
-        make = partial(Side, self.problem, n=self.n, device=self.device)
+        problem = self.problem
         return {
-            dtype: [make(framework=name, dtype=dtype) for name in self.problem.losses]
+            dtype: [Side(problem, name, dtype, self.n, self.device) for name in problem.losses]
             for dtype in self.dtypes
         }
 
-    def results(self) -> Iterator[Compared | Trajectory]:
+    @property
+    def first(self) -> Side:
+        """The first side, whose rows and weights are those of all."""
+        return self.sides[self.dtypes[0]][0]
+
+    def compute(self) -> Iterator[Compared]:
         """Computes and compares, one result after the other."""
+        for result in self._compared():
+            self.results.append(result)
+            yield result
+
+    def _compared(self) -> Iterator[Compared]:
         for sides in self.sides.values():
             for side in sides:
                 yield from self._accumulated(side)
@@ -243,31 +173,26 @@ class Run:
             yield Compared("accumulation", what, side.dtype, n, report, side.label)
 
     def _model(self, torch: Side, jax: Side) -> Iterator[Compared]:
-        def between(left: Result, right: Result) -> Report:
-            return torch.report(left, right, ("torch", "JAX"), self.problem.rules)
-
-        report = between(torch.whole, jax.whole)
+        names, rules = ("torch", "JAX"), self.problem.rules
+        report = torch.report(torch.whole, jax.whole, names, rules)
         yield Compared("model", "torch vs JAX, full", torch.dtype, None, report)
         pairs = zip(torch.micro_batches, jax.micro_batches, strict=True)
         for index, (left, right) in enumerate(pairs):
-            report, what = between(left, right), "torch vs JAX, micro"
+            report, what = torch.report(left, right, names, rules), "torch vs JAX, micro"
             yield Compared("model", what, torch.dtype, self.n, report, micro_batch=index)
 
     def _folded(self, side: Side, first: Side) -> Iterator[Compared]:
         # All fold the micro-batch gradients of the first framework, so what differs is the fold.
-        results, names = first.micro_batches, (side.label, "NumPy")
-        stacked = {
-            path: np.stack([result.gradient[path] for result in results])
-            for path in results[0].gradient
-        }
-        folded = fold_in_framework(side, stacked, first.weights)
-        by_hand = fold_by_hand(self.problem.fold, stacked, first.weights)
+        gradients, label = [result.gradient for result in first.micro_batches], side.label
+        stacked = {path: np.stack([each[path] for each in gradients]) for path in gradients[0]}
+        fold, sums = fold_in_framework(side, stacked, first.weights)
+        fold_of_numpy, sums_of_numpy = fold_by_hand(self.problem.fold, stacked, first.weights)
         # The fold is exact to rounding, and plain sums in the same order to the last bit.
-        fold = side.compared(folded.fold, by_hand.fold, names, reduction=self.n)
-        sums = compare(folded.sums, by_hand.sums, rtol=0, names=names)
-        label, dtype = side.label, side.dtype
-        yield Compared("fold", f"{label} vs NumPy", dtype, self.n, fold, label)
-        yield Compared("fold", f"{label}, plain sums", dtype, self.n, sums, label)
+        names = (label, "NumPy")
+        report = side.compared(fold, fold_of_numpy, names, self.n)
+        yield Compared("fold", f"{label} vs NumPy", side.dtype, self.n, report, label)
+        report = compare(sums, sums_of_numpy, rtol=0, names=names)
+        yield Compared("fold", f"{label}, plain sums", side.dtype, self.n, report, label)
 
     def _rounded(self, side: Side) -> Iterator[Compared]:
         for exact in self.sides.get("float64", ()):
@@ -277,64 +202,89 @@ class Run:
                 what = f"{side.label} vs float64"
                 yield Compared("rounding", what, side.dtype, None, report, side.label)
 
-    def _trained(self, sides: Sequence[Side], optimizer: str) -> Trajectory:
+    def _trained(self, sides: Sequence[Side], optimizer: str) -> Compared:
         left, right = sides
         # Adam divides a gradient by its own size: one that is rounding alone becomes an update of
         # full size.
         aside = [_zeros(side) if "adam" in optimizer else [] for side in sides]
-        runs = [
-            _updates(side, optimizer, self.updates, out)
-            for side, out in zip(sides, aside, strict=True)
-        ]
-        names, losses, reports = (left.label, right.label), [], []
-        for update, ((loss, params), (_, others)) in enumerate(zip(*runs, strict=True), 1):
-            losses.append(loss)
+        training = Training(optimizer, [], [], aside[0])
+        runs = (_updates(left, optimizer, aside[0]), _updates(right, optimizer, aside[1]))
+        pairs = islice(zip(*runs, strict=True), self.updates)
+        for update, ((loss, params), (_, others)) in enumerate(pairs, 1):
             # Every update adds the rounding of its gradient.
-            terms, rules = left.reduction * update, self.problem.rules
-            reports.append(left.compared(params, others, names, terms, rules))
-        n = min(self.n, _WINDOW)
-        return Trajectory(optimizer, left.dtype, n, losses, reports, tuple(aside[0]))
+            terms, names = left.reduction * update, (left.label, right.label)
+            training.losses.append(loss)
+            training.reports.append(left.compared(params, others, names, terms, self.problem.rules))
+        what, n = f"{optimizer}, {self.updates} updates", min(self.n, _WINDOW)
+        report = training.reports[training.update - 1]
+        return Compared("training", what, left.dtype, n, report, training=training)
 
-    def findings(self, results: Sequence[Compared | Trajectory]) -> Findings:
-        """The Findings, from all of the results."""
-        compared = [result for result in results if isinstance(result, Compared)]
-        first = self.sides[self.dtypes[0]][0]
-        losses = {
-            dtype: {side.framework: float(side.whole.loss) for side in sides}
-            for dtype, sides in self.sides.items()
-        }
-        return Findings(
-            self.problem,
-            self.dtypes,
-            first.reduction,
-            first.rows,
-            first.weights,
-            losses,
-            compared,
-            [result for result in results if isinstance(result, Trajectory)],
-            self._verified(compared),
-            self._conditioning(),
-        )
+    # --- what was found
 
-    def _verified(self, compared: list[Compared]) -> dict[str, Verdict]:
-        # `verify` takes long, and is asked only if accumulation is not exact in the finest dtype.
-        dtype = self.dtypes[-1]
-        wrong = {
-            c.framework
-            for c in compared
-            if (c.cause, c.dtype, c.ok) == ("accumulation", dtype, False)
-        }
+    def of(self, cause: str) -> list[Compared]:
+        """The results for a cause."""
+        return [compared for compared in self.results if compared.cause == cause]
+
+    @property
+    def finest(self) -> str:
+        """The dtype that the others are compared with."""
+        return self.dtypes[-1]
+
+    def is_explained(self, result: Compared) -> bool:
+        """Whether rounding, amplified by the loss or by training, explains that a result is beyond
+        its limit.
+        """
+        # There is no conditioning for float64, where nothing is explained; and a fold is exact.
+        if result.dtype not in self.conditioning or result.cause == "fold":
+            return False
+        # In float64 the same is within its limit.
+        is_training = result.cause == "training"
+        same = [c for c in self.of(result.cause) if c.dtype == "float64"]
+        if not all(c.ok for c in same if c.what == result.what or not is_training):
+            return False
+        if not is_training:
+            # It is no more than 10 times what rounding the arguments alone changes. NaN and
+            # infinity are not small.
+            return result.report.most <= 10 * self.conditioning[result.dtype]
+        gradients = [c for c in self.results if c.dtype == result.dtype and c.cause != "training"]
+        is_finite = math.isfinite(result.reports[-1].most)
+        return is_finite and not any(map(self.is_wrong, gradients))
+
+    def is_wrong(self, result: Compared) -> bool:
+        """Whether it is beyond its limit, and rounding does not explain that."""
+        return not (result.ok or self.is_explained(result))
+
+    @property
+    def wrong(self) -> list[Compared]:
+        """The results that are wrong."""
+        return [*filter(self.is_wrong, self.results)]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs except by rounding."""
+        return not self.wrong
+
+    @cached_property
+    def verified(self) -> dict[str, Verdict]:
+        """The verdict of `verify` on each framework whose accumulation is not exact in the finest
+        dtype, as it takes long.
+        """
+        differ = [c for c in self.of("accumulation") if c.dtype == self.finest and not c.ok]
+        labels = {c.framework for c in differ}
         return {
             side.label: side.verified(max(self.n, 2))
-            for side in self.sides[dtype]
-            if side.whole.is_finite and side.label in wrong
+            for side in self.sides[self.finest]
+            if side.whole.is_finite and side.label in labels
         }
 
-    def _conditioning(self) -> dict[str, float]:
+    @cached_property
+    def conditioning(self) -> dict[str, float]:
+        """By dtype, how far the float64 gradient moves if its arguments are rounded to that
+        dtype.
+        """
         # In float64, so that it is the loss which amplifies the rounding of its arguments, and no
         # rounding of its own.
-        sides = self.sides.get("float64", [])
-        names = ("nearby", "at")
+        sides, names = self.sides.get("float64", []), ("nearby", "at")
         return {
             dtype: max(side.report(side.nearby(dtype), side.whole, names).most for side in sides)
             for dtype in self.dtypes
@@ -346,7 +296,7 @@ _WINDOW = 4  # the micro-batches of one update, at most
 
 
 def _updates(
-    side: Side, optimizer: str, updates: int, aside: Sequence[str]
+    side: Side, optimizer: str, aside: Sequence[str]
 ) -> Iterator[tuple[float, dict[str, Array]]]:
     """After each update, the mean loss of its micro-batches, and the parameters that are not set
     aside.
@@ -366,18 +316,15 @@ def _updates(
         return side.own.apply_updates(params, changes), state
 
     step = side.own.unoptimised(after)
-    for _ in range(updates):
+    while True:
         losses = []
         with side.running():
             for batch, weight in islice(parts, window):
                 loss, grads = side.compiled(params, *batch)
                 params, state = step(grads, state, params, weight)
                 losses.append(float(loss))
-            named = side.named(params)
-        yield (
-            sum(losses) / window,
-            {path: leaf for path, leaf in named.items() if path not in aside},
-        )
+            named = {path: x for path, x in side.named(params).items() if path not in aside}
+        yield sum(losses) / window, named
 
 
 def _zeros(side: Side) -> list[str]:

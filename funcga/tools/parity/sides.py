@@ -5,20 +5,19 @@ and accumulated.
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from funcga._accumulate import accumulate
 from funcga._backend import Backend
-from funcga._backend.dispatch import load, load_imported
+from funcga._backend.dispatch import load
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
 from funcga._grad import value_and_grad
-from funcga._transform import Transform
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
@@ -26,41 +25,13 @@ from funcga.tools.compare import compare, tolerances
 from funcga.tools.compare.report import Report
 from funcga.tools.compare.row import Row, row_of
 from funcga.tools.parity import Problem
-from funcga.tools.trees import to_jax, to_numpy, to_torch
+from funcga.tools.trees import ExportError, map_arrays, to_jax, to_numpy, to_torch
 from funcga.tools.trees.rules import Rule
 from funcga.tools.verify import Verdict, verify
 from funcga.trees import match
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
-
-
-class Framework(Protocol):
-    """What `in_torch.py` and `in_jax.py` have for problems."""
-
-    def precision(self, precise: bool) -> AbstractContextManager[None]:
-        """A context in which floats are computed with in all of their bits, and with `precise`
-        float64 exists.
-        """
-        ...
-
-    def optimizer(self, name: str) -> Transform:
-        """The transform of this name, with the options that both frameworks share."""
-        ...
-
-    def apply_updates(self, params: Tree, updates: Tree) -> Tree:
-        """The parameters with the updates added."""
-        ...
-
-    def compiled(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
-        """The step as this framework's users run it."""
-        ...
-
-    def unoptimised(self, step: Callable[..., Tree]) -> Callable[..., Tree]:
-        """The step, compiled as fast as can be: for small programs that have none of the user's
-        code.
-        """
-        ...
 
 
 class Result(NamedTuple):
@@ -117,16 +88,12 @@ class Side:
         random = np.random.default_rng(0)
 
         def moved(leaf: Array) -> Array:
-            if not isinstance(leaf, np.ndarray | np.generic) or not is_float(leaf.dtype):
-                return leaf
             # Relative to each element, at most half a unit in its last place in that dtype.
             shift = tolerances.epsilon(dtype) * (random.random(leaf.shape) - 0.5)
-            return leaf * (1 + shift).astype(leaf.dtype)
+            return leaf * (1 + shift).astype(leaf.dtype) if is_float(leaf.dtype) else leaf
 
         with self.running():
-            leaves, structure = self.backend.trees.flatten(to_numpy(self.args))
-            args = self.backend.trees.unflatten(structure, [*map(moved, leaves)])
-            return self._full(self.placed(args))
+            return self._full(self.placed(map_arrays(moved, self.args)))
 
     def _full(self, args: tuple[Tree, ...]) -> Result:
         # A sum that is normalised is divided by its weight; a sum over nothing is 0 and stays so.
@@ -189,7 +156,7 @@ class Side:
     @cached_property
     def arguments(self) -> Arguments:
         """The params and the batch, and how they are split."""
-        return read_arguments(self.args, self.problem.in_axes, self.loss, self.backend)
+        return read_arguments(self.args, self.problem.in_axes, self.gradient, self.backend)
 
     @property
     def parts(self) -> list[tuple[tuple[Tree, ...], int]]:
@@ -202,20 +169,16 @@ class Side:
         """The framework's name as it is written."""
         return FRAMEWORKS[self.framework]
 
-    @property
-    def loss(self) -> Callable[..., Tree]:
-        """The loss of this framework."""
-        return self.problem.losses[self.framework]
-
     @cached_property
     def gradient(self) -> Callable[..., Tree]:
         """The gradient function that is folded."""
-        return value_and_grad(self.loss)
+        return value_and_grad(self.problem.losses[self.framework])
 
     @cached_property
     def compiled(self) -> Callable[..., Tree]:
         """The gradient function as this framework's users run it."""
-        return self.own.compiled(self.gradient)
+        gradient: Callable[..., Tree] = self.own.compiled(self.gradient)
+        return gradient
 
     @property
     def backend(self) -> Backend:
@@ -223,10 +186,9 @@ class Side:
         return load(self.framework)
 
     @property
-    def own(self) -> "Framework":
+    def own(self) -> Any:
         """What the framework has for problems: its losses, optimizers and precision."""
-        module = importlib.import_module(f"funcga.tools.parity.in_{self.framework}")
-        return cast("Framework", module)
+        return importlib.import_module(f"funcga.tools.parity.in_{self.framework}")
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -239,24 +201,40 @@ class Side:
             # Contexts are nested, and each error is to be prefixed once.
             except FuncgaError as error:
                 where = f"{self.label}, {self.dtype}: "
-                raise (
-                    error if str(error).startswith(where) else FuncgaError(f"{where}{error}")
-                ) from error
+                if str(error).startswith(where):
+                    raise
+                raise FuncgaError(f"{where}{error}") from error
 
     @cached_property
     def args(self) -> tuple[Tree, ...]:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():
-            # Both frameworks get the same data, by way of NumPy. Params in a structure of JAX's own
-            # take their values from it.
-            params, *batch = (
-                as_dtype(tree, self.dtype, self) for tree in (problem.params, *problem.batch)
-            )
-            _check_finite({"params": params, "batch": tuple(batch)}, self.backend)
+            # Both frameworks get the same data, by way of NumPy.
+            given = {"params": problem.params, "batch": problem.batch}
+            params, batch = map_arrays(self._cast, given).values()
+            # Params in a structure of JAX's own take their values from it.
             if self.framework == "jax" and problem.jax_params is not None:
                 params = match(params, problem.jax_params, rules=problem.rules)
             return (self.placed(params), *map(self.placed, batch))
+
+    def _cast(self, array: Array) -> Array:
+        """An array with floats in the dtype of the side, integers in the usual one."""
+        if is_float(array.dtype):
+            count = int((~np.isfinite(array.astype(np.float64))).sum())
+            if count:
+                raise ExportError(
+                    f"{array.dtype}{list(array.shape)}, of which {count} are not finite: leave "
+                    "these rows out, or mask them with finite numbers"
+                )
+            if self.dtype == "bfloat16":
+                importlib.import_module("ml_dtypes")  # which brings the name
+            return array.astype(self.dtype)
+        # torch's losses and indices want 64 bits, and JAX has 32 by default.
+        if self.framework == "torch" and array.dtype == np.int32:
+            return array.astype(np.int64)
+        fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
+        return array.astype(np.int32) if self.framework == "jax" and fits else array
 
     def placed(self, tree: Tree) -> Tree:
         """The tree in this framework, on its device."""
@@ -281,9 +259,8 @@ class Side:
         """The Report of two results: the loss, then the gradients in the order in which the
         parameters were given.
         """
-        gradients, terms = (left.gradient, right.gradient), self.reduction
-        report = self.compared(*gradients, names, terms, rules, check_dtype)
-        limit = self.limit(names, terms)
+        terms, limit = self.reduction, self.limit(names, self.reduction)
+        report = self.compared(left.gradient, right.gradient, names, terms, rules, check_dtype)
         loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
         return replace(report, rows=(loss, *report.rows))
 
@@ -336,55 +313,12 @@ class Side:
     def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
         loss, gradient = value_and_gradient
-        # The loss travels with the gradients, under a path that no leaf of a tree has.
-        named = {"": to_numpy(loss), **self.named(gradient)}
-        divided = {
-            path: leaf if divisor == 1 else leaf / np.asarray(divisor, leaf.dtype)
-            for path, leaf in named.items()
-        }
-        return Result(divided.pop(""), divided)
 
+        def divided(leaf: Array) -> Array:
+            return leaf / np.asarray(divisor, leaf.dtype)
 
-def as_dtype(tree: Tree, dtype: str, side: Side) -> Tree:
-    """The tree in NumPy arrays, its floats in a dtype, its integers in the usual ones of a
-    side's framework.
-    """
-    trees = (_owner(tree) or side.backend).trees
-    leaves, structure = trees.flatten(tree)
-    return trees.unflatten(structure, [_as_dtype(leaf, dtype, side.framework) for leaf in leaves])
-
-
-def _owner(tree: Tree) -> Backend | None:
-    """The backend of the framework that an array of the tree is of."""
-    owners = (
-        backend
-        for backend in load_imported()
-        if any(map(backend.arrays.owns, backend.trees.flatten(tree)[0]))
-    )
-    return next(owners, None)
-
-
-def _as_dtype(leaf: Array, dtype: str, framework: str) -> Array:
-    if not hasattr(leaf, "dtype"):
-        return leaf
-    array = to_numpy(leaf)
-    if is_float(array.dtype):
-        return array.astype(numpy_dtype(dtype))
-    # torch's losses and indices want 64 bits, and JAX has 32 by default.
-    if framework == "torch" and array.dtype == np.int32:
-        return array.astype(np.int64)
-    fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
-    return array.astype(np.int32) if framework == "jax" and fits else array
-
-
-def numpy_dtype(dtype: str) -> Dtype:
-    """NumPy's dtype of this name, also of those that it has by extension."""
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(vars(ml_dtypes)[dtype])
+        named = {path: divided(leaf) for path, leaf in self.named(gradient).items()}
+        return Result(divided(to_numpy(loss)), named)
 
 
 def is_float(dtype: Dtype) -> bool:
@@ -406,23 +340,6 @@ def _by_largest(row: Row, largest: float, atol: float) -> Row:
     )
 
 
-def _check_finite(named_trees: dict[str, Tree], backend: Backend) -> None:
-    """Raises FuncgaError, which says where, for NaN and infinities in the params or the batch."""
-    for name, tree in named_trees.items():
-        for path, leaf in paths_and_leaves(tree, backend.trees.children, name):
-            if isinstance(leaf, np.ndarray | np.generic) and is_float(leaf.dtype):
-                leaf = np.asarray(leaf)
-                finite = np.isfinite(leaf.astype(np.float64))
-                if not finite.all():
-                    first = tuple(map(int, np.argwhere(~finite)[0]))
-                    raise FuncgaError(
-                        f"`{path}` is {leaf.dtype}{list(leaf.shape)}, of which "
-                        f"{int((~finite).sum())} are not finite; the first is {leaf[first]} at "
-                        f"{list(first)}. What is computed of them would be NaN in both frameworks: "
-                        "leave these rows out, or mask them with finite numbers."
-                    )
-
-
 def named(fold: object) -> str:
     """A stock fold as it is written. Raises FuncgaError for another one."""
     name = _NAMES.get(fold.name) if isinstance(fold, Fold) else None
@@ -441,11 +358,8 @@ _NAMES = {
 }
 
 
-class Folded(NamedTuple):
-    """What became of the micro-batches: by the problem's fold, and as plain sums."""
-
-    fold: dict[str, Array]
-    sums: dict[str, Array]
+Folded = tuple[dict[str, Array], dict[str, Array]]
+"""What became of the micro-batches: by the problem's fold, and as plain sums."""
 
 
 def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
@@ -466,7 +380,8 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
         step = accumulate(
             first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
         )
-        return Folded(*to_numpy(side.own.unoptimised(step)(*batch)))
+        folded, sums = to_numpy(side.own.unoptimised(step)(*batch))
+        return folded, sums
 
 
 def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
@@ -483,4 +398,4 @@ def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]
         # In the order and precision of the loops, so that plain sums agree bit for bit.
         first, *rest = leaf if leaf.dtype.itemsize >= 4 else leaf.astype(np.float32)
         sums[path] = reduce(np.add, rest, first).astype(leaf.dtype)
-    return Folded(folded, sums)
+    return folded, sums

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
@@ -25,44 +25,11 @@ from funcga.folds import FoldTree, mean
 from funcga.tools.reports.tables import text_table
 
 
-class Planner(Protocol):
-    """Measures the memory of a window without running it."""
-
-    def is_shape(self, leaf: object) -> bool:
-        """Whether the leaf is a shape without numbers: a meta tensor, or a ShapeDtypeStruct."""
-        ...
-
-    def rows(self, program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-        """The number of rows of the arguments of a call."""
-        ...
-
-    def nbytes(self, tree: Tree) -> int:
-        """The bytes of the arrays of a tree; shared memory is counted once."""
-        ...
-
-    def free_memory(self, tree: Tree) -> int | None:
-        """The free bytes on the device of these arrays; None for the host."""
-        ...
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the error says that memory has run out."""
-        ...
-
-    def peak(
-        self,
-        program: Program,
-        window: Callable[[Program], Callable[..., Tree]],
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        backend: Backend,
-    ) -> dict[str, int]:
-        """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-        ...
-
-
-def side(backend: Backend) -> Planner:
-    """The Planner of a framework."""
-    return cast("Planner", import_module(f"funcga.tools.plan.in_{backend.name}"))
+def side(backend: Backend) -> Any:
+    """The module of a framework, which measures the memory of a window without running it. Both
+    have the same functions.
+    """
+    return import_module(f"funcga.tools.plan.in_{backend.name}")
 
 
 Measure = Callable[[int], dict[str, int]]

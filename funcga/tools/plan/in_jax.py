@@ -27,14 +27,16 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
+    arrays, rebuilt = _partition((args, {}))
     on_each = program.on_each  # then they are those of one device
-    _Call(args, {}).shapes(count if on_each is None else partial(on_each, count, out_specs=None))
+    function = count if on_each is None else partial(on_each, count, out_specs=None)
+    jax.eval_shape(lambda arrays: function(*rebuilt(arrays)), arrays)
     return found[0]
 
 
 def nbytes(tree: Tree) -> int:
     """The bytes of the arrays of a tree; shared memory is counted once."""
-    return sum({id(leaf): _size(leaf) for leaf in _Call((tree,), {}).arrays}.values())
+    return sum({id(leaf): _size(leaf) for leaf in _partition(tree)[0]}.values())
 
 
 def _size(leaf: Any, sharding: Any = None) -> int:
@@ -47,7 +49,7 @@ def _size(leaf: Any, sharding: Any = None) -> int:
 
 def free_memory(tree: Tree) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    held = [leaf for leaf in _Call((tree,), {}).arrays if isinstance(leaf, jax.Array)]
+    held = [leaf for leaf in _partition(tree)[0] if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
     stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
@@ -73,8 +75,8 @@ def peak(
             "shard_map alone. Plan it as it runs on a mesh: "
             "funcga.plan(jax_backend.replicated(step, mesh), params, batch)."
         )
-    call, step = _Call(args, kwargs), window(replace(program, memory=Memory()))
-    is_batch: list[bool] = []
+    step = window(replace(program, memory=Memory()))
+    (arrays, rebuilt), is_batch = _partition((args, kwargs)), list[bool]()
 
     def run(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         for part in program.read(args, backend).parts:
@@ -83,9 +85,9 @@ def peak(
             )
         return step(args, kwargs)
 
-    program_of_device = call.lowered(
-        run if program.on_each is None else partial(program.on_each, run)
-    ).compile()
+    function = run if program.on_each is None else partial(program.on_each, run)
+    jitted = jax.jit(lambda arrays: function(*rebuilt(arrays)), keep_unused=True)
+    program_of_device = jitted.lower(arrays).compile()
     sizes = program_of_device.memory_analysis()
     if sizes is None:
         raise FuncgaError(
@@ -95,7 +97,7 @@ def peak(
         )
     (shardings,), _ = program_of_device.input_shardings
     # The leaves of keyword arguments, which are passed whole, are the last.
-    triples = zip(call.arrays, shardings, is_batch, strict=False)
+    triples = zip(arrays, shardings, is_batch, strict=False)
     batch = sum(_size(leaf, sharding) for leaf, sharding, is_cut in triples if is_cut)
     return {
         "parameters": sizes.argument_size_in_bytes - batch,
@@ -105,26 +107,14 @@ def peak(
     }
 
 
-class _Call:
-    """A call as a function of its arrays, which may be shapes; all else is part of the program."""
+def _partition(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    """(the arrays of a tree, which may be shapes; a function that puts others in their places)."""
+    leaves, structure = trees.flatten(tree)
+    places = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
-    def __init__(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]):
-        self.leaves, self.structure = trees.flatten((args, kwargs))
-        self.places = [index for index, leaf in enumerate(self.leaves) if hasattr(leaf, "shape")]
-        self.arrays = [self.leaves[index] for index in self.places]
+    def rebuilt(arrays: list[Any]) -> Tree:
+        by_place = dict(zip(places, arrays, strict=True))
+        merged = [by_place.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return trees.unflatten(structure, merged)
 
-    def _of_arrays(self, function: Any) -> Any:
-        def run(arrays: list[Any]) -> Any:
-            by_place = dict(zip(self.places, arrays, strict=True))
-            leaves = [by_place.get(index, leaf) for index, leaf in enumerate(self.leaves)]
-            return function(*trees.unflatten(self.structure, leaves))
-
-        return run
-
-    def shapes(self, function: Any) -> Any:
-        """The shapes that `function(args, kwargs)` returns."""
-        return jax.eval_shape(self._of_arrays(function), self.arrays)
-
-    def lowered(self, function: Any) -> Any:
-        """`function(args, kwargs)`, lowered by jax.jit."""
-        return jax.jit(self._of_arrays(function), keep_unused=True).lower(self.arrays)
+    return [leaves[index] for index in places], rebuilt

@@ -3,14 +3,12 @@
 import difflib
 import importlib.metadata
 import importlib.util
-import inspect
 import platform
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from funcga import __version__
 from funcga._backend.dispatch import load
@@ -26,14 +24,12 @@ class Loaded(NamedTuple):
     module: ModuleType
 
 
-def load_object(
-    where: str, definition: str, can_run: Callable[[object, ModuleType], bool]
-) -> Loaded:
+def load_object(where: str, definition: str) -> Loaded:
     """The object of `FILE.py:NAME`; of `FILE.py` alone, that of the name which the definition has.
 
     The file is run as Python runs a script, with its own folder first in sys.path, but not as
     `__main__`. Raises FuncgaError for whatever the file raises, and if there is no such file or
-    name: then it offers the names of what can be run, or else the definition, such as `problem =
+    name: then it offers names of the file, and the definition, such as `problem =
     funcga.checks.Problem(...)`.
     """
     # A colon may also stand in a path, so the name begins after ".py:".
@@ -54,23 +50,14 @@ def load_object(
         names = [
             each
             for each, value in variables.items()
-            if not each.startswith("_") and can_run(value, module)
+            if not each.startswith("_") and not isinstance(value, ModuleType)
         ]
         offered = difflib.get_close_matches(name, names, n=3) or names[-6:]
         raise FuncgaError(
-            f"{where}: {path} has no `{name}`. "
-            + (
-                f"It has {', '.join(offered)}: write {path}:{offered[0]}."
-                if offered
-                else f"Add one: {definition}."
-            )
+            f"{where}: {path} has no `{name}`, but {', '.join(offered) or 'nothing'}. Write "
+            f"{path}:NAME of what is meant, or add it: {definition}."
         )
     return Loaded(variables[name], name, module)
-
-
-def is_function_of(value: object, module: ModuleType) -> TypeGuard[Callable[..., object]]:
-    """Whether it is a function that the file defines, also one that a framework has transformed."""
-    return callable(value) and not isinstance(value, type) and inspect.getmodule(value) is module
 
 
 _PREFIX = "funcga_loaded_"

@@ -152,12 +152,12 @@ class _Stack(NamedTuple):
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     """The outputs of a program that a scan stacks, and nothing else reads, by output index."""
     # Effects, such as prints, would be reordered.
-    if not jaxprs.LITERAL or jaxprs.has_effects(jaxpr):
+    if jaxprs.has_effects(jaxpr):
         return {}
     stacks: dict[Var, _Stack] = {}
     # How often each variable is read.
     operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    reads = Counter(variable for variable in operands if not isinstance(variable, jaxprs.LITERAL))
+    reads = Counter(variable for variable in operands if not isinstance(variable, jaxprs.Literal))
     # In order, as stacks may be cast before they are outputs.
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("scan", "jit"):
@@ -167,7 +167,7 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
-        if not isinstance(variable, jaxprs.LITERAL) and reads[variable] == 1 and variable in stacks
+        if not isinstance(variable, jaxprs.Literal) and reads[variable] == 1 and variable in stacks
     }
 
 
@@ -341,7 +341,7 @@ class _Inside(NamedTuple):
 
 
 def _read(values: Values, variable: Any) -> Tree:
-    is_literal = isinstance(variable, jaxprs.LITERAL)
+    is_literal = isinstance(variable, jaxprs.Literal)
     value = variable.val if is_literal else values[variable]
     return _read(*value) if isinstance(value, _Inside) else value
 
@@ -349,8 +349,7 @@ def _read(values: Values, variable: Any) -> Tree:
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
     """The outputs of the scan, with a _FoldedStack in place of each stack in `into`."""
     body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
-    assert jaxprs.AS_FUNCTION is not None  # or no scan is known
-    run = jaxprs.AS_FUNCTION(body)
+    run = jaxprs.jaxpr_as_fun(body)
     # Operands are constants, the carry, and scanned arrays, which have one axis more than in the
     # body.
     first_scanned = _of_body_shape(scan.invars, body.jaxpr.invars)

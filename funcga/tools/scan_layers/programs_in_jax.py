@@ -2,44 +2,29 @@
 what happens without them.
 
 Without any of these scans over layers are left as they are: a scan stacks the gradients of its
-layers, and then they are added. `tests/jax_backend/test_private.py` takes each away to see that.
+layers, and then they are added. Without the two modules that are imported the loop leaves out this
+tool. `tests/jax_backend/test_private.py` takes each away to see that.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.extend.core
+from jax.core import ShapedArray
+from jax.extend.core import Literal as Literal
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 
 from funcga._types import Array
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
 
-# An array's type. Without it nothing passes for the type of a plain array.
-try:
-    ARRAY_TYPE: type | None = jax.core.ShapedArray
-except AttributeError:
-    ARRAY_TYPE = None
-
 
 def is_array_type(aval: object) -> bool:
     """Whether this is the type of an array: not that of a reference to one, or of a token."""
-    return ARRAY_TYPE is not None and isinstance(aval, ARRAY_TYPE)
+    return isinstance(aval, ShapedArray)
 
-
-# A program as a function.
-try:
-    AS_FUNCTION: Callable[[Any], Callable[..., list[Array]]] | None = jax.extend.core.jaxpr_as_fun
-except AttributeError:
-    AS_FUNCTION = None
-
-# The constants of a program.
-try:
-    LITERAL: tuple[type, ...] = (jax.extend.core.Literal,)
-except AttributeError:
-    LITERAL = ()
 
 # What a scan is described by: num_consts and num_carry in 0.10, ft_in and ft_out since 0.11. One
 # that is described by anything else is left as it is.
@@ -59,8 +44,6 @@ def can_repeat(equation: "JaxprEqn") -> bool:
     """Whether this version of JAX lets an operation of a program be done again:
     `get_bind_params`, `ctx.manager`.
     """
-    if not LITERAL or AS_FUNCTION is None:
-        return False
     try:
         return callable(equation.primitive.get_bind_params) and equation.ctx.manager is not None
     except AttributeError:

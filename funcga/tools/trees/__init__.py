@@ -12,7 +12,7 @@ core's trees and arrays (`funcga._backend`); compare, verify, parity and `from_o
 from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import is_numpy, is_of_numpy, load, load_imported
@@ -139,6 +139,12 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     return walk.rebuilt(walk.exports(export), copy)
 
 
+def map_arrays(function: Callable[[Array], Array], tree: Tree) -> Tree:
+    """The tree with a function applied to each of its arrays, as NumPy's."""
+    walk = _walk(tree := to_numpy(tree, copy=None), None)
+    return walk.rebuilt(walk.exports(lambda leaf, _: Transfer(function(leaf))), None)
+
+
 class Transfer(NamedTuple):
     """An array on its way to another framework, and why it was copied; None if it was not."""
 
@@ -150,57 +156,11 @@ class ExportError(Exception):
     """Says why another framework does not support an array; the caller adds its path."""
 
 
-class DLPack(Protocol):
-    """How a framework exports arrays to other frameworks and NumPy, and imports theirs."""
-
-    def platforms(self) -> set[str]:
-        """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so
-        on.
-        """
-        ...
-
-    def export_array(self, leaf: Array, platforms: set[str]) -> Transfer:
-        """The array as others import it: by DLPack, if it lies on one of their platforms, else
-        as NumPy's.
-        """
-        ...
-
-    def check_importable(self, array: Array) -> None:
-        """Raises ExportError if this framework cannot have the array of another, or NumPy's, as
-        it is.
-        """
-        ...
-
-    def import_arrays(
-        self, exports: Sequence[Transfer], device: object, copy: bool
-    ) -> list[Transfer]:
-        """Exported arrays as this framework's, in the same memory where it can be; if `copy`,
-        all in new memory.
-        """
-        ...
-
-    def extents(self, leaf: Array) -> list[tuple[int, int]]:
-        """The addresses of the first byte and of that after the last, of every piece of memory
-        of the array.
-        """
-        ...
-
-    def stored(self, array: Array) -> Array:
-        """The array as one of numbers, which any file format takes: of random keys, their data."""
-        ...
-
-    def restored(self, numbers: Array, like: Array) -> Array:
-        """What was stored of an array like this one."""
-        ...
-
-    def moved_like(self, array: Array, like: Array) -> Array:
-        """The array on the devices of another one of its shape."""
-        ...
-
-
-def side(backend: Backend) -> DLPack:
-    """The DLPack of a framework."""
-    return cast("DLPack", import_module(f"funcga.tools.trees.in_{backend.name}"))
+def side(backend: Backend) -> Any:
+    """The module of a framework: how it exports arrays to other frameworks and NumPy, and imports
+    theirs. Both have the same functions.
+    """
+    return import_module(f"funcga.tools.trees.in_{backend.name}")
 
 
 def converted(
@@ -329,7 +289,8 @@ def _extents(tree: Tree) -> dict[str, list[Extent]]:
 
 def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
     if owner is not None:
-        return side(owner).extents(array)
+        extents: list[Extent] = side(owner).extents(array)
+        return extents
     if not is_of_numpy(array, "ndarray") or not array.size:
         return []
     return [

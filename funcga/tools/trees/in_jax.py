@@ -229,15 +229,8 @@ def _copy_reason(old: Array, new: jax.Array) -> str | None:
 
 
 def _address_of(array: jax.Array) -> int:
-    """Where the memory of an array on one device begins.
-
-    Without `unsafe_buffer_pointer`, that of NumPy's array of the same numbers, which is the same
-    on a CPU; on another device an array that another framework shares is reported as copied.
-    """
-    try:
-        return int(array.unsafe_buffer_pointer())
-    except AttributeError:
-        return int(np.asarray(array).__array_interface__["data"][0])
+    """Where the memory of an array on one device begins."""
+    return int(array.unsafe_buffer_pointer())
 
 
 def _address(array: Array) -> int:

@@ -28,12 +28,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._backend.prefixes import leaf_paths
 from funcga._call import owner_of, step_program
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
@@ -58,9 +54,6 @@ from funcga.tools.verify.causes import (
 )
 from funcga.tools.verify.exact import Case, Measured, first_line
 from funcga.tools.verify.probe import Probe
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 # The questions, in the order in which they are asked.
 LOSS: tuple[Question, ...] = (
@@ -148,12 +141,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
-
-    def __rich__(self) -> "Text":
-        from rich.text import Text
-
-        first, *rest = str(self).partition("\n")
-        return Text.assemble((first, "bold green" if self.ok else "bold red"), *rest)
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:
@@ -262,8 +249,8 @@ def verify(
         A Verdict.
 
     Raises:
-        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows or than n, an
-            argument has NaN, or a gradient is not finite.
+        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows or than n, or a
+            gradient is not finite.
 
     Example:
         >>> w, x = torch.ones(3), torch.randn(16, 3)
@@ -274,30 +261,27 @@ def verify(
         >>> [cause.name for cause in verdict.causes]
         ['sum under mean']
     """
-    job = job_of(grad_fn)
-    instead = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
-    options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
+    job, counts, questions = job_of(grad_fn), _counts(n), LOSS
     if job is not None:
-        _check_options(options | {"fold": fold != mean()})
-        grad_fn = job.program.grad_fn
-        instead = "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)"
-    grad_fn, args, options = _as_function_of_parameters(
-        grad_fn, args, options, instead, job is None
-    )
-    # A loss that does not depend on its parameters is a cause here, and no error.
-    if isinstance(grad_fn, GradientFunction):
-        grad_fn = replace(grad_fn, reached={True})
-    counts = _counts(n)
-    program = step_program(accumulate(grad_fn, 1, **options)) if job is None else job.program
+        given = {"fold": fold != mean(), "weight": weight, "in_axes": in_axes, "totals": totals}
+        _check_options(given)
+    if owner_of(grad_fn if job is None else job.program.grad_fn) is not None:
+        grad_fn, args, in_axes = _with_parameters(grad_fn, args, in_axes)
+    if job is None:
+        # A loss that does not depend on its parameters is a cause here, and no error.
+        if isinstance(grad_fn, GradientFunction):
+            grad_fn = replace(grad_fn, reached={True})
+        options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
+        program = step_program(accumulate(grad_fn, 1, **options))
+    else:
+        program, questions = job.program, STEP
     assert program is not None
     if program.totals is not None:
         program.totals.check_call(kwargs)
     probe = Probe(program, job, args, kwargs, precise=False)
     _check_rows(counts, probe)
-    _check_finite(probe, args[probe.brings_parameters :], kwargs)
     if job is not None:
         counts = counts or _counts_of(job, probe.rows)
-    questions = LOSS if job is None else STEP
     with probe.random_kept():
         # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
@@ -314,23 +298,25 @@ def verify(
     return _verdict(case, found)
 
 
-def _as_function_of_parameters(
-    grad_fn: GradFn, args: tuple[Tree, ...], options: dict[str, Tree], instead: str, is_plain: bool
-) -> tuple[GradFn, tuple[Tree, ...], dict[str, Tree]]:
-    """A gradient function of a module's own parameters as one that takes them first; any other as
-    it is. `is_plain`: whether it is no step of `coupled`. Raises FuncgaError for a wrapped module.
+def _with_parameters(
+    grad_fn: GradFn, args: tuple[Tree, ...], in_axes: Tree
+) -> tuple[GradFn, tuple[Tree, ...], Tree]:
+    """A gradient function of a module's own parameters as one that takes them first, with its
+    arguments and in_axes. Raises FuncgaError for a wrapped module, and for a step of `coupled`.
     """
-    if owner_of(grad_fn) is None:
-        return grad_fn, args, options
     own = importlib.import_module("funcga.tools.verify.in_torch").of_parameters(grad_fn)
-    if own is not None and is_plain:
-        grad_fn, parameters = own
-        in_axes = _with_parameters(options["in_axes"], args)
-        return grad_fn, (parameters, *args), {**options, "in_axes": in_axes}
-    raise FuncgaError(
-        "verify evaluates a gradient function, or a step, with parameters of its own choice, "
-        f"and this one brings its own. Give it {instead}, with the module that was wrapped."
-    )
+    if own is None:
+        raise FuncgaError(
+            "verify evaluates a gradient function, or a step, with parameters of its own choice, "
+            "and this one brings its own. Give it one of pure_loss, with the module that was "
+            "wrapped: funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), or "
+            "funcga.coupled(torch_backend.pure_loss(module, summary_fn), loss_fn, n=8)."
+        )
+    grad_fn, parameters = own
+    # A module splits all of its arguments.
+    if not isinstance(in_axes, tuple | list):
+        in_axes = [0 if in_axes is None else in_axes] * len(args)
+    return grad_fn, (parameters, *args), (None, *in_axes)
 
 
 # --- what is refused
@@ -349,15 +335,6 @@ def _check_options(options: dict[str, object]) -> None:
                 f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
                 f"funcga.verify(step, params, *batch)."
             )
-
-
-def _with_parameters(in_axes: Tree, args: tuple[Tree, ...]) -> Tree:
-    """The in_axes of a gradient function of a module, which splits all of its arguments, for one
-    that gets the parameters before them.
-    """
-    if isinstance(in_axes, tuple | list):
-        return (None, *in_axes)
-    return (None, *[0 if in_axes is None else in_axes] * len(args))
 
 
 def _counts(n: int | Sequence[int] | None) -> list[int]:
@@ -396,20 +373,6 @@ def _check_rows(counts: Sequence[int], probe: Probe) -> None:
         )
     # Refuses what has no rows to be cut, such as a sparse tensor.
     probe.arguments.cut(0, 1, probe.arguments.state)
-
-
-def _check_finite(probe: Probe, *call: Tree) -> None:
-    """Raises FuncgaError for NaN among the arguments, with which nothing can be compared."""
-    leaves = probe.backend.trees.flatten(call)[0]
-    paths = leaf_paths(call, probe.backend.trees)
-    for path, leaf, numbers in zip(paths, leaves, probe.numbers(call), strict=True):
-        count = int(np.isnan(numbers).sum())
-        if count:
-            raise FuncgaError(
-                f"the argument at {path[3:]} of the call is {probe.backend.arrays.describe(leaf)} "
-                f"with {count} NaN: no two results could be compared. Give verify arguments "
-                "without NaN."
-            )
 
 
 # --- the answers

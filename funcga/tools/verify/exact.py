@@ -265,6 +265,10 @@ class Case:
         row = Measured(split, sizes, apart.get(worst, 0.0), limit, path)
         return row, {i for i in leaves if apart[i] > limit}
 
+    def differ(self, left: Leaves, right: Leaves) -> bool:
+        """Whether two results differ by more than rounding."""
+        return max(self.limit.differences(left, right), default=0.0) > self.limit.relative
+
     @property
     def failed(self) -> list[int]:
         """The leaves that differ, of those whose fold adds up values."""

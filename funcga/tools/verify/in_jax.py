@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from funcga._types import GradFn, Tree
-from jax_backend import arrays, trees
+from jax_backend import trees
 
 
 @contextmanager
@@ -29,9 +29,7 @@ def copy(array: jax.Array) -> jax.Array:
 def take(array: jax.Array, axis: int, rows: Sequence[int]) -> jax.Array:
     """A copy of these rows, which may repeat, along an axis."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        data = take(jax.random.key_data(array), axis % array.ndim, rows)
-        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-        return keys
+        return array[(slice(None),) * (axis % array.ndim) + (np.array(rows),)]
     return jnp.asarray(np.take(np.asarray(array), rows, axis))  # which compiles nothing
 
 
@@ -49,21 +47,13 @@ def trace_call(
     function reads besides its arguments. Nothing is compiled. eps: of the coarsest float dtype in
     it. draws: whether it draws random numbers.
     """
-    leaves, structure = trees.flatten((args, kwargs))
-    is_traced = [arrays.is_array(leaf) for leaf in leaves]
+    static, traced = trees.partition((args, kwargs))
 
     def run(traced: list[jax.Array]) -> Tree:
-        rest = iter(traced)
-        merged = [
-            next(rest) if is_array else leaf
-            for leaf, is_array in zip(leaves, is_traced, strict=True)
-        ]
-        args, kwargs = trees.unflatten(structure, merged)
+        args, kwargs = static.tree(traced)
         return function(*args, **kwargs)
 
-    program = jax.make_jaxpr(run)(
-        [leaf for leaf, is_array in zip(leaves, is_traced, strict=True) if is_array]
-    )
+    program = jax.make_jaxpr(run)(traced)
     equations = [*_equations(program.jaxpr)]
     avals = [variable.aval for equation in equations for variable in equation.outvars]
     # The weights of micro-batches, which have no axes, are float32 in any case.
@@ -105,16 +95,6 @@ def second_output(
 def batch_normalisers(function: Callable[..., object]) -> list[str]:
     """The layers that the function closes over and that normalise over the batch."""
     return []  # functions have no parts that could be seen from outside
-
-
-def of_parameters(function: GradFn) -> None:
-    """(the same gradient as a function of parameters, the parameters); None without a module."""
-    return  # models are functions of their parameters
-
-
-def brings_parameters(function: Callable[..., object]) -> bool:
-    """Whether the user's function has parameters of its own, and is called without them."""
-    return False
 
 
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:

@@ -114,6 +114,8 @@ def batch_normalisers(function: Callable[..., object]) -> list[str]:
 class _OfModule(GradientFunction):
     """What module_value_and_grad made, as a gradient function of the parameters."""
 
+    brings_parameters = True
+
 
 def of_parameters(function: GradFn) -> tuple[GradientFunction, dict[str, torch.Tensor]] | None:
     """(the same gradient as a function of parameters, the parameters) for the gradient function of
@@ -129,17 +131,10 @@ def of_parameters(function: GradFn) -> tuple[GradientFunction, dict[str, torch.T
     return gradient, dict(parameters)
 
 
-def brings_parameters(function: Callable[..., object]) -> bool:
-    """Whether the user's function has parameters of its own, and is called without them."""
-    return isinstance(function, _OfModule)
-
-
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
     """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     pure = _pure_loss(function)
-    if pure is None or pure.buffers:
-        return None
-    return called(pure.loss_fn)
+    return None if pure is None or pure.buffers else called(pure.loss_fn)
 
 
 def _pure_loss(function: Callable[..., object]) -> PureLoss | None:

@@ -112,7 +112,7 @@ class Probe:
         """Whether the first argument is the parameters of a module, with which the user's function
         is not called.
         """
-        return bool(self.framework.brings_parameters(self.grad_fn))
+        return hasattr(self.grad_fn, "brings_parameters")
 
     @property
     def has_state(self) -> bool:

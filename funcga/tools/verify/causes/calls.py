@@ -50,34 +50,32 @@ def repeatable(case: Case) -> Iterator[Answer]:
     """
     probe = case.probe
     args = probe.take_rows(probe.all_rows)
-    call = (args, probe.kwargs)
-    before = probe.numbers(call)
+    named = [*zip(argument_names(probe.grad_fn, len(args)), args, strict=True)]
+    before = {name: probe.numbers(tree) for name, tree in (*named, ("kwargs", probe.kwargs))}
     with probe.random_kept():
         case.trace = probe.trace_call(args)
         case.limit = limit_of(case.trace.epsilon)
         # Writing to arguments comes first, as it explains a second call that differs.
-        names = argument_names(probe.grad_fn, len(args))
-        named = [*zip(names, args, strict=True), ("kwargs", probe.kwargs)]
-        paths = [
-            path for name, tree in named for path in leaf_paths(tree, probe.backend.trees, name)
-        ]
-        for path, x, y in zip(paths, before, probe.numbers(call), strict=True):
-            if not np.array_equal(x, y, equal_nan=True):
-                yield cause("state: arguments", path=path)
-                yield stop("no comparison")
-                return
+        for name, tree in (*named, ("kwargs", probe.kwargs)):
+            paths = leaf_paths(tree, probe.backend.trees, name)
+            for path, x, y in zip(paths, before[name], probe.numbers(tree), strict=True):
+                if not np.array_equal(x, y, equal_nan=True):
+                    yield cause("state: arguments", path=path)
+                    yield stop("no comparison")
+                    return
         distance = _distance(case, probe.trace_call(args))
-    if distance > case.limit.relative:
+    limit = case.limit.relative
+    if distance > limit:
         # A third call, with the random generators as they were for the first one.
         with probe.random_kept():
             again = _distance(case, probe.trace_call(args))
         # Infinite: another program was traced, or one result is NaN.
         by = "altogether" if distance == inf else f"by {distance:.1e} of the largest element"
         difference = f"two calls with the same arguments differ {by}"
-        yield cause("state" if again > case.limit.relative else "randomness", difference=difference)
+        yield cause("state" if again > limit else "randomness", difference=difference)
         yield stop("no comparison")
-    elif case.limit.relative > 1e-9:
-        yield note("rounding", limit=case.limit.relative)
+    elif limit > 1e-9:
+        yield note("rounding", limit=limit)
 
 
 def _distance(case: Case, other: Trace) -> float:

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from funcga.folds import Fold
-from funcga.tools.verify.causes import Answer, Cause, Question, cause, causes_in, note
+from funcga.tools.verify.causes import Answer, Cause, cause, causes_in, note
 from funcga.tools.verify.causes.calls import by_position
 from funcga.tools.verify.causes.counts import totals_line
-from funcga.tools.verify.causes.groups import Evidence, compare_groups, leaves_out
+from funcga.tools.verify.causes.groups import Evidence, compare_groups
 from funcga.tools.verify.causes.lines import fold_line, signature
 from funcga.tools.verify.causes.rows import of_means, of_statistics, of_sums
 from funcga.tools.verify.counted import counts, form
@@ -28,25 +28,24 @@ def explain(case: Case) -> list[Answer]:
     """The causes of the differences in the table of splits, at least one if there are any: those
     of the first question that has an answer.
     """
-    questions: tuple[Question, ...] = (by_position, by_kind, unexplained)
-    answers = next(filter(None, ([*question(case)] for question in questions)), [])
+    answers = [*by_position(case)] or [*by_kind(case)] or [*unexplained(case)]
     return [*remainder(case, causes_in(answers))] or answers
 
 
 def by_kind(case: Case) -> Iterator[Cause]:
     """The causes found from groups of rows, each name once."""
-    probe, names = case.probe, set[str]()
+    probe, found = case.probe, dict[str, Cause]()
     for leaves in _alike(probe, case.failed):
         # Of the pairs of groups the first one that shows something decides.
-        found = next(
-            filter(None, (causes_of(compare_groups(case, leaves, *pair)) for pair in case.pairs)),
-            [],
-        )
-        yield from (each for each in found if each.name not in names)
-        names |= {each.name for each in found}
+        for pair in case.pairs:
+            causes = causes_of(compare_groups(case, leaves, *pair))
+            if causes:
+                found = {each.name: each for each in causes} | found
+                break
         # The value of a loss fails for the same reasons as its gradients.
-        if names and probe.whole[leaves[0]].ndim:
-            return
+        if found and probe.whole[leaves[0]].ndim:
+            break
+    yield from found.values()
 
 
 def _alike(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
@@ -58,19 +57,18 @@ def _alike(probe: Probe, failed: list[int]) -> Iterator[list[int]]:
         return probe.folds[i], (re.match(r"output\[\d+\]", probe.paths[i]) or [""])[0]
 
     arrays = [i for i in probe.additive() if probe.whole[i].ndim]
-    for group in dict.fromkeys(key(i) for i in reversed(failed) if probe.whole[i].ndim):
+    scalars = [i for i in failed if not probe.whole[i].ndim]
+    for group in dict.fromkeys(key(i) for i in reversed(failed) if i in arrays):
         yield [i for i in arrays if key(i) == group]
-    yield from ([i] for i in failed if not probe.whole[i].ndim)
+    yield from ([i] for i in scalars)
 
 
 def causes_of(evidence: Evidence) -> list[Cause]:
     """The causes for these leaves; none if their fold is exact for their kind."""
-    kind, of_kind = evidence.kind.name, _OF_KIND.get(evidence.kind.name)
-    is_by_steps = evidence.divides_by == "steps"
-    if is_by_steps and kind in ("sum", "sum and constant", "mean"):
-        better = "funcga.mean()" if kind == "mean" else "funcga.per_weight()"
-        return [_of_fold(evidence, "by steps", better)]
-    return [*of_kind(evidence)] if of_kind else []
+    kind = evidence.kind.name
+    if evidence.divides_by == "steps" and kind in ("sum", "sum and constant", "mean"):
+        return [_of_mean_under(evidence, "by steps")]
+    return [*_OF_KIND[kind](evidence)] if kind in _OF_KIND else []
 
 
 # --- the causes of each kind
@@ -113,23 +111,20 @@ def _of_guarded(evidence: Evidence) -> Iterator[Cause]:
 def _of_power(evidence: Evidence) -> Iterator[Cause]:
     growth = evidence.kind.power
     if evidence.reweighs():
-        words = f": of all rows twice it is 2 ** {growth:.4g} times as large"
-        yield of_sums(evidence, words)
+        yield of_sums(evidence, "coupled rows: power", growth=growth)
     else:
         yield evidence.cause("other normaliser: power", power=1 - growth, growth=growth)
 
 
 def _of_sum(evidence: Evidence) -> Iterator[Cause]:
     if evidence.fold.reducer.linear:
-        is_summary = evidence.probe.subject == "summary"
-        line, other = (
-            _fold_line(evidence, f"funcga.{name}()")
-            for name in (("sum", "per_weight") if is_summary else ("per_weight", "sum"))
-        )
-        what = "a summary over a count" if is_summary else "the sum itself"
-        weight = " If it is to be divided by tokens and not by rows, give their count as weight=."
-        says_weight = "" if evidence.has_weight or is_summary else weight
-        yield evidence.cause("sum under mean", line=line, other=other, of=what, weight=says_weight)
+        key, line, other = "sum under mean", "funcga.per_weight()", "funcga.sum()"
+        if evidence.probe.subject == "summary":
+            key, line, other = f"{key}: summary", other, line
+        elif evidence.has_weight:
+            key = f"{key}: weighted"
+        lines = {"line": _fold_line(evidence, line), "other": _fold_line(evidence, other)}
+        yield evidence.cause(key, **lines)
     else:
         yield from _not_additive(evidence)
     if evidence.kind.name == "sum and constant":
@@ -143,50 +138,45 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     """A mean under a fold with other weights, or under one for sums."""
     # Only where no count explains the weights is it worth asking whether they are counts at all.
     a, b, _ = evidence.weights
-    apart = abs(a - evidence.ratio * b)
-    agrees = apart <= 100 * evidence.case.limit.relative * max(a, evidence.ratio * b)
-    is_right = agrees and evidence.fold.reducer.linear
+    is_linear = evidence.fold.reducer.linear
+    apart, largest = abs(a - evidence.kind.ratio * b), max(a, evidence.kind.ratio * b)
+    is_right = is_linear and apart <= 100 * evidence.case.limit.relative * largest
     is_counted = is_right or evidence.divisor is not None
     found = ([] if is_counted else _without_count(evidence)) or [*_not_additive(evidence)]
-    if is_right:
-        found = found or [*_left_out(evidence)]
-    elif not found:
-        found = [_reweighted(evidence) if evidence.fold.reducer.linear else _summed(evidence)]
-    yield from found
+    if found:
+        yield from found
+    elif is_right:
+        yield from _left_out(evidence)
+    elif is_linear:
+        yield _of_mean_under(evidence, "wrong weight" if evidence.has_weight else "uneven tokens")
+    else:
+        fold = "per_weight" if evidence.divides_by == "weight" else "sum"
+        yield _of_mean_under(evidence, f"mean under {fold}")
 
 
-def _reweighted(evidence: Evidence) -> Cause:
-    """A mean under a fold for means, with weights other than those of the loss."""
-    divisor, (weight_a, weight_b, _) = evidence.divisor, evidence.weights
-    name = "wrong weight" if evidence.has_weight else "uneven tokens"
-    words = {"weight_a": weight_a, "weight_b": weight_b}
-    if divisor is None:
-        return evidence.cause(f"{name}: unknown", line=form(evidence.probe).line, **words)
-    if evidence.leaves_out(divisor):
-        line = f"{_fold_line(evidence, 'funcga.per_weight()')}, {divisor.line}"
-        return evidence.cause(f"{name}: left out", line=line, count=divisor.expression, **words)
-    return evidence.cause(name, line=divisor.fix, **words)
-
-
-def _summed(evidence: Evidence) -> Cause:
-    """A mean under a fold for sums."""
-    divisor = evidence.divisor
-    name = f"mean under {'per_weight' if evidence.divides_by == 'weight' else 'sum'}"
-    if divisor is not None and evidence.leaves_out(divisor):
-        line = f"{_fold_line(evidence, 'funcga.per_weight()')}, {divisor.line}"
-        return evidence.cause(f"{name}: left out", line=line, count=divisor.expression)
-    return _of_fold(evidence, name, "funcga.mean()")
-
-
-def _of_fold(evidence: Evidence, name: str, better: str) -> Cause:
-    """The Cause for another fold than one that would do; of a mean with the weight that the loss
-    divides by.
+def _of_mean_under(evidence: Evidence, name: str) -> Cause:
+    """The Cause of a mean under another fold, or with other weights, than it needs; or of a sum
+    under a fold by steps. The line has the weight that the loss divides by.
     """
-    line, divisor = _fold_line(evidence, better), evidence.divisor
-    if evidence.kind.name != "mean" or (divisor and divisor.is_of_rows and not evidence.has_weight):
-        return evidence.cause(name, line=line)
-    line = f"{line}, {(divisor or form(evidence.probe)).line}"
-    return evidence.cause(name if divisor else f"{name}: unknown", line=line)
+    divisor, is_mean = evidence.divisor, evidence.kind.name == "mean"
+    count, (weight_a, weight_b, _) = divisor or form(evidence.probe), evidence.weights
+    words = {"count": count.expression, "weight_a": weight_a, "weight_b": weight_b}
+    if not is_mean:
+        return evidence.cause(name, line=_fold_line(evidence, "funcga.per_weight()"), **words)
+    fold, weight = "funcga.mean()", count.line
+    if divisor is None:
+        key = f"{name}: unknown"
+    elif evidence.leaves_out(divisor.of):
+        key, fold = f"{name}: left out", "funcga.per_weight()"
+    else:
+        key, weight = name, divisor.fix
+    # A fold for means stays; and of its rows a micro-batch has the weight by default.
+    if name in ("uneven tokens", "wrong weight") and fold == "funcga.mean()":
+        return evidence.cause(key, line=weight, **words)
+    line = _fold_line(evidence, fold)
+    if not count.is_of_rows or evidence.has_weight:
+        line += f", {count.line}"
+    return evidence.cause(key, line=line, **words)
 
 
 def _fold_line(evidence: Evidence, better: str) -> str:
@@ -212,8 +202,8 @@ def _without_count(evidence: Evidence) -> list[Cause]:
         # A and B have hidden a second mean, in which they count as much as each other.
         if other.kind.name != "mean":
             return causes_of(other)
-    expected = alone.ratio * (1 + 1 / evidence.ratio)
-    apart = abs(together.ratio - expected)
+    expected = alone.kind.ratio * (1 + 1 / evidence.kind.ratio)
+    apart = abs(together.kind.ratio - expected)
     return [of_means(evidence)] if apart > evidence.tolerance * expected else []
 
 
@@ -277,10 +267,7 @@ def weightless_rows(case: Case) -> Iterator[Answer]:
 
 def _left_out(evidence: Evidence) -> Iterator[Cause]:
     """Rows of weight 0 whose gradient is not 0: a mean leaves out a micro-batch of them."""
-    probe, leaves = evidence.probe, evidence.leaves
-    if not evidence.has_weight or not leaves_out(
-        evidence.case, leaves, lambda row: probe.weigh((row,))
-    ):
+    if not evidence.has_weight or not evidence.leaves_out(evidence.probe.weigh):
         return
     line, count, divisor = _fold_line(evidence, "funcga.per_weight()"), "it", evidence.divisor
     if divisor is not None:

@@ -81,11 +81,6 @@ class Evidence:
         return self.fold.normalizer.divides_by
 
     @property
-    def ratio(self) -> float:
-        """How much A weighs for each B in the loss."""
-        return self.kind.ratio
-
-    @property
     def tolerance(self) -> float:
         """How much equal ratios may differ by rounding."""
         return max(1e-5, 100 * self.case.limit.relative)
@@ -96,7 +91,7 @@ class Evidence:
             "where": self.probe.paths[self.leaves[0]],
             "a": len(self.a),
             "b": len(self.b),
-            "ratio": self.ratio,
+            "ratio": self.kind.ratio,
             "subject": self.probe.subject,
             **words,
         }
@@ -165,11 +160,17 @@ class Evidence:
             if np.linalg.norm(terms @ means - values) <= tolerance:
                 yield each
 
-    def leaves_out(self, count: Count) -> bool:
-        """Whether rows that count 0 have a gradient that is not 0. A micro-batch of them has the
-        weight 0, and a mean leaves it out.
+    def leaves_out(self, weigh: Callable[[Rows], float]) -> bool:
+        """Whether rows that weigh 0 have a gradient that is not 0: the leaves change without these
+        rows. A micro-batch of them has the weight 0, and a mean leaves it out.
         """
-        return leaves_out(self.case, self.leaves, lambda row: count.of((row,)))
+        probe, every = self.probe, self.probe.all_rows
+        rows = tuple(row for row in every if weigh((row,)))
+        some = probe.try_values(rows) if 0 < len(rows) < len(every) else None
+        if some is None:
+            return False
+        differences = self.case.limit.differences(some, probe.whole)
+        return max(differences[leaf] for leaf in self.leaves) > self.case.limit.relative
 
     def reweighs(self) -> bool:
         """Whether the ratio of A to B depends on the parameters: then the loss does not divide by
@@ -181,20 +182,8 @@ class Evidence:
         kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
         if kind.name != self.kind.name:
             return kind.name in ("statistics", "coupled")
-        return abs(self.ratio - kind.ratio) > self.tolerance * (self.ratio + kind.ratio)
-
-
-def leaves_out(case: Case, leaves: Sequence[int], weigh: Callable[[int], float]) -> bool:
-    """Whether these leaves change where the rows of weight 0 are taken out, and nothing else."""
-    weights = [weigh(row) for row in case.probe.all_rows]
-    rows = tuple(row for row, weight in zip(case.probe.all_rows, weights, strict=True) if weight)
-    if not 0 < len(rows) < len(weights):
-        return False
-    some, whole = case.probe.try_values(rows), case.probe.whole
-    if some is None:
-        return False
-    differences = case.limit.differences(some, whole)
-    return max(differences[leaf] for leaf in leaves) > case.limit.relative
+        ratio = self.kind.ratio
+        return abs(ratio - kind.ratio) > self.tolerance * (ratio + kind.ratio)
 
 
 def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:

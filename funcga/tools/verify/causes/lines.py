@@ -2,7 +2,7 @@
 names of the user's own loss, in_axes for the arguments of the call.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from funcga import folds
 from funcga._call.arguments import argument_names
@@ -25,19 +25,19 @@ def fold_line(probe: Probe, better: str, leaves: Collection[int]) -> str:
     return f"fold={text}"
 
 
-_STOCK: tuple[Callable[[], Fold], ...] = (
-    folds.mean,
-    folds.per_weight,
-    folds.sum,
-    folds.max,
-    folds.min,
-    folds.moments,
-    folds.logsumexp,
-    folds.ratio,
-    folds.pooled,
-    folds.carry,
+_STOCK = (
+    "mean",
+    "per_weight",
+    "sum",
+    "max",
+    "min",
+    "moments",
+    "logsumexp",
+    "ratio",
+    "pooled",
+    "carry",
 )
-_CALLS = {stock().name: f"funcga.{stock.__name__}()" for stock in _STOCK}
+_CALLS = {vars(folds)[stock]().name: f"funcga.{stock}()" for stock in _STOCK}
 
 
 def _written(fold: Fold) -> str:

@@ -45,32 +45,29 @@ def per_example(case: Case) -> Iterator[Answer]:
     # The splits tell of a loss that refuses some batches.
     if some is None:
         return
-    folds, first = [*probe.folds], dict[str, object]()
+    folds, rows, some_rows = [*probe.folds], probe.rows, len(part)
+    first: tuple[str, dict[str, object]] | None = None
     for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
         if x.shape == y.shape:
             continue
-        # The axis whose length follows the number of rows.
-        sizes = zip(x.shape, y.shape, strict=False)
-        axis = next((axis for axis, (of_x, of_y) in enumerate(sizes) if of_x != of_y), 0)
         monoid = folds[i].reducer.monoid
-        if monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis):
+        # The axis whose length follows the number of rows.
+        pairs = enumerate(zip(x.shape, y.shape, strict=False))
+        axis = next((axis for axis, (of_x, of_y) in pairs if of_x != of_y), 0)
+        is_joined = monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis)
+        if is_joined:
             continue
         folds[i] = concat(axis)
-        first = first or {
-            "key": "per-example output" + ": axis" * (monoid.axis is not None),
-            "where": probe.paths[i],
-            "whole": [*x.shape],
-            "part": [*y.shape],
-            "rows": probe.rows,
-            "some": len(part),
-        }
-    if first:
-        changed = probe.with_folds(folds)
+        if first is None:
+            shapes = {"whole": [*x.shape], "part": [*y.shape], "rows": rows, "some": some_rows}
+            key = "per-example output" + ": axis" * (monoid.axis is not None)
+            first = key, {"where": probe.paths[i], **shapes}
+    if first is not None:
+        case.probe = probe.with_folds(folds)
         # The line has concat() for all of them.
-        yield cause(str(first.pop("key")), line=fold_line(changed, "", ()), **first)
+        yield cause(first[0], line=fold_line(case.probe, "", ()), **first[1])
         if probe.has_state:
             yield stop("nothing else")
-        case.probe = changed
 
 
 def unused_parameters(case: Case) -> Iterator[Answer]:
@@ -113,13 +110,9 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
         return
     where = probe.paths[differences.index(worst)] if gradient is None else ""
     key = "wrong gradient" if gradient else "first-order step"
-    of_loss = "loss_fn", "funcga.value_and_grad(loss_fn)"
-    of_module = (
-        "torch_backend.pure_loss(module, loss_fn)",
-        "torch_backend.module_value_and_grad(module, loss_fn)",
-    )
-    loss_fn, own_way = of_module if probe.brings_parameters else of_loss
-    yield cause(key, where=where, difference=worst, loss_fn=loss_fn, own_way=own_way)
+    if probe.brings_parameters:
+        key += ": module"
+    yield cause(key, where=where, difference=worst)
 
 
 def remarks(case: Case) -> Iterator[Answer]:

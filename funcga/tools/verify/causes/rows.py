@@ -10,6 +10,7 @@ the rest: then the order of the rows makes a difference.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 
@@ -41,17 +42,16 @@ def of_means(evidence: Evidence) -> Cause:
     case, probe = evidence.case, evidence.probe
     twice = probe.try_values(probe.all_rows * 2)
     # A function of means alone is the same for all rows twice.
-    if twice is None or max(case.limit.differences(twice, probe.whole)) <= case.limit.relative:
-        line = coupled_line(case, "means", "funcga.mean()")
-        return evidence.cause("batch statistics", line=line)
-    line = coupled_line(case, "sums", "funcga.sum()")
-    return evidence.cause("batch statistics: sums", line=line)
+    if twice is not None and case.differ(twice, probe.whole):
+        return of_sums(evidence, "batch statistics: sums")
+    line = coupled_line(case, "means", "funcga.mean()")
+    return evidence.cause("batch statistics", line=line)
 
 
-def of_sums(evidence: Evidence, growth: str = "") -> Cause:
+def of_sums(evidence: Evidence, key: str = "coupled rows", **words: object) -> Cause:
     """The Cause of a loss that is a function of sums over rows, as the square of a sum is."""
     line = coupled_line(evidence.case, "sums", "funcga.sum()")
-    return evidence.cause("coupled rows", line=line, growth=growth)
+    return evidence.cause(key, line=line, **words)
 
 
 def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
@@ -95,23 +95,20 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
 
 def _options(case: Case, fold: str) -> str:
     probe, gradient = case.probe, case.probe.gradient
-    options = {
-        "n": str(case.counts[0] if case.counts else 8),
-        "fold": fold,
-        "weight": "weight" if probe.program.weight and fold == "funcga.mean()" else "",
-        "in_axes": _axes(probe),
-    }
-    if gradient is not None:
-        options["argnums"] = repr(gradient.argnums) if gradient.argnums else ""
-        options["has_aux"] = "True" if gradient.has_aux else ""
-    return ", ".join([f"{name}={value}" for name, value in options.items() if value])
-
-
-def _axes(probe: Probe) -> str:
-    """in_axes=, where they are not the default."""
     axes = [part.in_axes for part in probe.arguments.parts]
     is_default = axes == [None, *[0] * (len(axes) - 1)]
-    return "" if is_default else axes_line(probe, {}).removeprefix("in_axes=")
+    options = [f"n={case.counts[0] if case.counts else 8}"]
+    if fold:
+        options.append(f"fold={fold}")
+    if probe.program.weight and fold == "funcga.mean()":
+        options.append("weight=weight")
+    if not is_default:
+        options.append(axes_line(probe, {}))
+    if gradient is not None and gradient.argnums:
+        options.append(f"argnums={gradient.argnums!r}")
+    if gradient is not None and gradient.has_aux:
+        options.append("has_aux=True")
+    return ", ".join(options)
 
 
 # --- a step of `coupled` that knows a number of rows
@@ -127,29 +124,25 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     def is_refused(rows: Rows) -> bool:
         return probe.try_values(rows) is None
 
+    n = min(job.program.n or 1, probe.rows)
+    sizes = job.program.microbatch_size or -(-probe.rows // n), probe.rows // n, probe.rows // 2
+    fewer, works, fails = [every[:size] for size in sizes], every, every[: probe.rows // 2]
     if is_refused(every):
-        n = min(job.program.n or 1, probe.rows)
-        sizes = (job.program.microbatch_size or -(-probe.rows // n), probe.rows // n)
-        fewer = [every[:size] for size in (*sizes, probe.rows // 2)]
-        works = next((rows for rows in fewer if not is_refused(rows)), every)
-        fails = every
-    elif all(map(is_refused, (*case.parts, every[:-1]))):
-        works, fails = every, every[: probe.rows // 2]
-    else:
+        works, fails = next((rows for rows in fewer if not is_refused(rows)), every), every
+    elif not all(map(is_refused, (*case.parts, every[:-1]))):
         return
     try:
         probe.values(fails)
     except Exception as error:
-        # Another error is not about their number.
+        # An error that is not about their number is that of a later question.
         if works == fails:
             return
-        words = {"works": len(works), "fails": len(fails), "error": first_line(error)}
-        try:
+        function = "summary_fn"
+        with suppress(Exception):
             probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
-        except Exception:
-            yield cause("fixed rows", function="summary_fn", **words)
-        else:
-            yield cause("fixed rows", function="loss_fn", **words)
+            function = "loss_fn"
+        words = {"works": len(works), "fails": len(fails), "error": first_line(error)}
+        yield cause("fixed rows", function=function, **words)
         if fails == every:
             yield stop("no gradient")
 
@@ -189,6 +182,4 @@ def _differ(case: Case, *orders: Rows) -> bool:
     evaluated.
     """
     one, other = map(case.probe.try_values, orders)
-    if one is None or other is None:
-        return False
-    return max(case.limit.differences(one, other), default=0.0) > case.limit.relative
+    return one is not None and other is not None and case.differ(one, other)

@@ -4,12 +4,11 @@ Only then can a step of `coupled` differ from the gradient of the whole batch. S
 verified like any other function whose outputs are folded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from funcga._types import Array
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.tools.verify.causes import Answer, Cause, cause, causes_in, stop
@@ -18,7 +17,7 @@ from funcga.tools.verify.causes.folds import by_kind, explain, weightless_rows
 from funcga.tools.verify.causes.lines import fold_line
 from funcga.tools.verify.causes.outputs import per_example
 from funcga.tools.verify.exact import Case, Splits
-from funcga.tools.verify.probe import Leaves, Probe
+from funcga.tools.verify.probe import Probe
 
 # These causes are named for a summary as for a loss. Any other means that it is no sum or mean over
 # single rows.
@@ -37,25 +36,25 @@ _AS_OF_A_LOSS = {
 
 def explain_step(case: Case) -> Iterator[Answer]:
     """The causes if the fold of summaries is not that of the whole batch."""
+    of_summary = _of_summary(case)
     try:
         splits = case.splits
     # The step refuses to fold summaries of different shapes.
     except FuncgaError:
-        found = _without_comparison(_of_summary(case))
+        found = _without_comparison(of_summary)
         if not found:
             raise
         yield from found
         yield stop("nothing else")
         return
     if splits.are_exact:
-        yield from weightless_rows(_of_summary(case))
-    else:
-        of_summary = _of_summary(case)
-        yield from (
-            _without_comparison(of_summary)
-            or _from_splits(of_summary)
-            or [cause("not decomposable: summary", where="the summary", difference=_first(splits))]
-        )
+        yield from weightless_rows(of_summary)
+        return
+    found = _without_comparison(of_summary) or _from_splits(of_summary)
+    difference = _first(splits)
+    yield from found or [
+        cause("not decomposable: summary", where="the summary", difference=difference)
+    ]
 
 
 def _first(splits: Splits) -> str:
@@ -93,9 +92,9 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
     whole, axis = summary.whole[leaf_index], fold.reducer.monoid.axis
     if axis is not None and whole.shape[axis] == summary.rows:
         # Rows in another order are to have the same summaries, in that order.
-        permuted = summary.values(order)[leaf_index]
-        (difference,) = case.limit.differences([permuted], [np.take(whole, order, axis)])
-        if difference > case.limit.relative:
+        permuted, moved = summary.values(order)[leaf_index], np.take(whole, order, axis)
+        if case.differ([permuted], [moved]):
+            (difference,) = case.limit.differences([permuted], [moved])
             return of_position(case, difference, path)
     elif better := _better_fold(case, leaf_index):
         better_fold, *weight = better.split(", ", 1)
@@ -107,38 +106,24 @@ def _of_leaf(case: Case, leaf_index: int) -> Cause:
     return cause("batch statistics: summary", where=path, layers=f", as {layers} does")
 
 
-# Each stock fold, of the values of the parts and their weights.
-_FOLDS: dict[str, Callable[[Leaves, list[float]], Array]] = {
-    "mean": lambda values, weights: np.average(values, 0, weights),
-    "sum": lambda values, weights: np.sum(values, 0),
-}
-
-
 def _better_fold(case: Case, leaf_index: int) -> str | None:
-    """The expression of a stock fold under which two parts of the batch give the leaf of all
-    rows.
+    """The expression of a fold for sums or means under which two parts of the batch give the leaf
+    of all rows, in place of one that does not add up.
     """
-    summary = case.probe
-    whole = summary.whole[leaf_index]
-    values = [summary.values(part)[leaf_index] for part in case.parts]
-    if not values[0].shape == values[1].shape == whole.shape:
-        return None
-    weights = [summary.weigh(part) for part in case.parts]
-    for name, fold in _FOLDS.items():
-        (difference,) = case.limit.differences([fold(values, weights)], [whole])
-        if difference <= case.limit.relative:
-            return f"funcga.{name}()"
-    # As a mean it may have another weight.
-    of_leaves = [*summary.folds]
-    if of_leaves[leaf_index].reducer.additive:
+    summary, of_leaves = case.probe, [*case.probe.folds]
+    values = [summary.values(rows)[leaf_index] for rows in (*case.parts, summary.all_rows)]
+    is_of_one_shape = len({x.shape for x in values}) == 1
+    if not is_of_one_shape or of_leaves[leaf_index].reducer.additive:
         return None
     of_leaves[leaf_index] = mean()
     as_mean = replace(case, probe=summary.with_folds(of_leaves))
+    if leaf_index not in as_mean.failed:
+        return "funcga.mean()"
     for each in by_kind(as_mean):
+        if each.name == "sum under mean":
+            return "funcga.sum()"
         if each.name in ("uneven tokens", "wrong weight"):
             # What may count 0 is the weight of sums.
-            better, (_, _, weight) = "mean", each.fix.partition("weight=")
-            if "per_weight()" in each.fix:
-                better = "per_weight"
-            return f"funcga.{better}(), weight={weight}"
+            better = "per_weight" if "per_weight()" in each.fix else "mean"
+            return f"funcga.{better}(), weight={each.fix.partition('weight=')[2]}"
     return None
