@@ -262,7 +262,9 @@ NO_SUMS = {
 def test_a_fold_that_is_no_sum_is_refused_with_what_to_write(kit, name):
     """And what is written instead is the fold."""
     fold, instead, of_values = NO_SUMS[name]
-    text = "Return value[None] from summary_fn, with fold=funcga.concat(), and combine the rows of s in loss_fn, such as"
+    text = (
+        "Return value[None] from summary_fn, with fold=funcga.concat(), and combine the rows of s in loss_fn, such as"
+    )
     refused(text, kit, fold={"a": fold, "b": funcga.sum()}, summary_fn=lambda w, x: dict.fromkeys("ab", x * w))
     if instead is None:
         return
