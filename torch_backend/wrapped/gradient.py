@@ -80,13 +80,12 @@ class ModuleGradient(OwningGradient):
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
         check_no_params(args, self.module)
-        parts = tuple([Argument(arg, [], [], None) for arg in args])
-        arguments = Arguments(parts, self, backend)
         if self.kind == MODULE:
             check_wrapped_before(self.module)
             walk = program.memory.keep(Walk)
             own = Own(self.module, walk.trainable(self.module), walk)
-            return value_of_module(program, self.parts, backend, own, arguments, kwargs)
+            return value_of_module(program, self.parts, backend, own, args, kwargs)
+        arguments = Arguments(tuple([Argument(a, [], [], None) for a in args]), self, backend)
         begin = partial(self.window, program, backend, arguments, alone=True)
         with telling([(progress_of(program.memory), begin)]), begin() as window:
             arguments, kwargs = window.prepared(arguments, kwargs)

@@ -13,7 +13,7 @@ are.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -27,19 +27,25 @@ from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, graphs, trees
-from torch_backend.arrays import recording_loss
+from torch_backend.arrays import recording, recording_loss
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine import bound
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.leaves import OWN
-from torch_backend.engine.opened import opened_in_place, recording
-from torch_backend.engine.plan import Plan, Plans, call_key, run_of
+from torch_backend.engine.leaves import OWN, Leaves
+from torch_backend.engine.plan import (
+    Plan,
+    Plans,
+    autocasting,
+    call_key,
+    outside_of_autocast,
+    run_of,
+)
 from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk, buffers_of, put_back
+from torch_backend.modules.layers import Walk, buffers_of, call_loss, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
@@ -139,7 +145,11 @@ class OwnGrads(Window):
             stack.push(self._recover)
             self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
             self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,))
-            self.opened = opened_in_place(self.gradient, self.module, self.params, stack)
+            self.leaves = Leaves({OWN: self.params}, self.inputs, self.inputs)
+            self.visit = nullcontext(partial(call_loss, self.gradient.loss_fn, self.module))
+            devices = autocasting({leaf.device.type for leaf in self.inputs})
+            if devices:
+                self.outside = outside_of_autocast(devices, stack)
             self.push(stack.pop_all())
         return self
 
@@ -154,6 +164,10 @@ class OwnGrads(Window):
                 error.add_note(COULD_NOT_MERGE)
 
     # --- what is folded
+
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[None]:
+        """The context of micro-batches: each has its own, as replicas meet between them."""
+        return nullcontext()
 
     @property
     def arriving(self) -> Sequence[torch.Tensor]:
@@ -173,7 +187,7 @@ class OwnGrads(Window):
         if dropping is not None:
             self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
         if self.wrapper.wrapped:
-            beside = self.leaves(loss, aux)
+            beside = self.beside(loss, aux)
             for merge in self.merges:
                 merge.propose(self.sums, beside)
 
@@ -208,7 +222,7 @@ class OwnGrads(Window):
             )
         self.is_weighted = True in weighted
 
-    def leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
+    def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
@@ -304,7 +318,7 @@ class ModuleWindow(OwnGrads):
         scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
-        with masks, recording_loss(), self.opened.visit as loss_fn:
+        with masks, recording_loss(), self.visit as loss_fn:
             loss, aux, objective = self.forward(loss_fn, args, kwargs, scale)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
@@ -386,7 +400,7 @@ class ModuleWindow(OwnGrads):
                 self._meet(False)
             elif self.wrapper.sync == "last":
                 run = run_of([*self.inputs, *replaced], False) or run
-            stack.enter_context(self.opened.outside)
+            stack.enter_context(self.outside())
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
 
     def _inputs_and_others(
