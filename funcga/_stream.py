@@ -128,8 +128,6 @@ def stream(
         with program.telling():
             # The first micro-batch determines the framework.
             spread, is_counted = _Spread(), program.totals is not None
-            if is_counted:
-                program.totals.check_call(kwargs)
             leading, items = _iterate(args, spread, twice=is_counted)
             first = next(items, None)
             own: Sequence[Any] = ()
@@ -148,7 +146,7 @@ def stream(
             try:
                 if is_counted:
                     count = backend.loop.stream(program.totals.counting(program, backend), backend)
-                    kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
+                    kwargs = dict(**kwargs, totals=count(leading, _put_back(ahead, items), {}))
                     items = _again(args, spread)
                 return backend.loop.stream(program, backend)(
                     leading, _put_back(ahead, items), kwargs

@@ -76,7 +76,7 @@ def accumulated(
 ) -> Result:
     """The result of the fold over a batch, traced."""
     if program.totals is not None:
-        kwargs = {**kwargs, "totals": totals_of(program, backend, spread, args)}
+        kwargs = dict(**kwargs, totals=totals_of(program, backend, spread, args))
     outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
     return _finished(program, outputs, folded, kwargs)
 

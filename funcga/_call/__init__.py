@@ -207,8 +207,6 @@ class Program:
         """Raises FuncgaError if `error` says that grad_fn does not take these arguments. Errors
         from inside of grad_fn pass unchanged.
         """
-        if "'totals'" in str(error):
-            load("totals", "totals=").explain(error)
         keywords = {*kwargs} | ({"totals"} if self.totals is not None else set())
         if not refuses_arguments(self.grad_fn, count, keywords, error):
             return
@@ -330,7 +328,7 @@ def read_program(
     )
     counted = None
     if totals is not None:
-        counted = load("totals", "totals=").Totals(totals, grad_fn, across is not None)
+        counted = load("totals", "totals=").Totals(totals, across is not None)
     return Program(
         grad_fn,
         fold,

@@ -115,8 +115,6 @@ def coupled(
         """The loss and its gradient."""
         with program.telling(job.after):
             backend = program.backend(args, kwargs)
-            if program.totals is not None:
-                program.totals.check_call(kwargs)
             job.check_folds(backend)
             try:
                 return job.passes(backend)(args, kwargs)

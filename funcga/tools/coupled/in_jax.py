@@ -43,7 +43,7 @@ class _Step:
         """The step, traced."""
         job, backend = self.job, self.backend
         if job.program.totals is not None:
-            kwargs = {**kwargs, "totals": totals_of(job.program, backend, spread, args)}
+            kwargs = dict(**kwargs, totals=totals_of(job.program, backend, spread, args))
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]

@@ -218,7 +218,8 @@ def _filled(leaf: torch.Tensor, keep: bool | torch.Tensor, instead: float) -> to
     """A leaf, or this number in place of each of its own unless it is kept."""
     shard = local(leaf)
     is_dropped = ~torch.as_tensor(keep, device=shard.device)
-    return as_dtensor(shard.masked_fill(is_dropped, instead), leaf)
+    filled: torch.Tensor = as_dtensor(shard.masked_fill(is_dropped, instead), leaf)
+    return filled
 
 
 def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:
