@@ -278,6 +278,20 @@ def test_a_module_is_differentiated_by_coupled():
         funcga.coupled(nn.Linear(3, 2), lambda module, s: s.mean(), 2)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_checkpoint_runs_again_with_the_parameters_that_are_given(n):
+    class Checkpointed(Towers):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    module, other, (x, y) = Checkpointed(), Checkpointed(), batch()
+    for p in other.parameters():
+        p.data.mul_(1.5)
+    step = funcga.coupled(pure_loss(module, summary_of), lambda params, s: infonce(params["scale"], s), n)
+    found = step(trainable(other), x, y)
+    check(found, one_graph(other, loss_of, x, y, *bounds(ROWS, n)))
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_parameters_are_looked_at_before_the_first_pass(n):
     module, x = nn.Linear(3, 2), torch.ones(4, 3)
