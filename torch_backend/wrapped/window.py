@@ -181,7 +181,7 @@ class OwnGrads(Window):
         """
         if self.sums is not None:
             return
-        folding, dropping = bound.known_or_new(self, loss, aux), self.program.dropping
+        folding, dropping = bound.folding_of(self, loss, aux), self.program.dropping
         self._check(folding)
         self.sums = Sums(folding)
         if dropping is not None:
