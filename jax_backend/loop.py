@@ -335,7 +335,8 @@ class Step:
         after = before._replace(reduced=reduced, total=weighed.total, state=state)
         if weighed.keep is None:
             return after, collected
-        return _unless_dropped(weighed.keep, before, after, collected)
+        tool = load("dropping.in_jax", "drop=")
+        return tool.selected(weighed.keep, before, after, collected)  # type: ignore[no-any-return]
 
     def _leaves(self, before: Folded, start: Scalar) -> Leaves:
         weigh, leaves = partial(self._weigh, before), None
@@ -348,14 +349,8 @@ class Step:
             return leaves
         values, weighed, measures = leaves
         # The first leaf has the counts, whose fold gets the weight unscaled.
-        rows = [
-            measures[leaf_index]
-            if leaf_index in measures
-            else self.readings.measures_of([values[leaf_index]])[0]
-            for leaf_index in self.readings.leaf_indices
-        ]
-        observed = self.readings.leaves_for(jnp.stack(rows), weighed.into[0].weight)
-        return [*observed, *values[len(observed) :]], weighed, measures
+        values = self.readings.leaves_beside(values, measures, weighed.into[0].weight)
+        return values, weighed, measures
 
     def _weigh(self, before: Folded, own: Tally | None, keep: jax.Array | None = None) -> Weighed:
         outputs, total, factor = self.outputs, before.total, None
@@ -393,62 +388,12 @@ def _step(
     run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
     if program.dropping is not None:  # all leaves are tested before one is folded
-        run = _tested(run, outputs, program.dropping)
+        run = load("dropping.in_jax", "drop=").tested(run, outputs, program.dropping)
     else:
         with suppress(ModuleNotFoundError):  # the tool may be missing
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
     return Step(outputs, run, in_scans, readings, rows, unit)
-
-
-# -- what is dropped
-
-
-def _tested(
-    run: Callable[..., tuple[Tree, Tally]], outputs: Outputs, dropping: Any
-) -> Callable[..., tuple[Tree, Tally, jax.Array]]:
-    """`run`, which returns (value, tally, whether it is kept), with a derivative only where the
-    value counts: that of a NaN would be NaN, even times 0.
-    """
-
-    def kept(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
-        value, tally = run(*operands)
-        leaves = outputs.leaves(value, "a later micro-batch")
-        keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, tally.total)
-        return value, tally, jnp.asarray(keep)
-
-    def differentiable(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
-        # With all that it depends on as arguments, as custom_jvp requires.
-        function, captured = jax.closure_convert(kept, *operands)
-        run = jax.custom_jvp(function)
-
-        @run.defjvp
-        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-            (value, tally, keep), derivative = jax.linearize(function, *primals)
-            counts = keep & (tally.total != 0)
-            # On both sides, for forward and reverse mode.
-            only = partial(
-                jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0) if is_float(leaf) else leaf
-            )
-            return (value, tally, keep), only(derivative(*only(tangents)))
-
-        result: tuple[Tree, Tally, jax.Array] = run(*operands, *captured)
-        return result
-
-    return differentiable
-
-
-def _unless_dropped(
-    keep: jax.Array, before: Folded, after: Folded, collected: list[jax.Array]
-) -> tuple[Folded, list[jax.Array]]:
-    """What is folded after a micro-batch that is kept or not."""
-    # Selected, as 0 * NaN is NaN. Only observers collect here.
-    chosen = jax.tree.map(partial(jnp.where, keep), after, before)
-    collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
-    if before.rejected is not None:
-        rejected = before.rejected + (~keep).astype(jnp.int32)
-        chosen = chosen._replace(rejected=rejected)
-    return chosen, collected
 
 
 # -- the beginning and the end of a window
@@ -469,10 +414,8 @@ def _begin(outputs: Outputs, spread: Spread, traced: Traced, state: State, dropp
             )
         identities.append(identity)
     folded = Folded(identities, arrays.tally(0, steps=0), state)
-    if dropping is not None and dropping.scope == "window":
-        # Copied, as what is carried may be donated.
-        before = [jnp.array(leaf, copy=True) for leaf in state]
-        folded = folded._replace(rejected=jnp.int32(0), state_before=before)
+    if dropping is not None:
+        folded = load("dropping.in_jax", "drop=").begun(folded, dropping)
     pinned: Folded = spread.pinned(outputs, folded)
     return pinned
 
@@ -505,15 +448,10 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     tallies = _tallies(outputs, folded.total, folded.unit)
     triples = [*zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)]
     normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
-    state, collected = folded.state, folded.collected
-    if folded.rejected is not None:
-        is_whole = folded.rejected == 0
-        normalised = jax.tree.map(
-            lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised
-        )
-        state = jax.tree.map(partial(jnp.where, is_whole), state, folded.state_before)
-        collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
-    result = outputs.join(normalised, collected, state)
+    parts = normalised, folded.collected, folded.state
+    if program.dropping is not None:
+        parts = load("dropping.in_jax", "drop=").unless_rejected(folded, *parts)
+    result = outputs.join(*parts)
     if program.observers is not None:
         result = program.observers.observed(program, result, kwargs)
     if program.totals is not None:

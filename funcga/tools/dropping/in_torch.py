@@ -1,7 +1,5 @@
 """Sums that leave micro-batches out, by a test of their values.
 
-Only torch has this file: in JAX a loop selects what it carries.
-
 Autograd adds gradients where it computes them, and cannot take them back. So a step that drops
 calls its gradient function for each micro-batch alone, looks at the value, and adds all of it or
 nothing. One micro-batch's gradients are held at a time. Where only a device knows the answer,

@@ -2,7 +2,7 @@
 outputs of one structure.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from funcga import normalizers
 from funcga._backend import Backend
@@ -201,6 +201,19 @@ class Readings:
                 for observer, vector in zip(self.observers.all, vectors, strict=True)
             ]
         return [xp.ones_like(measures[:1, 0].repeat(2)), *vectors]
+
+    def leaves_beside(
+        self, leaves: Sequence[Array], measures: Mapping[int, Array], weight: Scalar
+    ) -> list[Array]:
+        """The leaves of an output, with what observers fold in place of the zeros before it, from
+        the measures that are known already, by leaf index, and those of all other leaves.
+        """
+        rows = [
+            measures[index] if index in measures else self.measures_of([leaves[index]])[0]
+            for index in self.leaf_indices
+        ]
+        before = self.leaves_for(self.arrays.xp.stack(rows), weight)
+        return [*before, *leaves[self.count :]]
 
     def measured(self, value: Tree, weight: Scalar) -> Tree:
         """(what observers fold, value) of a micro-batch of which grad_fn returned this value."""
