@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from funcga._call import Program
-from funcga._call.arguments import CARRY
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
@@ -160,7 +159,9 @@ class DroppingCalls(Called):
         """Folds the value of one micro-batch in, or leaves it out."""
         # What is dropped may have written to the buffers of the module, and to threaded state.
         statistics, is_first = buffers_of(self.module), self.sums is None
-        state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in self._state_in(args)]
+        assert self.arguments is not None
+        before = self.arguments.state if self.sums is None else self.sums.state
+        state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in before]
         super().fold(args, kwargs, weight, last)
         if any(listener.heard for listener in self.own_groups):
             raise FuncgaError(
@@ -196,20 +197,6 @@ class DroppingCalls(Called):
             assert isinstance(sums, DroppingSums)
             sums.put_back_if_dropped(self.statistics_before)
         return result
-
-    def _state_in(self, args: tuple[Tree, ...]) -> list[Any]:
-        """What is threaded among the arguments of a micro-batch."""
-        arguments = self.arguments
-        if arguments is None or not arguments.state:
-            return []
-        parts = [(arg, part.axes) for arg, part in zip(args, arguments.parts, strict=True)]
-        return [
-            leaf
-            for arg, axes in parts
-            if axes
-            for leaf, axis in zip(trees.flatten(arg)[0], axes, strict=True)
-            if axis is CARRY
-        ]
 
 
 def _filled(leaf: torch.Tensor, keep: bool | torch.Tensor, instead: float) -> torch.Tensor:
