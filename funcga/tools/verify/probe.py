@@ -79,7 +79,7 @@ class Probe:
         self.all_rows: Rows = tuple(range(self.arguments.rows()))
         # Any rows get the totals of the whole batch, as a micro-batch does.
         if program.totals is not None:
-            self.kwargs = dict(**self.kwargs, totals=self.count(self.all_rows))
+            self.kwargs = {**self.kwargs, "totals": self.count(self.all_rows)}
         self.raw = self.raw_step()
         self.output: Tree = None  # of the first call
         self._values: dict[Rows, Leaves] = {}
