@@ -5,14 +5,13 @@ micro-batches, n at a time.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice, repeat
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-from funcga._call import owner_of, read_program, weight_of
-from funcga._call.supported import MODULE
+from funcga._call import Options, owner_of, read_program
 from funcga._fold import weight_on_host
 from funcga._transform.window_size import TargetWeight, WindowSize, in_full, scheduled_size
 from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_count, explains_arguments
+from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -25,31 +24,18 @@ Item = TypeVar("Item")
 def stream(
     grad_fn: Callable[..., R],
     *,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: None = None,
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
     device: object = None,
+    **options: Unpack[Options],
 ) -> Callable[..., R]: ...
 @overload
 def stream(
     grad_fn: Callable[..., R],
     *,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: "ObserverTree",
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
     device: object = None,
+    **options: Unpack[Options],
 ) -> Callable[..., tuple[R, Any]]: ...
-@explains_arguments
 def stream(
     grad_fn: Callable[..., Any],
     *,
@@ -126,100 +112,68 @@ def stream(
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         with program.telling():
+            *leading, microbatches = args
+            if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
+                raise FuncgaError(
+                    f"microbatches is of type {type(microbatches).__name__}: one batch, not an "
+                    "iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n), or "
+                    "pass a list of micro-batches."
+                )
+            # `map`, as a generator's frame would keep a reference to its last item.
+            items: Iterator[tuple[Any, ...]] = map(_fields, microbatches)
             # The first micro-batch determines the framework.
-            spread, is_counted = _Spread(), program.totals is not None
-            leading, items = _iterate(args, spread, twice=is_counted)
             first = next(items, None)
             own: Sequence[Any] = ()
-            if first is None and owner is not None:
-                own = owner.parameters()  # the only arrays, without a micro-batch
-            # With other processes, the window raises the error on all of them.
-            if first is None and across is None and (owner is None or owner.kind == MODULE):
-                raise FuncgaError(
-                    "the stream is empty: there is no micro-batch to fold, and so no structure to "
-                    "return. Check the loader, or that a generator was not used up before."
-                )
+            if first is None:
+                if not program.is_told:
+                    raise FuncgaError(
+                        "the stream is empty: there is no micro-batch to fold, and so no structure "
+                        "to return. Check the loader, or that a generator was not used up before."
+                    )
+                # With other processes, the window raises the error on all of them. A module's
+                # parameters are then the only arrays.
+                own = () if owner is None else owner.parameters()
             backend = program.backend((*leading, *(first or own)), kwargs)
             ahead = [] if first is None else [first]
             # A reference in this frame would keep the first micro-batch in memory during the loop.
             del first
-            try:
-                if is_counted:
-                    count = backend.loop.stream(program.totals.counting(program, backend), backend)
-                    kwargs = dict(**kwargs, totals=count(leading, _put_back(ahead, items), {}))
-                    items = _again(args, spread)
-                return backend.loop.stream(program, backend)(
-                    leading, _put_back(ahead, items), kwargs
-                )
-            except TypeError as error:
-                program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
-                raise
+            items = _put_back(ahead, items)
+            if program.totals is not None:
+                counted = _Counted(items)
+                count = backend.loop.stream(program.totals.counting(program, backend), backend)
+                kwargs = dict(**kwargs, totals=count(tuple(leading), counted, {}))
+                items = counted.again(map(_fields, microbatches))
+            return backend.loop.stream(program, backend)(tuple(leading), items, kwargs)
 
     return streamed
 
 
-class _Spread:
-    """Spreads a micro-batch into arguments of grad_fn. It counts the micro-batches, and the
-    fields of the last one.
-    """
+def _fields(item: object) -> tuple[Any, ...]:
+    """The arguments of grad_fn that a micro-batch is spread into."""
+    return tuple(item) if isinstance(item, tuple | list) else (item,)
 
-    fields = count = 0
 
-    def __call__(self, item: object) -> tuple[Any, ...]:
-        fields = tuple(item) if isinstance(item, tuple | list) else (item,)
-        self.fields = len(fields)
+class _Counted(Iterator[tuple[Any, ...]]):
+    """Micro-batches, whose number is counted."""
+
+    def __init__(self, items: Iterator[tuple[Any, ...]]):
+        self.items, self.count = items, 0
+
+    def __next__(self) -> tuple[Any, ...]:
+        item = next(self.items)
         self.count += 1
-        return fields
+        return item
 
-
-def _iterate(
-    args: tuple[Any, ...], spread: _Spread, twice: bool = False
-) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
-    """(the leading arguments, an iterator over micro-batches); `twice`: whether they have to be
-    iterable again.
-    """
-    if not args:
-        raise FuncgaError(
-            "stream's function was called without positional arguments. Call it as f(params, "
-            "microbatches)."
-        )
-    *leading, microbatches = args
-    try:
-        items = iter(microbatches)
-    except TypeError:
-        raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated "
-            "over. Pass a DataLoader, a generator or a list of micro-batches; for one batch to be "
-            "split, use funcga.accumulate(grad_fn, n)."
-        ) from None
-    # Iterable, but a single batch.
-    if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
-        raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of "
-            "micro-batches. Split it with funcga.accumulate(grad_fn, n), or pass a list of "
-            "micro-batches."
-        )
-    if twice and items is microbatches:
-        raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}, which can be gone through "
-            "once, and with totals= a window is counted before it is folded. Pass a list, "
-            "step(params, list(microbatches)), or what windows yields: for window in "
-            "funcga.windows(loader, 8)."
-        )
-    # `map`, as a generator's frame would keep a reference to its last item.
-    return tuple(leading), map(spread, items)
-
-
-def _again(args: tuple[Any, ...], spread: _Spread) -> Iterator[tuple[Any, ...]]:
-    """The micro-batches again. Raises FuncgaError at the end if their number has changed."""
-    counted, spread.count = spread.count, 0
-    yield from _iterate(args, spread)[1]
-    if spread.count != counted:
-        raise FuncgaError(
-            f"the window had {counted} micro-batches when they were counted, for totals=, and "
-            f"{spread.count} when they were folded. Pass one that stays the same, such as a list: "
-            "step(params, list(microbatches))."
-        )
+    def again(self, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """The same micro-batches. Raises FuncgaError at the end if there were more, or fewer."""
+        second = _Counted(items)
+        yield from second
+        if second.count != self.count:
+            raise FuncgaError(
+                f"the window had {self.count} micro-batches when they were counted, for totals=, "
+                f"and {second.count} when they were folded. Pass one that stays the same, such as "
+                "a list: step(params, list(microbatches))."
+            )
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
@@ -229,7 +183,6 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
     yield from items
 
 
-@explains_arguments
 def windows(
     iterable: Iterable[Item], n: WindowSize, *, weight: WeightFn | None = None
 ) -> Iterator[list[Item]]:
@@ -253,7 +206,7 @@ def windows(
 
     Raises:
         FuncgaError: n is neither an int >= 1 nor a TargetWeight nor a function that returns such
-            numbers, or the first micro-batch weighs more than the target: then all of them may.
+            numbers; or weight comes without a TargetWeight, or the other way round.
 
     Example:
         >>> [len(window) for window in funcga.windows(range(10), 4)]
@@ -265,25 +218,15 @@ def windows(
         >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
-    # A Dataset may have __getitem__ alone.
-    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+    if isinstance(n, TargetWeight) == (weight is None):
         raise FuncgaError(
-            f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a "
-            "list."
+            f"weight is {weight!r}, and n is {n!r}: windows of a number of micro-batches weigh "
+            "nothing, and others need to know what one weighs. Write "
+            "funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: "
+            "len(x)), and give weight= to stream as well."
         )
     if isinstance(n, TargetWeight):
-        if not callable(weight):
-            raise FuncgaError(
-                f"weight is {weight!r}, and n is a {n}: say what a micro-batch weighs, such as its "
-                "rows, weight=lambda x, y: len(x)."
-            )
-        return _weighed(iter(iterable), n, weight)
-    if weight is not None:
-        raise FuncgaError(
-            f"weight is given, and n is {'a function' if callable(n) else repr(n)}: a number of "
-            "micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for "
-            "windows that weigh so much, and give weight= to stream as well."
-        )
+        return _weighed(iter(iterable), n.after, weight)  # type: ignore[arg-type]
     if callable(n):
         return _windows(iter(iterable), map(partial(scheduled_size, n), count()))
     instead = ", a function of the number of windows so far, or funcga.transforms.TargetWeight(256)"
@@ -296,22 +239,15 @@ def _windows(items: Iterator[Item], sizes: Iterator[int]) -> Iterator[list[Item]
         yield [first, *islice(items, next(sizes) - 1)]
 
 
-def _weighed(items: Iterator[Item], n: TargetWeight, weight: WeightFn) -> Iterator[list[Item]]:
+def _weighed(
+    items: Iterator[Item], target_after: Callable[[int], float], weight: WeightFn
+) -> Iterator[list[Item]]:
     window: list[Item] = []
     total, updates = 0.0, 0
     for item in items:
-        target = n.after(updates)
-        # If the first one exceeds the target, units are probably mixed up: rows, say, for
-        # tokens.
-        amount = weight_on_host(weight_of(weight, _Spread()(item)))
-        if amount > target and not (window or updates):
-            raise FuncgaError(
-                f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an update "
-                "cannot be of less than one micro-batch. Make them smaller, as by "
-                "DataLoader(batch_size=...), or raise the target."
-            )
+        target = target_after(updates)
         window.append(item)
-        total += amount
+        total += weight_on_host(weight(*_fields(item)))
         if in_full(total) >= target:
             yield window
             window, total, updates = [], 0.0, updates + 1

@@ -40,7 +40,7 @@ from funcga._transform.window_size import (
     target_of,
 )
 from funcga._types import Array, Scalar, Tree
-from funcga.errors import FuncgaError, explains_arguments
+from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -220,7 +220,6 @@ class MultiSteps(Transform):
         return self.update.across
 
 
-@explains_arguments
 def multi_steps(
     tx: Any,
     n: WindowSize,

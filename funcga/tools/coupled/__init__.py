@@ -23,11 +23,10 @@ from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._types import Across, Array, LossFn, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, explains_arguments
+from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, FoldTree, concat
 
 
-@explains_arguments
 def coupled(
     summary_fn: Callable[..., Tree],
     loss_fn: LossFn,
@@ -116,11 +115,7 @@ def coupled(
         with program.telling(job.after):
             backend = program.backend(args, kwargs)
             job.check_folds(backend)
-            try:
-                return job.passes(backend)(args, kwargs)
-            except TypeError as error:
-                program.check_call(error, len(args), kwargs)
-                raise
+            return job.passes(backend)(args, kwargs)
 
     # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]

@@ -56,9 +56,7 @@ class _Counting:
 
     def __init__(self, program: Program, backend: Backend):
         totals: Totals = program.totals
-        in_axes = _without_carry(
-            program.default_in_axes if program.in_axes is None else program.in_axes, backend
-        )
+        in_axes = _without_carry(program.in_axes, backend)
         owner = owner_of(program.grad_fn)
         if owner is not None:
             owner.check_counted(program.grad_fn)
