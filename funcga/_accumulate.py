@@ -146,8 +146,6 @@ def accumulate(
         with program.telling() if program.is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = program.backend(args, kwargs)
-            if program.totals is not None:
-                program.totals.check_call(kwargs)
             if search is None:
                 return backend.loop.accumulate(program, backend)(args, kwargs)
             this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]

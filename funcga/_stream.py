@@ -111,8 +111,6 @@ def stream(
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         with program.telling():
-            if program.totals is not None:
-                program.totals.check_call(kwargs)
             *leading, microbatches = args
             if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
                 raise FuncgaError(
@@ -142,7 +140,7 @@ def stream(
             if program.totals is not None:
                 counted = _Counted(items)
                 count = backend.loop.stream(program.totals.counting(program, backend), backend)
-                kwargs = {**kwargs, "totals": count(tuple(leading), counted, {})}
+                kwargs = dict(**kwargs, totals=count(tuple(leading), counted, {}))
                 items = counted.again(map(_fields, microbatches))
             return backend.loop.stream(program, backend)(tuple(leading), items, kwargs)
 

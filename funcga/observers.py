@@ -91,9 +91,6 @@ def gradient_noise(groups: Callable[[str], str | None] | None = None) -> Observe
     Returns:
         The Observer, whose observation is a `GradientNoise`.
 
-    Raises:
-        FuncgaError: groups is no function.
-
     References:
         McCandlish et al. (2018), "An Empirical Model of Large-Batch Training", arXiv 1812.06162,
         appendix A.1.
@@ -212,7 +209,7 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         state.
 
     Raises:
-        FuncgaError: The noise is none, or the decay is out of its range.
+        FuncgaError: The decay is out of its range.
 
     Example:
         >>> from funcga.observers import GradientNoise, averaged
@@ -232,14 +229,8 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
             name: averaged(one, None if state is None else state[name], decay)
             for name, one in noise.items()
         }
-        return {name: pair[0] for name, pair in pairs.items()}, {
-            name: pair[1] for name, pair in pairs.items()
-        }
-    if not isinstance(noise, GradientNoise):
-        raise FuncgaError(
-            f"noise is of type {type(noise).__name__}. Pass what gradient_noise() observes, a "
-            "GradientNoise or a dict of them: funcga.observers.averaged(noise, state, decay=0.99)."
-        )
+        averages, states = ({name: pair[k] for name, pair in pairs.items()} for k in (0, 1))
+        return averages, states
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
     values = [
         noise.trace,
@@ -296,9 +287,6 @@ def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observe
 
     Returns:
         The Observer, whose observation is a `GradientNorms`.
-
-    Raises:
-        FuncgaError: groups is no function.
 
     Example:
         >>> loss_fn = lambda params, x: (params["a"] * x + params["b"]).mean()

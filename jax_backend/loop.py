@@ -76,7 +76,7 @@ def accumulated(
 ) -> Result:
     """The result of the fold over a batch, traced."""
     if program.totals is not None:
-        kwargs = {**kwargs, "totals": totals_of(program, backend, spread, args)}
+        kwargs = dict(**kwargs, totals=totals_of(program, backend, spread, args))
     outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
     return _finished(program, outputs, folded, kwargs)
 
@@ -325,7 +325,7 @@ class Step:
         collected = [leaves[leaf_index] for leaf_index in outputs.collected]
         if weighed.keep is None:
             return after, collected
-        result: tuple[Folded, list[jax.Array]] = load("dropping.in_jax", "drop=").unless_dropped(
+        result: tuple[Folded, list[jax.Array]] = load("dropping.in_jax", "drop=").selected(
             weighed.keep, before, after, collected
         )
         return result
@@ -392,10 +392,8 @@ def _begin(outputs: Outputs, spread: Spread, traced: Traced, state: State, dropp
             )
         identities.append(identity)
     folded = Folded(identities, arrays.tally(0, steps=0), state)
-    if dropping is not None and dropping.scope == "window":
-        # Copied, as what is carried may be donated.
-        before = [jnp.array(leaf, copy=True) for leaf in state]
-        folded = folded._replace(rejected=jnp.int32(0), state_before=before)
+    if dropping is not None:
+        folded = load("dropping.in_jax", "drop=").begun(folded, dropping)
     pinned: Folded = spread.pinned(outputs, folded)
     return pinned
 
@@ -430,15 +428,10 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     normalised = [
         fold.normalize(leaf, tally) for (_, fold, leaf), tally in zip(triples, tallies, strict=True)
     ]
-    state, collected = folded.state, folded.collected
-    if folded.rejected is not None:
-        is_whole = folded.rejected == 0
-        normalised = jax.tree.map(
-            lambda leaf: jnp.where(is_whole, leaf, jnp.zeros_like(leaf)), normalised
-        )
-        state = jax.tree.map(partial(jnp.where, is_whole), state, folded.state_before)
-        collected = [jnp.where(is_whole, leaf, jnp.nan) for leaf in collected]
-    result = outputs.join(normalised, collected, state)
+    parts = normalised, folded.collected, folded.state
+    if program.dropping is not None:
+        parts = load("dropping.in_jax", "drop=").unless_rejected(folded, *parts)
+    result = outputs.join(*parts)
     if program.observers is not None:
         result = program.observers.observed(program, result, kwargs)
     if program.totals is not None:

@@ -302,7 +302,7 @@ def read_program(
     if observe is not None:
         observers = load("observe.readings", "observe=").Observers(observe, grad_fn)
     if totals is not None:
-        counted = load("totals", "totals=").Totals(totals, grad_fn, across is not None)
+        counted = load("totals", "totals=").Totals(totals, across is not None)
     # Imported now, as torch.compile may trace the first call.
     load_imported()
     is_told = across is not None or (owner is not None and owner.kind != MODULE)

@@ -136,7 +136,7 @@ def test_what_cannot_be_dropped_is_refused(kit):
     gradient = funcga.value_and_grad(lambda w, x: (w * x).mean())
     for make in (lambda **kw: funcga.accumulate(gradient, 2, **kw), lambda **kw: funcga.stream(gradient, **kw)):
         refused(lambda make=make: make(drop="all"), "drop is 'all'", '"microbatch"')
-        refused(lambda make=make: make(drop_if=abs), "drop is None", "what grad_fn returns")
+        refused(lambda make=make: make(drop_if=abs), "drop is None", "that says whether to drop it")
         refused(lambda make=make: make(drop="window", drop_if=3), "drop_if is 3")
     counted = funcga.value_and_grad(lambda w, x, *, totals: (w * x).sum() / totals)
     refused(lambda: funcga.accumulate(counted, 2, drop="microbatch", totals=len), "totals=", 'drop="window"')
@@ -154,13 +154,12 @@ def test_what_cannot_be_dropped_is_refused(kit):
         funcga.coupled(lambda w, x: w * x, lambda w, s: s.mean(), 2, drop="microbatch")
 
 
-def test_what_a_test_of_ones_own_raises_says_where(kit):
+def test_what_a_test_of_ones_own_raises_comes_through(kit):
     w, x = kit.arrays((np.ones((), "float32"), np.ones(4, "float32")))
     branches = lambda output: True if output[0] > 3 else output[2]
     error = IndexError if kit.name == "torch" else jax.errors.TracerBoolConversionError
-    with pytest.raises(error) as caught:
+    with pytest.raises(error):
         funcga.accumulate(funcga.value_and_grad(lambda w, x: (w * x).mean()), 2, drop="window", drop_if=branches)(w, x)
-    assert any("raised in drop_if" in note and "return an array" in note for note in caught.value.__notes__)
 
 
 # -- what torch has of its own

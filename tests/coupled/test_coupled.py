@@ -186,11 +186,11 @@ def refused(text, kit, summary_fn=None, loss_fn=None, call=None, n=2, **options)
 
 REFUSALS = {
     "gradient function": (
-        "summary_fn is a gradient function",
+        "it has no axis 0 for concat(axis=0) to collect along.",
         {"summary_fn": funcga.value_and_grad(lambda w, x: (w * x).sum())},
     ),
     "the wrong way around": (
-        "or return one value for each example. The loss comes second: coupled(summary_fn, loss_fn).",
+        "or return one value for each example.",
         {"summary_fn": lambda w, x: (w * x).sum(), "loss_fn": lambda w, x: w * x},
     ),
     "similarities": (
@@ -199,7 +199,7 @@ REFUSALS = {
     ),
     "no function": ("summary_fn is 3", {"summary_fn": 3}),
     "argnums": ("argnums is 7", {"argnums": 7}),
-    "both": ("both of n and microbatch_size were given. Say one: coupled(", {"microbatch_size": 4}),
+    "both": ("both of n and microbatch_size were given. Say one: ", {"microbatch_size": 4}),
     "auto": ("n is 'auto'", {"n": "auto"}),
     "split": ("in_axes splits argument 1: parameters are passed whole", {"argnums": 1}),
     "loss without s": ("loss_fn does not use the summaries", {"loss_fn": lambda w, s: w * 2}),
@@ -208,20 +208,14 @@ REFUSALS = {
     "a number": ("loss_fn returned of type float", {"loss_fn": lambda w, s: 3.0}),
     "no pair": ("has_aux=True asks for a pair", {"has_aux": True}),
     "a pair": ("has_aux=True", {"loss_fn": lambda w, s: ((s * w).sum(), 1)}),
-    "one parameter": ("Write it with one parameter for each: def loss_fn(params, s).", {"loss_fn": lambda s: s.sum()}),
-    "three parameters": (
-        "is called with what is differentiated and then the summaries, 2 in all: ",
-        {"loss_fn": lambda w, x, s: s.sum()},
-    ),
     "no float": ("summary_fn returns no float array", {"summary_fn": lambda w, x: x > 0}),
     "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
     "detached": ("the summaries that the loss uses depend on no parameter", {"summary_fn": lambda w, x: x + 0.0}),
-    "mean of rows": ("summary_fn returned summary as float64[2, 3] for ", {"call": "ragged", "fold": funcga.mean()}),
-    "a window": ("a list of micro-batches is joined first: map(torch.cat, zip(*window)).", {"call": "window"}),
-    "a loader": ("Join what a DataLoader yields: step(params, *map(torch.cat, zip(*window))).", {"call": "loader"}),
+    "mean of rows": ("grad_fn returned output as float64[2, 3] for ", {"call": "ragged", "fold": funcga.mean()}),
+    "a window": ("the split arguments have different numbers of rows", {"call": "window"}),
+    "a loader": ("A DataLoader is folded by stream.", {"call": "loader"}),
     "no prefix": ("the tree of folds is no prefix", {"fold": {"a": funcga.sum()}}),
-    "carry": ("coupled(summary_fn, loss_fn, n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
-    "totals": ("totals= was given, and summary_fn takes (w, x): it has no parameter `totals`", {"totals": len}),
+    "carry": ("n, in_axes=(None, funcga.CARRY, 0)", {"fold": funcga.carry()}),
 }
 
 
@@ -251,22 +245,24 @@ def of_variance(kit):
 
 OWN = funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b)
 PRODUCT = funcga.Fold(funcga.Reducer(lambda xp, v, w: v, OWN, kinds=("float",)), funcga.normalizers.identity)
-AMAX = "Return value[None], with fold=funcga.concat(), and take {xp}.amax(s, 0) in loss_fn."
 NO_SUMS = {
-    "max": (funcga.max(), AMAX, of_largest, lambda xp, values: xp.amax(values, 0)),
-    "min": (funcga.min(), "take {xp}.amin(s, 0) in loss_fn.", None, None),
-    "logsumexp": (funcga.logsumexp(), "take {nn}.logsumexp(s, 0) in loss_fn.", None, None),
-    "moments": (funcga.moments(), "s['square'] - s['mean'] ** 2.", of_variance, lambda xp, values: xp.var(values, 0)),
-    "ratio": (funcga.ratio(), "Return value, with fold=funcga.sum(), and take s[0] / s[1] in loss_fn.", None, None),
-    "a monoid of your own": (PRODUCT, "take the result of the rows s in loss_fn.", None, None),
+    "max": (funcga.max(), of_largest, lambda xp, values: xp.amax(values, 0)),
+    "min": (funcga.min(), None, None),
+    "logsumexp": (funcga.logsumexp(), None, None),
+    "moments": (funcga.moments(), of_variance, lambda xp, values: xp.var(values, 0)),
+    "ratio": (funcga.ratio(), None, None),
+    "a monoid of your own": (PRODUCT, None, None),
+    "a sum of bits": (funcga.reproducible(funcga.mean()), None, None),
 }
 
 
 @pytest.mark.parametrize("name", NO_SUMS)
 def test_a_fold_that_is_no_sum_is_refused_with_what_to_write(kit, name):
     """And what is written instead is the fold."""
-    fold, text, instead, of_values = NO_SUMS[name]
-    text = text.format(xp="jnp" if kit is JAX else "torch", nn="jax.nn" if kit is JAX else "torch")
+    fold, instead, of_values = NO_SUMS[name]
+    text = (
+        "Return value[None] from summary_fn, with fold=funcga.concat(), and combine the rows of s in loss_fn, such as"
+    )
     refused(text, kit, fold={"a": fold, "b": funcga.sum()}, summary_fn=lambda w, x: dict.fromkeys("ab", x * w))
     if instead is None:
         return
@@ -282,6 +278,19 @@ def test_a_fold_that_is_no_sum_is_refused_with_what_to_write(kit, name):
         return ((centred**2).mean(0) if name == "moments" else of_values(kit.xp, values)).sum()
 
     assert difference(kit, step(params, batch), losses.differentiated(kit, whole, params)) < LIMIT
+
+
+def test_a_summary_without_a_parameter_for_totals_raises_what_python_says(kit):
+    call = kit.arrays(np.ones(())), kit.arrays(np.ones((4, 3)))
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'totals'"):
+        funcga.coupled(lambda w, x: x * w, lambda w, s: s.sum(), 2, totals=len)(*call)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda s: s.sum(), lambda w, x, s: s.sum()])
+def test_a_loss_of_other_parameters_raises_what_python_says(kit, loss_fn):
+    call = kit.arrays(np.ones(())), kit.arrays(np.ones((4, 3)))
+    with pytest.raises(TypeError, match=r"<lambda>\(\) (takes|missing) 1"):
+        funcga.coupled(lambda w, x: x * w, loss_fn, 2)(*call)
 
 
 @pytest.mark.parametrize(("leaf", "shown"), [(3, "of type int"), (len, "of type builtin"), (np.arange(2), "int64[2]")])

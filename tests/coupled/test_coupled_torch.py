@@ -262,14 +262,34 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("options", [{"has_aux": True}, {"scaled": True}], ids=str)
-def test_a_module_is_differentiated_by_coupled(options):
-    summary_fn = module_value_and_grad(nn.Linear(3, 2), lambda module, x: module(x), **options)
-    step = funcga.coupled(summary_fn, lambda module, s: s.mean(), 2)
-    with pytest.raises(funcga.FuncgaError, match=r"has_aux=True or scaled=True, .* Leave them out there"):
-        step(torch.ones(4, 3))
-    with pytest.raises(funcga.FuncgaError, match="summary_fn is a module of type Linear"):
+def test_a_module_is_differentiated_by_coupled():
+    """Of module_value_and_grad it takes the module alone."""
+    module, x = nn.Linear(3, 2), torch.ones(4, 3)
+    loss_fn, summary_fn = (lambda module, s: s.mean()), (lambda module, x: module(x))
+    steps = [
+        funcga.coupled(module_value_and_grad(module, summary_fn, has_aux=has_aux), loss_fn, 2)
+        for has_aux in (False, True)
+    ]
+    check(steps[1](x), steps[0](x))
+    scaled = funcga.coupled(module_value_and_grad(module, summary_fn, scaled=True), loss_fn, 2)
+    with pytest.raises(funcga.FuncgaError, match="loss_scale"):
+        scaled(x)
+    with pytest.raises(funcga.FuncgaError, match="grad_fn is a model, Linear"):
         funcga.coupled(nn.Linear(3, 2), lambda module, s: s.mean(), 2)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_checkpoint_runs_again_with_the_parameters_that_are_given(n):
+    class Checkpointed(Towers):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    module, other, (x, y) = Checkpointed(), Checkpointed(), batch()
+    for p in other.parameters():
+        p.data.mul_(1.5)
+    step = funcga.coupled(pure_loss(module, summary_of), lambda params, s: infonce(params["scale"], s), n)
+    found = step(trainable(other), x, y)
+    check(found, one_graph(other, loss_of, x, y, *bounds(ROWS, n)))
 
 
 @pytest.mark.parametrize("n", [1, 2])

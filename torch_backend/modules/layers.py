@@ -147,9 +147,7 @@ def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwa
     try:
         return loss_fn(module, *args, **kwargs)
     except TypeError as error:
-        # The words for `totals` are those of the step.
-        is_refused = refuses_arguments(called(loss_fn), 1 + len(args), kwargs, error)
-        if "'totals'" in str(error) or not is_refused:
+        if not refuses_arguments(called(loss_fn), 1 + len(args), kwargs, error):
             raise
         raise FuncgaError(
             "loss_fn is called with the module and then each argument of the micro-batch, "

@@ -9,26 +9,21 @@ Design note: docs/concepts/inside_coupled.md.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
-from funcga import reducers
+from funcga import normalizers
 from funcga._backend import Backend
 from funcga._call import Memory, Program, read_program, read_sizes
 from funcga._call.arguments import Arguments
-from funcga._fold import LeafFold, Tally, parts_of
-from funcga._fold.outputs import Outputs, broadcast_folds
+from funcga._fold import Tally
+from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import step_of
-from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import (
-    FuncgaError,
-    check_callable,
-    refuses_arguments,
-)
+from funcga._tools import load
+from funcga._types import Across, Array, LossFn, Scalar, TotalsFn, Tree, WeightFn
+from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, FoldTree, concat
 
 
@@ -106,98 +101,25 @@ def coupled(
     """
     check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
     check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
-    if hasattr(summary_fn, "named_parameters") and [*summary_fn.named_parameters()]:
-        raise FuncgaError(
-            f"summary_fn is a module of type {type(summary_fn).__name__}, which has parameters of "
-            "its own and takes none. Write a function of it: "
-            "torch_backend.module_value_and_grad(module, lambda module, x: module(x))."
-        )
-    for name, function in {"summary_fn": summary_fn, "loss_fn": loss_fn}.items():
-        if isinstance(function, GradientFunction):
-            raise FuncgaError(
-                f"{name} is a gradient function, and the gradient is taken by `coupled` itself. "
-                "Pass the function that computes the summaries, and the loss of them: "
-                "funcga.coupled(summary_fn, loss_fn, n=8)."
-            )
     gradient = value_and_grad(loss_fn, argnums, has_aux)
     assert isinstance(gradient, GradientFunction)
-    with _in_its_words():
-        count, rows = read_sizes(n, microbatch_size)
-        program = read_program(
-            summary_fn,
-            fold,
-            weight,
-            in_axes,
-            across,
-            totals,
-            n=count,
-            microbatch_size=rows,
-        )
+    count, rows = read_sizes(n, microbatch_size)
+    program = read_program(
+        summary_fn, fold, weight, in_axes, across, totals, n=count, microbatch_size=rows
+    )
     job = Coupled(program, gradient, Memory(None if across is None else step_of(loss_fn)))
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with _in_its_words(), job.program.telling(job.after):
-            backend = job.program.backend(args, kwargs)
-            if program.totals is not None:
-                program.totals.check_call(kwargs)
+        with program.telling(job.after):
+            backend = program.backend(args, kwargs)
             job.check_folds(backend)
             return job.passes(backend)(args, kwargs)
 
     # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]
     return step
-
-
-@contextmanager
-def _in_its_words() -> Iterator[None]:
-    """A context that rewrites errors of code shared with `accumulate`: summary_fn in place of
-    grad_fn.
-    """
-    try:
-        yield
-    except FuncgaError as error:
-        words = {
-            "accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ",
-            # It takes no window of a loader.
-            "cut all of them alike.": "cut all of them alike; a list of micro-batches is joined "
-            "first: map(torch.cat, zip(*window)).",
-            "A DataLoader is folded by stream.": "Join what a DataLoader yields: step(params, "
-            "*map(torch.cat, zip(*window))).",
-            "grad_fn": "summary_fn",
-            "Add it: def loss_fn(": "Add it: def summary_fn(",
-            "output": "summary",
-            "for each example.": "for each example. The loss comes second: coupled(summary_fn, "
-            "loss_fn).",
-        }
-        (text,) = error.args
-        for word, instead in words.items():
-            text = text.replace(word, instead)
-        error.args = (text,)
-        raise
-
-
-# What to return from summary_fn and to take in loss_fn, by the reducer of a fold.
-_COLLECTED = "value[None], with fold=funcga.concat(), and take {} in loss_fn"
-_INSTEAD = {
-    reducers.max: _COLLECTED.format("{xp}.amax(s, 0)"),
-    reducers.min: _COLLECTED.format("{xp}.amin(s, 0)"),
-    reducers.logsumexp: _COLLECTED.format("{nn}.logsumexp(s, 0)"),
-    reducers.pairs: "value, with fold=funcga.sum(), and take s[0] / s[1] in loss_fn",
-    reducers.moments: "{{'mean': value, 'square': value**2}}, with fold=funcga.mean(), and take "
-    "the variance in loss_fn, s['square'] - s['mean'] ** 2",
-}
-
-
-class Passes(Protocol):
-    """What `coupled` needs of a framework: the file of the tool for it."""
-
-    def coupled(self, job: "Coupled", backend: Backend) -> Callable[..., Any]:
-        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
-        args.
-        """
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,60 +139,44 @@ class Coupled:
         return replace(self.program, totals=None, memory=self.memory)
 
     def passes(self, backend: Backend) -> Callable[..., Any]:
-        """The two passes, by the tool."""
-        side = cast("Passes", import_module(f"funcga.tools.coupled.in_{backend.name}"))
-        return side.coupled(self, backend)
+        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
+        args.
+        """
+        tool = load(f"coupled.in_{backend.name}", "coupled")
+        return tool.coupled(self, backend)  # type: ignore[no-any-return]
 
     def first(self, **changes: Any) -> Program:
         """The program of the first pass, which folds the summaries."""
         return replace(self.program, totals=None, **changes)
 
-    def check_folds(self, backend: Backend) -> None:
-        """Raises FuncgaError for a fold that neither adds, nor collects, nor threads."""
-        for fold in backend.trees.flatten(self.program.fold, _is_fold)[0]:
-            if not isinstance(fold, Fold):
-                continue  # which is refused where folds are read
-            monoid = fold.reducer.monoid
-            if monoid.collective == "sum" or monoid.axis is not None or fold.reducer.carries:
-                continue
-            instead = _INSTEAD.get(fold.reducer, _COLLECTED.format("the result of the rows s"))
-            names = {"jax": ("jnp", "jax.nn")}.get(backend.name, ("torch", "torch"))
-            raise FuncgaError(
-                f"a summary is folded by `{fold.name}`, and `coupled` has the gradient of "
-                "summaries that are added or collected: by mean(), per_weight(), sum() or "
-                "concat(). "
-                f"Return {instead.format(xp=names[0], nn=names[1])}."
-            )
-
     def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
         """The program of the second pass: the fold of `grad_fn` over the micro-batches."""
-        return replace(
-            self.program,
-            grad_fn=grad_fn,
-            fold=fold,
-            weight=lambda *_: 1,
-            in_axes=in_axes,
-            totals=None,
-            memory=self.memory,
-        )
+        changes = {"grad_fn": grad_fn, "fold": fold, "in_axes": in_axes}
+        return replace(self.after, weight=lambda *_: 1, **changes)
+
+    def check_folds(self, backend: Backend) -> None:
+        """Raises FuncgaError for a fold that neither adds, nor collects, nor threads."""
+        for fold in backend.trees.flatten(self.program.fold, lambda node: isinstance(node, Fold))[
+            0
+        ]:
+            if not isinstance(fold, Fold):
+                continue  # which is refused where folds are read
+            reducer, normalizer = fold.reducer, fold.normalizer
+            only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+            is_sum = reducer.monoid.collective == "sum" and only_divides and not reducer.of_bits
+            if not (is_sum or reducer.monoid.axis is not None or reducer.carries):
+                raise FuncgaError(
+                    f"a summary is folded by `{fold.name}`, and `coupled` has the gradient of "
+                    "summaries that are added or collected: by mean(), per_weight(), sum() or "
+                    "concat(). Return value[None] from summary_fn, with fold=funcga.concat(), and "
+                    "combine the rows of s in loss_fn, such as s.max() for a maximum."
+                )
 
     def loss_of(
         self, params: Sequence[Tree], summaries: Tree, backend: Backend
     ) -> tuple[Array, Tree]:
-        """(loss, aux). Raises FuncgaError if loss_fn does not take these arguments, or returns
-        anything else.
-        """
-        loss_fn = self.gradient.loss_fn
-        try:
-            return self.gradient.split(loss_fn(*params, summaries), backend)
-        except TypeError as error:
-            if not refuses_arguments(loss_fn, len(params) + 1, (), error):
-                raise
-            raise FuncgaError(
-                "loss_fn is called with what is differentiated and then the summaries, "
-                f"{len(params) + 1} in all: {error}. Write it with one parameter for each: def "
-                "loss_fn(params, s)."
-            ) from error
+        """(loss, aux)."""
+        return self.gradient.split(self.gradient.loss_fn(*params, summaries), backend)
 
     def check_depends(self, depends: bool) -> None:
         """Raises FuncgaError for a loss that does not depend on the summaries."""
@@ -290,14 +196,11 @@ class Coupled:
                 "from its first argument, and leave out detach(), no_grad() and stop_gradient()."
             )
 
-    def arg_indices(self, args: Sequence[Tree]) -> tuple[int, ...]:
-        """The indices of the differentiated arguments. Raises FuncgaError if one is out of
-        range.
+    def arg_indices(self, arguments: Arguments) -> tuple[int, ...]:
+        """The indices of the differentiated arguments. Raises FuncgaError if one is out of range,
+        or split.
         """
-        return self.gradient.arg_indices(len(args))
-
-    def check_whole(self, arguments: Arguments, arg_indices: Sequence[int]) -> None:
-        """Raises FuncgaError if one of the differentiated arguments is split."""
+        arg_indices = self.gradient.arg_indices(len(arguments.parts))
         for arg_index in arg_indices:
             if arguments.parts[arg_index].axes:
                 raise FuncgaError(
@@ -305,166 +208,101 @@ class Coupled:
                     f"{arg_index}: parameters are passed whole. Name the arguments to "
                     "differentiate by in argnums, and write None for them in in_axes."
                 )
+        return arg_indices
 
 
-def _is_fold(node: object) -> bool:
-    return isinstance(node, Fold)
-
-
-@dataclass(frozen=True, eq=False)
-class Summaries:
-    """The folded summaries of all micro-batches and replicas, before they are normalised.
-
-    `outputs` are those of the first pass. `reduced` has the accumulator of each reduced leaf,
-    `collected` the rows of each collected one, and `state` what is threaded. `tally_of` gives
-    the tally for a fold.
+class Summaries(NamedTuple):
+    """The folded summaries of all micro-batches and replicas: the leaves of the result of a first
+    pass with these outputs. Of tallies there is one for each reduced leaf.
     """
 
-    job: Coupled
     outputs: Outputs
-    reduced: list[Reduced]
-    collected: list[Array]
-    state: list[Any]
-    tally_of: Callable[[LeafFold], Tally]
-
-    def variables(self) -> list[Array]:
-        """The arrays that the loss is differentiated by: the reduced floats, then the collected
-        ones.
-        """
-        leaves, _, indices = self._flat
-        if not indices:
-            raise FuncgaError(
-                "summary_fn returns no float array, so the loss of its summaries has no gradient. "
-                "Return what the loss is computed from, such as embeddings."
-            )
-        return [leaves[index] for index in indices]
-
-    def tree(self, variables: Sequence[Array]) -> Tree:
-        """The summaries for loss_fn, with these variables."""
-        leaves, structure, indices = self._flat
-        leaves = [*leaves]
-        for index, variable in zip(indices, variables, strict=True):
-            leaves[index] = variable
-        outputs, backend = self.outputs, self.outputs.backend
-        reduced, collected = backend.trees.unflatten(structure, leaves)
-        triples = zip(outputs.reduced_folds, reduced, strict=True)
-        return outputs.join(
-            [fold.normalize(leaf, self.tally_of(fold)) for fold, leaf in triples],
-            [
-                backend.arrays.cast(leaf, fold.result_dtype)
-                for fold, leaf in zip(outputs.collected_folds, collected, strict=True)
-            ],
-            self.state,
-        )
-
-    def cotangents(self, of_variables: Sequence[Array | None]) -> "Cotangents":
-        """The cotangents of the leaves, from those of the variables; None if the loss does not
-        depend on one.
-        """
-        leaves, structure, indices = self._flat
-        backend = self.outputs.backend
-        by_index = dict(zip(indices, of_variables, strict=True))
-        # A leaf of several arrays has a cotangent for each of them, or None.
-        reached = backend.trees.unflatten(
-            structure, [by_index.get(index) is not None for index in range(len(leaves))]
-        )
-        filled = [
-            backend.arrays.xp.zeros_like(leaf) if by_index.get(index) is None else by_index[index]
-            for index, leaf in enumerate(leaves)
-        ]
-        of_reduced, of_collected = [
-            [
-                cotangent if any(parts_of(is_reached)) else None
-                for cotangent, is_reached in zip(*pair, strict=True)
-            ]
-            for pair in zip(backend.trees.unflatten(structure, filled), reached, strict=True)
-        ]
-        of_leaves = zip(
-            (*self.outputs.reduced, *self.outputs.collected),
-            (*of_reduced, *of_collected),
-            strict=True,
-        )
-        reached = [leaf_index for leaf_index, cotangent in of_leaves if cotangent is not None]
-        return Cotangents(self.outputs, of_reduced, of_collected, self._are_weighed(reached))
-
-    def _are_weighed(self, leaf_indices: Sequence[int]) -> bool:
-        """Whether a micro-batch of weight 0 contributes nothing to these leaves."""
-        outputs = self.outputs
-        # With arrays as leaves, as a dataclass without any is not a container.
-        summary = outputs.structure_of([outputs.backend.arrays.integer(0)] * len(outputs.folds))
-        count = len(outputs.backend.trees.flatten(summary)[0])
-        folds = broadcast_folds(self.job.program.fold, summary, count, outputs.backend, "summary")
-        return all(folds[leaf_index][0].reducer.linear for leaf_index in leaf_indices)
+    leaves: list[Any]
+    tallies: Sequence[Tally]
 
     @property
-    def weigh_nothing(self) -> bool:
-        """Whether the host sees a total weight of 0, so that a mean of the summaries is 0."""
-        totals = [self.tally_of(fold).total for fold in self.outputs.reduced_folds]
-        return any(isinstance(total, int | float) and not total for total in totals)
-
-    @functools.cached_property
-    def _flat(self) -> tuple[list[Array], Any, list[int]]:
-        """The arrays, their structure, and which of them are variables."""
-        leaves, structure = self.outputs.backend.trees.flatten((self.reduced, self.collected))
-        kinds = [self.outputs.backend.arrays.kind(leaf.dtype) for leaf in leaves]
-        if "complex" in kinds:
+    def variables(self) -> dict[int, Array]:
+        """The arrays that the loss is differentiated by, by their leaf indices: floats that are
+        added or collected.
+        """
+        kind = self.outputs.backend.arrays.kind
+        folded = {i: self.leaves[i] for i in (*self.outputs.reduced, *self.outputs.collected)}
+        kinds = {index: kind(leaf.dtype) for index, leaf in folded.items()}
+        if "complex" in kinds.values():
             raise FuncgaError(
                 "summary_fn returns a complex array, and the gradient is that of real ones. Return "
                 "its real and its imaginary part."
             )
-        return leaves, structure, [index for index, kind in enumerate(kinds) if kind == "float"]
+        if "float" not in kinds.values():
+            raise FuncgaError(
+                "summary_fn returns no float array, so the loss of its summaries has no gradient. "
+                "Return what the loss is computed from, such as embeddings."
+            )
+        return {index: leaf for index, leaf in folded.items() if kinds[index] == "float"}
+
+    def tree(self, variables: Mapping[int, Array]) -> Tree:
+        """The summaries for loss_fn, with these variables."""
+        leaves = enumerate(self.leaves)
+        return self.outputs.structure_of([variables.get(index, leaf) for index, leaf in leaves])
+
+    def cotangents(self, of_variables: Mapping[int, Array | None]) -> "Cotangents":
+        """The cotangents of what is added and collected, from those of the variables; None if the
+        loss does not depend on one.
+        """
+        outputs, cast = self.outputs, self.outputs.backend.arrays.cast
+        found = {index: c for index, c in of_variables.items() if c is not None}
+        # A normalizer that divides is its own derivative.
+        for index, fold, tally in zip(
+            outputs.reduced, outputs.reduced_folds, self.tallies, strict=True
+        ):
+            if index in found:
+                wide = replace(fold, result_dtype=fold.accumulator_dtype)
+                found[index] = wide.normalize(cast(found[index], fold.accumulator_dtype), tally)
+        return Cotangents(outputs, found)
 
 
-@dataclass(frozen=True, eq=False)
-class Cotangents:
-    """The cotangents of folded summaries; None for a leaf that has none.
-
-    `are_weighed`: whether a micro-batch of weight 0 contributes to none of those that have one.
-    """
+class Cotangents(NamedTuple):
+    """The cotangents of what is added or collected, by leaf index."""
 
     outputs: Outputs
-    reduced: list[Reduced | None]
-    collected: list[Array | None]
-    are_weighed: bool
+    of: dict[int, Array]
 
-    def parts(self, output: Tree, weight: Scalar, share: Scalar = None) -> list[Reduced]:
+    @property
+    def are_weighed(self) -> bool:
+        """Whether a micro-batch of weight 0 contributes to none of these leaves."""
+        folds = [self.outputs.folds[index] for index in self.of]
+        return all(fold is not None and fold.fold.reducer.linear for fold in folds)
+
+    def parts(self, output: Tree, weights: Sequence[Scalar]) -> dict[int, Array]:
         """The contribution of one micro-batch, with this output of the first pass, to each leaf
-        that has a cotangent.
-
-        `share` is the weight in the unit of means, if there is one.
+        that has a cotangent; `weights`: one for each reduced leaf.
         """
-        leaves = self.outputs.in_order(output)
-        triples = zip(self.outputs.reduced, self.outputs.reduced_folds, self.reduced, strict=True)
-        lifted = [
-            fold.lift(leaves[leaf_index], share if fold.is_mean and share is not None else weight)
-            for leaf_index, fold, cotangent in triples
-            if cotangent is not None
-        ]
-        pairs = zip(self.outputs.collected, self.collected, strict=True)
-        return [
-            *lifted,
-            *[leaves[leaf_index] for leaf_index, cotangent in pairs if cotangent is not None],
-        ]
+        outputs, leaves = self.outputs, self.outputs.in_order(output)
+        parts = {index: leaves[index] for index in self.of}
+        for index, fold, weight in zip(
+            outputs.reduced, outputs.reduced_folds, weights, strict=True
+        ):
+            if index in parts:
+                parts[index] = fold.lift(parts[index], weight)
+        return parts
 
-    def of(
-        self, parts: Sequence[Reduced], rows: Callable[[int, Array, int, int], Array]
-    ) -> list[Reduced]:
+    def of_parts(
+        self, parts: Mapping[int, Array], rows: Callable[[int, Array, int, int], Array]
+    ) -> dict[int, Array]:
         """The cotangents of these parts: of a sum the same for each of its terms, of collected
         rows their own rows.
 
         `rows(position, cotangent, axis, size)` are those of this micro-batch, in the cotangent of
         the collected leaf at this position.
         """
-        sums = [cotangent for cotangent in self.reduced if cotangent is not None]
-        collected = [
-            (position, cotangent, fold.axis or 0)
-            for position, (fold, cotangent) in enumerate(
-                zip(self.outputs.collected_folds, self.collected, strict=True)
-            )
-            if cotangent is not None
-        ]
-        pairs = zip(collected, parts[len(sums) :], strict=True)
-        return [*sums, *[rows(*of_leaf, part.shape[of_leaf[2]]) for of_leaf, part in pairs]]
+        cotangents = dict(self.of)
+        collected = zip(self.outputs.collected, self.outputs.collected_folds, strict=True)
+        for position, (index, fold) in enumerate(collected):
+            if index in parts:
+                axis = fold.axis or 0
+                size = parts[index].shape[axis]
+                cotangents[index] = rows(position, self.of[index], axis, size)
+        return cotangents
 
     def threaded(self, output: Tree) -> Tree:
         """The summary with None for all but threaded state."""

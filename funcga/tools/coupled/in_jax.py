@@ -43,10 +43,9 @@ class _Step:
         """The step, traced."""
         job, backend = self.job, self.backend
         if job.program.totals is not None:
-            kwargs = {**kwargs, "totals": totals_of(job.program, backend, spread, args)}
+            kwargs = dict(**kwargs, totals=totals_of(job.program, backend, spread, args))
         arguments = job.program.read(args, backend)
-        arg_indices = job.arg_indices(args)
-        job.check_whole(arguments, arg_indices)
+        arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]
         # With the names of its arguments, for errors.
         of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
@@ -58,32 +57,39 @@ class _Step:
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.
         first = job.first()
         outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
-        of_fold = lambda fold: tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
-        summaries = Summaries(
-            job, outputs, folded.reduced, [*folded.collected], folded.state, of_fold
-        )
+        tallies = [
+            tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
+            for fold in outputs.reduced_folds
+        ]
+        triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
+        reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
+        value = outputs.join(reduced, folded.collected, folded.state)
+        summaries = Summaries(outputs, outputs.in_order(value), tallies)
+        variables = summaries.variables
 
         # The loss, its gradient by parameters that it uses itself, and the cotangents of the
         # summaries.
         def loss_of(
-            variables: list[jax.Array], *params: Tree
+            variables: dict[int, jax.Array], *params: Tree
         ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
             loss, aux = job.loss_of(params, summaries.tree(variables), backend)
             return loss, (loss, aux)
 
-        def check(variables: list[jax.Array]) -> jax.Array:
+        def check(variables: dict[int, jax.Array]) -> jax.Array:
             loss, _ = loss_of(variables, *params)
             job.check_depends(depends(loss) is not False)
             return loss
 
-        jax.eval_shape(jax.grad(check), summaries.variables())
+        jax.eval_shape(jax.grad(check), variables)
         transform = jax.value_and_grad(loss_of, argnums=(*range(len(params) + 1),), has_aux=True)
-        (_, (loss, aux)), (of_variables, *of_params) = transform(summaries.variables(), *params)
+        (_, (loss, aux)), (of_variables, *of_params) = transform(variables, *params)
         cotangents = summaries.cotangents(of_variables)
 
         # The second pass: the cotangents, pulled back through each micro-batch, which gets the
         # indices of its rows.
-        pulled_back = _PulledBack(job, first, backend, cotangents, spread, sizes, folded.unit)
+        pulled_back = _PulledBack(
+            job, first, backend, arg_indices, cotangents, spread, sizes, folded.unit
+        )
         fold = (summed(), job.program.fold) if outputs.threads else summed()
         second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
         indices = jnp.arange(rows, dtype=jnp.int32)
@@ -113,6 +119,7 @@ class _PulledBack:
     job: Coupled
     first: Program
     backend: Backend
+    arg_indices: tuple[int, ...]
     cotangents: Cotangents
     spread: Spread
     sizes: list[tuple[int, int]]
@@ -122,38 +129,36 @@ class _PulledBack:
         """The gradients of the differentiated arguments, and the state that is threaded, if
         there is any.
         """
-        job, (*args_of_user, index) = self.job, args
+        job, outputs, (*args_of_user, index) = self.job, self.cotangents.outputs, args
         arguments = job.program.read(tuple(args_of_user), self.backend)
         weight = job.program.weigh(arguments, tuple(args_of_user), None)
         if not isinstance(weight, int | float):
             weight = arrays.tally(weight).total
-        arg_indices = job.arg_indices(args_of_user)
+        # In the unit that the tallies of means are in.
+        weights = [weight / self.unit if f.is_mean else weight for f in outputs.reduced_folds]
 
-        def parts_of(*params: Tree) -> tuple[list[Tree], Tree]:
-            replaced = dict(zip(arg_indices, params, strict=True))
+        def parts_of(*params: Tree) -> tuple[dict[int, Tree], Tree]:
+            replaced = dict(zip(self.arg_indices, params, strict=True))
             called = [replaced.get(arg_index, arg) for arg_index, arg in enumerate(args_of_user)]
             output = self.first.grad_fn(*called, **kwargs)
-            parts = self.cotangents.parts(output, weight, weight / self.unit)
+            parts = self.cotangents.parts(output, weights)
             job.check_reached(
-                not params or any(depends(part) is not False for part in jax.tree.leaves(parts))
+                not params or any(depends(part) is not False for part in parts.values())
             )
             return parts, self.cotangents.threaded(output)
 
-        params = [args_of_user[arg_index] for arg_index in arg_indices]
+        params = [args_of_user[arg_index] for arg_index in self.arg_indices]
         parts, pull, threaded = jax.vjp(parts_of, *params, has_aux=True)
-        of_parts = self.cotangents.of(parts, partial(self._rows, index))
-        # A cotangent has to vary over mesh axes as its primal does.
-        grads = pull(
-            jax.tree.map(
-                lambda cotangent, part: arrays.typed(cotangent, jax.typeof(part)), of_parts, parts
-            )
-        )
+        of_parts = self.cotangents.of_parts(parts, partial(self._rows, index))
+        # A cotangent has the type of its primal, and varies over mesh axes as that does.
+        typed = lambda cotangent, part: arrays.typed(cotangent.astype(part.dtype), jax.typeof(part))
+        grads = pull(jax.tree.map(typed, of_parts, parts))
         if self.cotangents.are_weighed and not isinstance(weight, int | float):
             # 0 times an infinite derivative, as of an empty mean, is NaN.
             grads = jax.tree.map(
                 lambda grad: jnp.where(weight != 0, grad, jnp.zeros_like(grad)), grads
             )
-        return (grads, threaded) if self.cotangents.outputs.threads else grads
+        return (grads, threaded) if outputs.threads else grads
 
     def _rows(
         self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int

@@ -68,7 +68,6 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
         parameters = _Parameters(job, backend, args)
         # A transform keeps the graphs of all micro-batches anyway.
         if arrays.in_transform() and parameters.own is None:
-            job.check_whole(job.program.read(args, backend), parameters.arg_indices)
             return parameters.in_one_graph(args, kwargs)
         return _in_two_passes(parameters, args, kwargs)
 
@@ -87,15 +86,11 @@ class _Parameters:
         summary_fn: Any = job.program.grad_fn
         self.job, self.backend, self.summary_fn = job, backend, summary_fn
         self.own = summary_fn if isinstance(summary_fn, ModuleGradient) else None
-        if self.own is not None and (self.own.has_aux or self.own.scaled):
-            raise FuncgaError(
-                "module_value_and_grad was given has_aux=True or scaled=True, and in `coupled` it "
-                "only says whose parameters are differentiated. Leave them out there; has_aux=True "
-                "of coupled is for loss_fn."
-            )
         self.owner = self.own or OwningGradient()
         self.wrapper = summary_fn.wrapper if isinstance(summary_fn, WrappedGradient) else None
-        self.arg_indices = () if self.own is not None else job.arg_indices(args)
+        self.arg_indices: tuple[int, ...] = ()
+        if self.own is None:
+            self.arg_indices = job.arg_indices(job.program.read(args, backend))
         self.params = [args[arg_index] for arg_index in self.arg_indices]
         # Buffers that come with the summary are composed by the pure_loss itself.
         is_plain = isinstance(summary_fn, PureLoss) and not summary_fn.buffers
@@ -161,7 +156,6 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
     Source(program, parameters.backend)  # refuses what it cannot be
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         arguments, cuts, devices = cut(program, parameters.backend, args, is_merged)
-        job.check_whole(arguments, parameters.arg_indices)
         weights = weights_of(program, arguments, cuts, devices)
         has_state = bool(arguments.state)
         # What the second window differentiates is known after the first one.
@@ -275,28 +269,25 @@ class _FirstPass(Called):
             for position, (index, fold) in enumerate(leaves):
                 before = sums.collected[index][: reduction.replicas.channel.rank]
                 self.starts[position] += sum([chunk.shape[fold.axis or 0] for chunk in before])
-        sums.hold_in(1.0)
-        collected = [
-            torch.cat(sums.collected.pop(index), dim=fold.axis or 0).to(fold.result_dtype)
-            for index, fold in leaves
-        ]
-        reduced, tally = [sums.of[index] for index in outputs.reduced], sums.tally
+        tallies = [sums.tally for _ in outputs.reduced]
+        summaries = Summaries(outputs, outputs.in_order(sums.result()), tallies)
         # Nothing of it stays here: summaries are freed before the second pass.
         self.sums, self.merges, self.reductions = None, [], []
-        return Summaries(
-            self.parameters.job, outputs, reduced, collected, sums.state, lambda fold: tally
-        )
+        return summaries
 
 
 def _differentiated(
-    parameters: _Parameters, params: list[Tree], summaries: Summaries, variables: list[torch.Tensor]
+    parameters: _Parameters,
+    params: list[Tree],
+    summaries: Summaries,
+    variables: dict[int, torch.Tensor],
 ) -> tuple[torch.Tensor, Tree, dict[torch.Tensor, torch.Tensor]]:
     """(the loss of the summaries, its aux, its gradients by the leaves that it depends on)."""
     own, wrapper, leaves = parameters.own, parameters.wrapper, trees.flatten(params)[0]
     params = params if own is None else [own.module]
     with torch.enable_grad(), recording_loss():
         loss, aux = parameters.job.loss_of(params, summaries.tree(variables), parameters.backend)
-        leaves = [*variables, *leaves, *([] if wrapper is None else wrapper.leaves())]
+        leaves = [*variables.values(), *leaves, *([] if wrapper is None else wrapper.leaves())]
         # What is gathered of a frozen parameter is frozen, too.
         leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
@@ -320,14 +311,16 @@ class _SecondPass:
         params: list[Tree],
     ):
         wrapper = first.parameters.wrapper
-        variables = [variable.detach().requires_grad_() for variable in summaries.variables()]
+        variables = {
+            index: leaf.detach().requires_grad_() for index, leaf in summaries.variables.items()
+        }
         # Autocast must not take a cast that was not recorded, or is part of another graph.
         torch.clear_autocast_cache()
         loss, aux, grad_of = _differentiated(first.parameters, params, summaries, variables)
         torch.clear_autocast_cache()
         self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
         self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
-        of_variables = [grad_of.pop(variable, None) for variable in variables]
+        of_variables = {index: grad_of.pop(leaf, None) for index, leaf in variables.items()}
         if wrapper is not None and wrapper.in_step and grad_of:
             raise FuncgaError(
                 f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so "
@@ -335,13 +328,13 @@ class _SecondPass:
                 "the loss needs of them, and summary_fn "
                 f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
             )
-        is_used = any(grad is not None for grad in of_variables)
-        first.parameters.job.check_depends(is_used or summaries.weigh_nothing)
+        cotangents = summaries.cotangents(of_variables)
+        first.parameters.job.check_depends(bool(cotangents.of))
         # A wrapper waits for the gradients of parameters that only the loss uses, unless it
         # searches for such.
         self.waiting = [] if wrapper is None or wrapper.searches else [*grad_of]
-        self.first, self.cotangents = first, summaries.cotangents(of_variables)
-        are_weighed, self.is_reached = self.cotangents.are_weighed, False
+        self.first, self.cotangents = first, cotangents
+        are_weighed, self.is_reached = cotangents.are_weighed, False
         self.counts = [int(weight != 0 or not are_weighed) for weight in weights]
         # One that counts for nothing is masked as a whole.
         weights = [w if count else 1 for w, count in zip(weights, self.counts, strict=True)]
@@ -358,13 +351,13 @@ class _SecondPass:
         if states is not None:
             put_generator_states(self.first.devices, states)
         output = summarise(*args, **kwargs)
-        parts = cotangents.parts(output, weight)
-        leaves = trees.flatten(parts)[0]
+        parts = cotangents.parts(output, [weight] * len(cotangents.outputs.reduced))
+        leaves = [*parts.values()]
         # Of weights that are all 0 a loss may have no derivative at all.
         self.is_reached |= not leaves or any_requires_grad(leaves)
         of_leaves = [*map(torch.zeros_like, leaves)]
         if states is not None:
-            of_leaves = trees.flatten(cotangents.of(parts, self._next_rows))[0]
+            of_leaves = [*cotangents.of_parts(parts, self._next_rows).values()]
         leaves += self.waiting
         of_leaves += map(torch.zeros_like, self.waiting)
         # Summed in at least 32 bits.

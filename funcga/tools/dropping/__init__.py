@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._call import Memory
-from funcga._fold import as_number
+from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._types import Array, DropTest, Scalar, Tree
@@ -22,24 +22,17 @@ class Dropping:
     scope: str | None
     test: DropTest | None
 
-    # For errors: what becomes of a dropped window, and what is tested, with its name.
-    of_window: ClassVar[str] = "get zeros for"
-    of_test: ClassVar[tuple[str, str]] = "what grad_fn returns", "output"
-
     def __post_init__(self) -> None:
         if self.scope not in (None, "microbatch", "window"):
             raise FuncgaError(
                 f'drop is {self.scope!r}: write "microbatch" to leave out what is not finite, '
-                '"window" to '
-                f"{self.of_window} a window that has such a micro-batch, or None to pass it on."
+                '"window" to drop a window that has such a micro-batch, or None to pass it on.'
             )
         if self.test is not None and (self.scope is None or not callable(self.test)):
-            what, name = self.of_test
             raise FuncgaError(
                 f'drop_if is {self.test!r} and drop is {self.scope!r}: write drop="microbatch" or '
-                'drop="window", and a '
-                f"function of {what} that says whether to drop it: drop_if=lambda {name}: "
-                f"norm({name}) > 100."
+                'drop="window", and a function of what is folded that says whether to drop it: '
+                "drop_if=lambda value: norm(value) > 100."
             )
 
     def is_kept(
@@ -59,26 +52,16 @@ class Dropping:
         is_on_host = not arrays.is_array(weight)
         if are_weighted and is_on_host and not weight:
             return True
-        keep = self._passes(value, leaves, backend)
+        # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
+        if self.test is None:
+            keep = arrays.scalar(arrays.finite(leaves))
+        else:
+            drop = _as_bool(self.test(value), arrays)
+            keep = arrays.xp.logical_not(drop) if arrays.is_array(drop) else not drop
         if are_weighted and not is_on_host:
             keep = arrays.as_array(keep)
             keep = arrays.xp.logical_or(keep, arrays.cast(weight == 0, keep.dtype, keep))
         return keep
-
-    def _passes(self, value: Tree, leaves: Sequence[Array], backend: Backend) -> bool | Array:
-        # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
-        if self.test is None:
-            return backend.arrays.scalar(backend.arrays.finite(leaves))
-        try:
-            answer = self.test(value)
-        except Exception as error:
-            error.add_note(
-                "It was raised in drop_if. In JAX that is traced: return an array, without `if` or "
-                "`not`."
-            )
-            raise
-        drop = _as_bool(answer, backend.arrays)
-        return backend.arrays.xp.logical_not(drop) if backend.arrays.is_array(drop) else not drop
 
 
 def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
@@ -87,10 +70,10 @@ def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
     """
     if arrays.is_array(drop) and drop.shape == () and arrays.kind(drop.dtype) == "bool":
         return arrays.scalar(drop)
-    # It may be a NumPy bool, as np.isnan(float(loss)) is.
+    # It may be a NumPy bool, as np.isnan(float(loss)) is. Not by truth value: a loss is true
+    # unless it is 0.
     if isinstance(as_number(drop), bool):
         return bool(drop)
-    # Not by truth value: a loss is true unless it is 0.
     raise FuncgaError(
         f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one "
         "bool, or a 0-d array of one. Compare a number, drop_if=lambda output: norm(output) > 100, "
@@ -127,20 +110,16 @@ class DroppingStep(Dropping):
                 f"drop={self.scope!r} nobody knows how many of them there will be. Fold it with "
                 "funcga.mean() or funcga.sum(), or collect it by a step without drop=."
             )
-        kind = outputs.backend.arrays.kind
-        looked_at = outputs.backend.trees.flatten(
-            self.part(outputs.value_of(range(len(outputs.folds))))
-        )[0]
+        backend, dtypes = outputs.backend, outputs.dtypes
+        part = self.part(outputs.value_of(range(len(dtypes))))
         tested = [
             leaf_index
-            for leaf_index in looked_at
-            if outputs.dtypes[leaf_index] is not None
-            and kind(outputs.dtypes[leaf_index]) in ("float", "complex")
+            for leaf_index in backend.trees.flatten(part)[0]
+            if dtypes[leaf_index] is not None
+            and backend.arrays.kind(dtypes[leaf_index]) in ("float", "complex")
         ]
         folds = [outputs.folds[leaf_index] for leaf_index in tested]
-        return Tested(
-            tested, all(fold is not None and fold.fold.plain.reducer.linear for fold in folds)
-        )
+        return Tested(tested, all(fold is not None and _is_linear(fold) for fold in folds))
 
     def keeps(
         self, outputs: Outputs, tested: Tested, leaves: Sequence[Array], weight: Scalar
@@ -151,19 +130,18 @@ class DroppingStep(Dropping):
         return self.is_kept(value, looked_at, weight, tested.are_weighted, outputs.backend)
 
 
-@dataclass(frozen=True)
+def _is_linear(fold: LeafFold) -> bool:
+    return fold.fold.plain.reducer.linear
+
+
 class DroppingUpdates(Dropping):
     """What `multi_steps` drops, and whether a window ends with an update."""
-
-    of_window: ClassVar[str] = "make no update of"
-    of_test: ClassVar[tuple[str, str]] = "the gradients", "grads"
 
     def keeps(
         self, grads: Tree, leaves: Sequence[Array], weight: Scalar, outputs: Outputs
     ) -> bool | Array:
         """Whether gradients are folded: a bool, or a 0-d array that the host does not see."""
-        folds = outputs.of_value.reduced_folds
-        are_weighted = all(fold.fold.plain.reducer.linear for fold in folds)
+        are_weighted = all(map(_is_linear, outputs.of_value.reduced_folds))
         return self.is_kept(grads, leaves, weight, are_weighted, outputs.backend)
 
     def left_out(

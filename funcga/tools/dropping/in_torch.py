@@ -1,7 +1,5 @@
 """Sums that leave micro-batches out, by a test of their values.
 
-Only torch has this file: in JAX a loop selects what it carries.
-
 Autograd adds gradients where it computes them, and cannot take them back. So a step that drops
 calls its gradient function for each micro-batch alone, looks at the value, and adds all of it or
 nothing. One micro-batch's gradients are held at a time. Where only a device knows the answer,
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 
 from funcga._call import Program
-from funcga._call.arguments import CARRY
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
@@ -34,16 +31,16 @@ NAN = float("nan")
 
 class DroppingSums(Sums):
     """Sums that a micro-batch is added to if it passes a test; `rejected` counts those that do
-    not.
+    not. Of a dropped micro-batch, observers collect NaN: nothing else is collected here.
     """
 
     def __init__(self, dropping: DroppingStep, folding: Folding):
         super().__init__(folding)
         self.dropping, self.tested = dropping, dropping.tested(folding.outputs)
-        self.kept: bool | torch.Tensor = True  # whether the last micro-batch was
-        self.tried = 0  # micro-batches
-        self.zeros: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        self.state_before: list[Any] = []  # what is threaded, before the first one
+        self.kept: bool | torch.Tensor = True  # whether the last micro-batch was; set by `add`
+        self.tried = 0  # micro-batches; set by `add`
+        # What is threaded, before the first micro-batch; set by `keep_state`.
+        self.state_before: list[Any] = []
 
     @property
     def number(self) -> int:
@@ -53,19 +50,15 @@ class DroppingSums(Sums):
     def add(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the leaves of one micro-batch in, or none of them."""
         outputs, self.tried = self.folding.outputs, self.tried + 1
-        keep = self.kept = self._keeps(values, weight)
+        # Leaves that DDP or FSDP sum are None, and are not tested.
+        leaves = [values.get(index) for index in range(len(outputs.folds))]
+        keep = self.kept = self.dropping.keeps(outputs, self.tested, leaves, weight)
         if keep is True:
             super().add(values, weight)
             return
         for index in values.keys() & self.folding.folds.keys():
-            value = arrays.strided(values[index])
-            # It may be the first, and every other may be dropped, too.
-            if self.of[index] is None:
-                self.of[index] = self.folding.folds[index].identity(value)
-            if keep is not False:
-                self._add_where(keep, index, value, weight)
+            self._add_if_kept(index, arrays.strided(values[index]), weight)
         for index in outputs.collected:
-            # Only observers collect anything here: of what is dropped, NaN.
             self.collected[index].append(selected(keep, values[index], values[index] * NAN))
         self.state = [values[index] for index in outputs.threads]
         if not isinstance(keep, torch.Tensor):
@@ -75,16 +68,18 @@ class DroppingSums(Sums):
         self.steps = self.steps + keep.to(torch.int64)
         self.total = self.total + arrays.tally(_where(keep, weight, 0)).weight[0]
 
-    def _keeps(self, values: Mapping[int, Any], weight: Scalar) -> bool | torch.Tensor:
-        """True if a micro-batch of these leaves is folded; those that DDP or FSDP sum are none of
-        them, and are not tested.
-        """
-        outputs = self.folding.outputs
-        tested = [index for index in self.tested.leaf_indices if index in values]
-        leaves = [values.get(index) for index in range(len(outputs.folds))]
-        return self.dropping.keeps(
-            outputs, self.tested._replace(leaf_indices=tested), leaves, weight
-        )
+    def _add_if_kept(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
+        """Folds a leaf in, or what changes no sum in its place."""
+        fold, keep = self.folding.folds[index], self.kept
+        if self.of[index] is None:  # it may be the first, and every other may be dropped, too
+            self.of[index] = fold.identity(value)
+        if not isinstance(keep, torch.Tensor):
+            return
+        if self.folding.kinds[index] is None:
+            lifted = selected(keep, fold.lift(value, weight), fold.identity(value))
+            self.of[index] = fold.combine(self.of[index], lifted)
+        else:
+            self.add_reduced({index: _filled(value, keep, 0)}, weight)
 
     def keep_state(self, before: list[Any]) -> None:
         """Threads on what there was `before` the last micro-batch, if that was dropped."""
@@ -101,25 +96,6 @@ class DroppingSums(Sums):
         finite = self.folding.outputs.backend.arrays.finite(sums)
         self.rejected = self.rejected + arrays.scalar((~finite).to(torch.int64))
 
-    def _add_where(self, keep: torch.Tensor, index: int, value: Any, weight: Scalar) -> None:
-        """Folds a leaf in, where only a device knows whether to keep the micro-batch."""
-        fold, kind, before = self.folding.folds[index], self.folding.kinds[index], self.of[index]
-        if kind is None:
-            # Some folds write to what there was before.
-            copies = [part.clone() for part in before] if isinstance(before, tuple) else None
-            before = before.clone() if copies is None else tuple(copies)
-            after = fold.combine(self.of[index], fold.lift(value, weight))
-            self.of[index] = selected(keep, after, before)
-            return
-        share = self.share(weight) if kind == "weighted" else 1.0
-        if share:  # a weight of 0 adds nothing, not even a NaN
-            more = local(value).to(fold.accumulator_dtype)
-            place = more.device, more.dtype
-            if place not in self.zeros:  # a number would become one for each leaf
-                self.zeros[place] = more.new_zeros(())
-            kept = torch.where(keep.to(more.device), more, self.zeros[place])
-            self.of[index] = as_dtensor(local(before).add_(kept, alpha=share), before)
-
     def result(self) -> Tree:
         """The normalised result; zeros, and the state that came in, if the window is dropped."""
         keep, outputs = self.rejected == 0, self.folding.outputs
@@ -127,26 +103,18 @@ class DroppingSums(Sums):
             return super().result()
         pairs = zip(self.state, self.state_before or self.state, strict=True)
         self.state = [selected(keep, *pair) for pair in pairs]
-        threaded = {*map(id, self.state)}
         result = super().result()
-        # What observers fold stands before the value. What they collect is NaN for every
-        # micro-batch.
-        rows = [result[0][index] for index in outputs.collected] if outputs.before else []
-        collected = {*map(id, rows)}
-
-        def dropped(leaf: Any) -> Any:
-            if id(leaf) in threaded or not isinstance(leaf, torch.Tensor):
-                return leaf
-            if id(leaf) in collected:
-                return selected(keep, leaf, leaf * NAN)
-            if self.folding.pure:
-                return _where(torch.as_tensor(keep, device=leaf.device), leaf, 0)
-            shard = local(leaf)
-            shard.masked_fill_(~torch.as_tensor(keep, device=shard.device), 0)
-            return leaf
-
+        stays = {*map(id, self.state)}
+        # What observers fold stands before the value.
+        collected = {id(result[0][index]) for index in outputs.collected}
         leaves, structure = trees.flatten(result)
-        return trees.unflatten(structure, [*map(dropped, leaves)])
+        filled = [
+            leaf
+            if id(leaf) in stays or not isinstance(leaf, torch.Tensor)
+            else _filled(leaf, keep, NAN if id(leaf) in collected else 0)
+            for leaf in leaves
+        ]
+        return trees.unflatten(structure, filled)
 
 
 class DroppingCalls(Called):
@@ -191,7 +159,9 @@ class DroppingCalls(Called):
         """Folds the value of one micro-batch in, or leaves it out."""
         # What is dropped may have written to the buffers of the module, and to threaded state.
         statistics, is_first = buffers_of(self.module), self.sums is None
-        state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in self._state_in(args)]
+        assert self.arguments is not None
+        before = self.arguments.state if self.sums is None else self.sums.state
+        state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in before]
         super().fold(args, kwargs, weight, last)
         if any(listener.heard for listener in self.own_groups):
             raise FuncgaError(
@@ -228,19 +198,13 @@ class DroppingCalls(Called):
             sums.put_back_if_dropped(self.statistics_before)
         return result
 
-    def _state_in(self, args: tuple[Tree, ...]) -> list[Any]:
-        """What is threaded among the arguments of a micro-batch."""
-        arguments = self.arguments
-        if arguments is None or not arguments.state:
-            return []
-        parts = [(arg, part.axes) for arg, part in zip(args, arguments.parts, strict=True)]
-        return [
-            leaf
-            for arg, axes in parts
-            if axes
-            for leaf, axis in zip(trees.flatten(arg)[0], axes, strict=True)
-            if axis is CARRY
-        ]
+
+def _filled(leaf: torch.Tensor, keep: bool | torch.Tensor, instead: float) -> torch.Tensor:
+    """A leaf, or this number in place of each of its own unless it is kept."""
+    shard = local(leaf)
+    is_dropped = ~torch.as_tensor(keep, device=shard.device)
+    filled: torch.Tensor = as_dtensor(shard.masked_fill(is_dropped, instead), leaf)
+    return filled
 
 
 def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:

@@ -32,8 +32,8 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
         Keys in the shape of the indices, `jax.random.fold_in` of each.
 
     Raises:
-        FuncgaError: The key is none, the indices are no integers, or they are seen to need more
-            than 32 bits, of which JAX would drop some.
+        FuncgaError: The indices are no integers, or are seen to need more than 32 bits, of which
+            JAX would drop some.
 
     Example:
         >>> epoch, indices = 0, jnp.arange(4)
@@ -42,17 +42,6 @@ def example_keys(key: jax.Array, indices: Array) -> jax.Array:
         >>> keys.shape
         (4,)
     """
-    try:
-        single = jax.random.key_data(key).ndim == 1
-    except TypeError:
-        raise FuncgaError(
-            f"key is {arrays.describe(key)}: it must be a key of JAX: jax.random.key(0)."
-        ) from None
-    if not single:
-        raise FuncgaError(
-            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell "
-            "apart. Write jax_backend.example_keys(jax.random.key(0), indices)."
-        )
     # Flat, and back into their shape.
     numbers = _integers(indices)
     keys = _map_rows(key, lambda index: jax.random.fold_in(key, index), numbers.ravel())
@@ -71,9 +60,8 @@ def _map_rows(
 
 
 def _integers(indices: Array) -> jax.Array:
-    if isinstance(indices, int) and not isinstance(indices, bool):
-        indices = np.asarray(indices)
-    if not hasattr(indices, "dtype") or indices.dtype.kind not in "iu":
+    indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    if indices.dtype.kind not in "iu":
         raise FuncgaError(
             f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: "
             "jnp.arange(len(x))."
@@ -104,21 +92,10 @@ def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> j
     Returns:
         The draws of all examples, stacked along axis 0.
 
-    Raises:
-        FuncgaError: The keys are not one for each row.
-
     Example:
         >>> keys = jax_backend.example_keys(jax.random.key(0), jnp.arange(4))
         >>> kept = jax_backend.sampled(jax.random.uniform, keys, (16,)) < 0.9
         >>> kept.shape
         (4, 16)
     """
-    if not arrays.is_array(keys) or keys.ndim != (
-        1 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 2
-    ):
-        raise FuncgaError(
-            f"keys are {arrays.describe(keys)}: there must be one for each row. Make them where "
-            "the batch is made, keys = jax_backend.example_keys(jax.random.key(0), indices), and "
-            "pass them with it."
-        )
     return _map_rows(keys, lambda key: sampler(key, shape), keys)

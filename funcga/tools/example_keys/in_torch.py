@@ -13,11 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from funcga._backend.dispatch import is_numpy
 from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.modules import PureLoss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 
 # The step from one number of a stream to the next, and the two factors of the mix. They are
@@ -44,7 +42,7 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
         int64 in the shape of the indices: seeds.
 
     Raises:
-        FuncgaError: for a key or indices that are no integers.
+        FuncgaError: for tensors of no integers; Python's TypeError for other numbers.
 
     Example:
         >>> epoch, indices = 0, torch.arange(4)
@@ -52,41 +50,24 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
         >>> keys.shape, keys.dtype
         (torch.Size([4]), torch.int64)
     """
-    _check_integers("key", key, "example_keys(0, indices)")
-    _check_integers("indices", indices, "torch.arange(len(x))")
-    if not isinstance(key, int) and key.shape != ():
-        raise FuncgaError(
-            f"key is {arrays.describe(key)}: it is one for all examples, which their indices tell "
-            "apart. Write torch_backend.example_keys(0, indices)."
-        )
     index_of_example = _integers(indices, None)
     # The mixed key is the start of a stream of numbers. Each example gets the number at its index.
     start = _mixed(_integers(key, index_of_example.device) + _GAMMA)
     return _mixed(start + (index_of_example + 1) * _GAMMA)
 
 
-def _check_integers(name: str, value: Array, example: str) -> None:
-    if isinstance(value, torch.Tensor):
-        is_integer = arrays.kind(value.dtype) == "int"
-    elif is_numpy(value):
-        is_integer = value.dtype.kind in ("i", "u")
-    else:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer:
-        raise FuncgaError(
-            f"{name} is {arrays.describe(value)}: it must be an integer, or a tensor of some: "
-            f"{example}."
-        )
-
-
 def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
     """The value as int64; a larger number keeps its lower 64 bits."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device or value.device, torch.int64)
-    if not isinstance(value, int) and value.shape != ():
-        return torch.as_tensor(value, dtype=torch.int64, device=device)  # of NumPy
-    number = operator.index(value)
-    return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
+    if not isinstance(value, torch.Tensor) and getattr(value, "shape", ()) == ():
+        number = operator.index(value)
+        return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
+    array = torch.as_tensor(value, device=device)
+    if arrays.kind(array.dtype) != "int":
+        raise FuncgaError(
+            f"a key or index is {arrays.describe(value)}: they are integers, or tensors of some: "
+            "torch_backend.example_keys(0, torch.arange(len(x)))."
+        )
+    return array.to(torch.int64)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -119,31 +100,18 @@ def sampled(
     Returns:
         What the sampler has drawn, stacked.
 
-    Raises:
-        FuncgaError: for keys that are no int64 [rows].
-
     Example:
         >>> keys = torch_backend.example_keys(1234, torch.arange(4))
         >>> kept = torch_backend.sampled(torch.rand, keys, (16,)) < 0.9
         >>> kept.shape
         torch.Size([4, 16])
     """
-    if not _are_keys(keys):
-        raise FuncgaError(
-            f"keys are {arrays.describe(keys)}: there must be one for each row, int64[rows]. Make "
-            "them where the batch is made, keys = torch_backend.example_keys(0, indices), and pass "
-            "them with it."
-        )
     generator = torch.Generator(keys.device)
     rows = [
         sampler(shape, generator=generator.manual_seed(seed), device=keys.device)
         for seed in keys.tolist()
     ]
     return torch.stack(rows) if rows else sampler((0, *shape), device=keys.device)
-
-
-def _are_keys(keys: Array) -> bool:
-    return isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 1
 
 
 # The generators are global: one thread at a time seeds them.
@@ -179,11 +147,6 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
         >>> x, y = torch.randn(10, 3), torch.randn(10, 1)
         >>> value, grads = step(torch_backend.trainable(model), keys, x, y)
     """
-    if isinstance(loss_fn, PureLoss):
-        raise FuncgaError(
-            "seeded was given a pure_loss. Put it inside, where the keys come after the module: "
-            "torch_backend.pure_loss(module, torch_backend.seeded(loss_fn))."
-        )
 
     @functools.wraps(loss_fn, updated=())
     def loss(params: Tree, keys: torch.Tensor, *batch: Tree, **kwargs: Tree) -> R:
@@ -197,7 +160,8 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
 
 
 def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
-    if not _are_keys(keys) or not len(keys):
+    # The batch in the place of the keys would be read as a seed.
+    if getattr(keys, "dtype", None) != torch.int64 or keys.ndim != 1:
         raise FuncgaError(
             f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for "
             "each row. Call it as loss(params, torch_backend.example_keys(0, indices), *batch)."

@@ -68,10 +68,12 @@ _SETTING = _Setting()
 
 
 class Use(NamedTuple):
-    """A node that uses a weight, as a factor of a product or as a table of rows."""
+    """A node that uses a weight, as a factor of a product or as a table of rows. `saved`: the name
+    of the other factor, or of the indices, among what the node has saved.
+    """
 
     node: Any
-    is_product: bool
+    saved: str
     is_transposed: bool
 
 
@@ -127,16 +129,20 @@ def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, li
             if after is not None and after not in users:
                 nodes.append(after)
             users.setdefault(after, []).append((node, position))
-    accumulators = [node for node in nodes if type(node) is graphs.AccumulateGrad]
-    ends: dict[int, Any] = {id(node.variable): node for node in accumulators}  # type: ignore[attr-defined]
-    found = {id(weight): _uses(ends.get(id(weight)), users) for weight in weights}
+    ids = {*map(id, weights)}
+    ends: list[Any] = [node for node in nodes if type(node) is graphs.AccumulateGrad]
+    found = {id(end.variable): _uses(end, users) for end in ends if id(end.variable) in ids}
     return {key: uses for key, uses in found.items() if uses}
 
 
 # What may stand between a weight and its use: a transposed view, and the cast of autocast.
 _TRANSPOSED, _CAST = "TBackward0", "ToCopyBackward0"
-# Where the weight stands among the factors of a product.
-_PRODUCTS = {("AddmmBackward0", 2), ("MmBackward0", 1)}
+# What uses a weight, where that stands among its arguments, and what else it has saved.
+_USES = {
+    ("AddmmBackward0", 2): "mat1",
+    ("MmBackward0", 1): "self",
+    ("EmbeddingBackward0", 0): "indices",
+}
 
 
 def _uses(end: Any, users: dict[Any, list[tuple[Any, int]]]) -> list[Use]:
@@ -144,34 +150,27 @@ def _uses(end: Any, users: dict[Any, list[tuple[Any, int]]]) -> list[Use]:
     uses, waiting = list[Use](), [(end, False)]
     for node, is_transposed in waiting:
         for user, position in users.get(node, ()):
-            name = user.name()
+            name, saved = user.name(), _USES.get((user.name(), position))
             # Of several uses of one cast autograd adds the gradients in the dtype of the cast.
             if name == _TRANSPOSED or (name == _CAST and len(users[user]) == 1):
                 waiting.append((user, is_transposed ^ (name == _TRANSPOSED)))
-            elif (name, position) in _PRODUCTS and _is_plain_product(user):
-                uses.append(Use(user, True, is_transposed))
-            elif name == "EmbeddingBackward0" and not is_transposed and _is_plain_table(user):
-                uses.append(Use(user, False, False))
+            elif saved and _is_plain(user, saved, is_transposed):
+                uses.append(Use(user, saved, is_transposed))
             else:
                 return []
     return uses
 
 
-# A hook packs what a node has saved within a checkpoint, and only the node itself may unpack it.
-def _is_plain_product(node: Any) -> bool:
-    if node.name() == "MmBackward0":
-        return node._raw_saved_self.unpack_hook is None and _is_dense(node._saved_self)
-    is_packed = node._raw_saved_mat1.unpack_hook is not None
-    return not is_packed and node._saved_alpha == 1 and _is_dense(node._saved_mat1)
-
-
-def _is_dense(rows: torch.Tensor | None) -> bool:
-    return rows is not None and rows.layout is torch.strided
-
-
-def _is_plain_table(node: Any) -> bool:
-    is_packed = node._raw_saved_indices.unpack_hook is not None
-    return not (is_packed or node._saved_sparse or node._saved_scale_grad_by_freq)
+def _is_plain(node: Any, saved: str, is_transposed: bool) -> bool:
+    # A hook packs what a node has saved within a checkpoint, and only the node itself may unpack
+    # it.
+    if getattr(node, f"_raw_saved_{saved}").unpack_hook is not None:
+        return False
+    if saved == "indices":
+        return not (is_transposed or node._saved_sparse or node._saved_scale_grad_by_freq)
+    rows = getattr(node, f"_saved_{saved}")
+    is_dense = rows is not None and rows.layout is torch.strided
+    return is_dense and getattr(node, "_saved_alpha", 1) == 1
 
 
 @torch.no_grad()
@@ -179,14 +178,14 @@ def _add(
     tasks: set[int], weight: torch.Tensor, use: Use, gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
     """Adds what this use contributes to the gradient of a weight, in passes of these tasks."""
-    gradient, node, total = gradients[0], use.node, weight.grad
+    gradient, total = gradients[0], weight.grad
     if gradient is None or _private.graph_task() not in tasks:
         return
-    if not use.is_product:
-        _add_rows(weight, node, gradient)
+    saved: torch.Tensor = getattr(use.node, f"_saved_{use.saved}")
+    if use.saved == "indices":
+        _add_rows(weight, saved, use.node._saved_padding_idx, gradient)
         return
-    rows = node._saved_self if node.name() == "MmBackward0" else node._saved_mat1
-    left, right = (gradient.t(), rows) if use.is_transposed else (rows.t(), gradient)
+    left, right = (gradient.t(), saved) if use.is_transposed else (saved.t(), gradient)
     if total is None:
         weight.grad = (left @ right).to(weight.dtype)
     elif total.dtype == left.dtype:
@@ -198,12 +197,13 @@ def _add(
         total.add_(left @ right)
 
 
-def _add_rows(weight: torch.Tensor, node: Any, gradient: torch.Tensor) -> None:
+def _add_rows(
+    weight: torch.Tensor, indices: torch.Tensor, padding: int, gradient: torch.Tensor
+) -> None:
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
-    total, index = weight.grad, node._saved_indices.reshape(-1)
+    total, index = weight.grad, indices.reshape(-1)
     rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
-    padding = node._saved_padding_idx
     if 0 <= padding < len(weight):  # it is a large number where there is none
         rows = rows.masked_fill((index == padding)[:, None], 0)
     if total.is_cuda:  # where index_add_ adds in any order

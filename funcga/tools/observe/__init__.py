@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from funcga import monoids, normalizers
 from funcga._types import Array, Namespace, Reduced, Scalar, Tree
-from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold
 from funcga.reducers import Reducer
 
@@ -65,12 +64,9 @@ class Observer:
         degree: The degree of the measure: that of `c * leaf` is `c**degree` times that of the leaf,
             for c > 0.
         groups: `groups(path)` of a leaf's dotted path in the gradient, such as "layers.0.weight",
-            returns the name of its group, or None to leave it out. Then the observation is a dict,
-            with an entry for each group. By default all leaves together are one group, and its
-            observation comes as it is.
-
-    Raises:
-        FuncgaError: A part is anything else.
+            returns the name of its group, a string, or None to leave it out. Then the observation
+            is a dict, with an entry for each group. By default all leaves together are one group,
+            and its observation comes as it is.
 
     Example:
         >>> norm = lambda xp, observed: xp.sqrt(observed.folded)
@@ -86,17 +82,6 @@ class Observer:
     measure: Callable[[Namespace, Array], Array] = squared_norm
     degree: int = 2
     groups: Callable[[str], str | None] | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.fold, Fold):
-            raise FuncgaError(
-                f"an Observer was given {self.fold!r} where it takes a Fold. Write "
-                f"Observer(funcga.mean(), lambda xp, observed: observed.folded)."
-            )
-        check_callable(self.finish, "finish", "lambda xp, observed: observed.folded")
-        check_callable(self.measure, "measure", "lambda xp, leaf: abs(leaf).sum()")
-        if self.groups is not None:
-            check_callable(self.groups, "groups", 'lambda path: path.split(".")[0]')
 
 
 ObserverTree: TypeAlias = Observer | Mapping[str, Any] | Sequence[Any]

@@ -129,9 +129,9 @@ class Observing:
     def _hook(self, index: int, leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """What is called with each gradient of a leaf. Autograd records nothing there."""
         append, dtype = self.arrived[index].append, self.readings.dtype
+        # The usual cases, in as few calls as there can be.
         if index in self.short:
             return append
-        # The usual case, in as few calls as there can be.
         if self.takes_norms and leaf.device == self.nothing.device:
             return lambda gradient: append(squared_norm(gradient, dtype))
         return partial(self._measure, index)

@@ -2,7 +2,7 @@
 outputs of one structure.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funcga import normalizers
@@ -24,8 +24,8 @@ class Observers:
     """
 
     def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
-        self.tree, self.grad_fn = tree, grad_fn
-        self.all = [*_observers(tree, "observe")]
+        self.tree, self.grad_fn, self.all = tree, grad_fn, list[Observer]()
+        _mapped(self.all.append, tree)
         if not self.all:
             raise FuncgaError(
                 f"observe= is {tree!r}, which has no observer in it. Pass one, or a tree of them: "
@@ -83,7 +83,8 @@ class Observers:
 
     def in_order(self, observations: list[Tree]) -> Tree:
         """The tree with observations in place of the observers."""
-        return _filled(self.tree, iter(observations))
+        each = iter(observations)
+        return _mapped(lambda _: next(each), self.tree)
 
 
 class _Kept:
@@ -93,29 +94,19 @@ class _Kept:
     readings: "Readings | None" = None
 
 
-def _observers(tree: Tree, path: str) -> Iterator[Observer]:
+def _mapped(function: Callable[[Observer], Tree], tree: Tree, path: str = "observe") -> Tree:
+    """The tree with what the function returns in place of each observer."""
     if isinstance(tree, Observer):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _observers(child, f"{path}[{key!r}]")
-    else:
-        called = (
-            ", which is called: write observe=funcga.gradient_noise()" if callable(tree) else ""
-        )
-        raise FuncgaError(
-            f"{path} is {tree!r}{called}. Pass an observer, such as funcga.gradient_noise(), or a "
-            "dict, tuple or list of them."
-        )
-
-
-def _filled(tree: Tree, observations: Iterator[Tree]) -> Tree:
-    if isinstance(tree, Observer):
-        return next(observations)
+        return function(tree)
     if isinstance(tree, dict):
-        return {key: _filled(child, observations) for key, child in tree.items()}
-    children: list[Any] = [_filled(child, observations) for child in tree]
-    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+        return {key: _mapped(function, child, f"{path}[{key!r}]") for key, child in tree.items()}
+    if isinstance(tree, list | tuple):
+        children = [_mapped(function, each, f"{path}[{k}]") for k, each in enumerate(tree)]
+        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+    raise FuncgaError(
+        f"{path} is {tree!r}. Pass an observer, such as funcga.gradient_noise(), which is called, "
+        "or a dict, tuple or list of them."
+    )
 
 
 class Readings:
@@ -245,21 +236,14 @@ class Readings:
 
     def _vectors(self, measures: Array) -> list[Array]:
         """The measures of each observer's groups, [groups]."""
-        xp, vectors, position_of = (
-            self.arrays.xp,
-            [],
-            {i: position for position, i in enumerate(self.in_value)},
-        )
+        xp, columns, vectors = self.arrays.xp, self.observers.measures, list[Array]()
         for observer, groups in zip(self.observers.all, self.groups, strict=True):
-            column = measures[:, self.observers.measures.index((observer.measure, observer.degree))]
-            if [*map(len, groups.values())] == [len(self.in_value)]:
+            column = measures[:, columns.index((observer.measure, observer.degree))]
+            if [*map(len, groups.values())] == [len(self.in_value)]:  # all that were measured
                 vectors.append(column.sum()[None])
                 continue
-            numbers = [*column]
-            sums = [
-                xp.stack([numbers[position_of[i]] for i in group]).sum()
-                for group in groups.values()
-            ]
+            numbers = dict(zip(self.in_value, column, strict=True))
+            sums = [xp.stack([numbers[i] for i in group]).sum() for group in groups.values()]
             vectors.append(xp.stack(sums))
         return vectors
 
@@ -275,26 +259,19 @@ class Readings:
             loss_scale = self.arrays.cast(loss_scale, self.dtype)
         factor = {"weight": 1.0, "steps": total / steps}.get(str(self.divides_by), total)
         observations = []
-        triples = zip(
+        for observer, of_microbatches, result, groups in zip(
             self.observers.all, folded[1:], self._vectors(of_result), self.groups, strict=True
-        )
-        for observer, of_microbatches, result, groups in triples:
-            observed = Observed(
-                of_microbatches, result / factor**observer.degree, factor / loss_scale
-            )
-            observations.append(
-                self._by_group(observer, observer.finish(self.arrays.xp, observed), [*groups])
-            )
+        ):
+            result = result / factor**observer.degree
+            observed = Observed(of_microbatches, result, factor / loss_scale)
+            # Arrays with the groups on their last axis: the observation of each.
+            leaves, structure = self.trees.flatten(observer.finish(self.arrays.xp, observed))
+            of_groups = {
+                name: self.trees.unflatten(structure, [leaf[..., k] for leaf in leaves])
+                for k, name in enumerate(groups)
+            }
+            observations.append(of_groups[""] if observer.groups is None else of_groups)
         return self.observers.in_order(observations)
-
-    def _by_group(self, observer: Observer, observation: Tree, names: list[str]) -> Tree:
-        """The observation of each group, from arrays with the groups on their last axis."""
-        leaves, structure = self.trees.flatten(observation)
-        each = [
-            self.trees.unflatten(structure, [leaf[..., index] for leaf in leaves])
-            for index in range(len(names))
-        ]
-        return each[0] if observer.groups is None else dict(zip(names, each, strict=True))
 
 
 def _has_numbers(leaf: Array, backend: Backend) -> bool:
@@ -302,18 +279,10 @@ def _has_numbers(leaf: Array, backend: Backend) -> bool:
 
 
 def _groups(observer: Observer, located: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
-    """The leaf indices of each group. Raises FuncgaError for a name that is not a string, or if
-    no leaf has one.
-    """
+    """The leaf indices of each group. Raises FuncgaError if no leaf has one."""
     groups: dict[str, list[int]] = {}
     for path, leaf_index in located:
         name = "" if observer.groups is None else observer.groups(path)
-        if name is not None and not isinstance(name, str):
-            raise FuncgaError(
-                f"groups returned {name!r} for the leaf `{path}`: the name of a group is a string. "
-                "Return one, or None "
-                'to leave the leaf out: groups=lambda path: path.split(".")[0].'
-            )
         if name is not None:
             groups.setdefault(name, []).append(leaf_index)
     if not groups:
@@ -330,23 +299,17 @@ def _kind(folds: Sequence[Fold]) -> tuple[bool, str | None]:
     """(whether gradients are weighted sums, what divides them). Raises FuncgaError for other
     folds.
     """
-    kinds = set[tuple[bool, str | None]]()
-    for fold in folds:
-        reducer, normalizer = fold.plain.reducer, fold.plain.normalizer
-        is_plain = (
-            normalizer.divides_by is not None or normalizer.apply is normalizers.identity.apply
-        )
-        if not reducer.additive or not is_plain:
-            raise FuncgaError(
-                f"observe= was given, and the gradient is folded by {fold.name}: what is observed "
-                "is how the mean of gradients comes about. Fold the gradient with funcga.mean(), "
-                "per_weight() or sum()."
-            )
+    kinds, are_means = set[tuple[bool, str | None]](), True
+    for reducer, normalizer in [(fold.plain.reducer, fold.plain.normalizer) for fold in folds]:
+        only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+        are_means &= reducer.additive and bool(only_divides)
         kinds.add((reducer.linear, normalizer.divides_by))
-    if len(kinds) != 1:
+    if not are_means or len(kinds) != 1:
         raise FuncgaError(
-            "observe= was given, and the leaves of the gradient are folded in different ways, of "
-            "which no one mean comes. Give all of them one fold, such as funcga.mean()."
+            "observe= was given, and the leaves of the gradient are folded by "
+            f"{listed(sorted({f'({fold.name})' for fold in folds}))}: what is observed is how one "
+            "mean of gradients comes about. Fold all of them alike, with funcga.mean(), "
+            "per_weight() or sum()."
         )
     return kinds.pop()
 
@@ -360,14 +323,12 @@ def locate(value: Tree, params: Tree, backend: Backend) -> Tree:
     trees = backend.trees
     leaves, structure = trees.flatten(value)
     numbered = trees.unflatten(structure, [*range(len(leaves))])
-    wanted = _looks(params, trees.flatten(params)[0], backend)
     parts = [numbered]
-    if isinstance(numbered, tuple | list):
-        parts += [
-            part
-            for child in numbered
-            for part in (child, *(child if isinstance(child, tuple | list) else ()))
-        ]
+    for part in parts[:]:
+        parts += part if isinstance(part, tuple | list) else ()
+    for part in parts[1:]:
+        parts += part if isinstance(part, tuple | list) else ()
+    wanted = _looks(params, trees.flatten(params)[0], backend)
     found = [
         part
         for part in parts

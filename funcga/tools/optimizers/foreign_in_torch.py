@@ -18,22 +18,23 @@ def checked_step(optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
         tensor.requires_grad_()  # which it may ask for
     before = _others(optimizer)
     optimizer.step()
-    problems = [
-        f"a step changes its `{name}`, which belongs to no parameter, so that it is in no state, "
-        "and a pure update would lose it"
-        for name, value in _others(optimizer).items()
-        if name in before and value != before[name]  # an attribute that is new is a cache
-    ]
+    after, problem = _others(optimizer), ""
+    for name in before.keys() & after.keys():  # an attribute that is new is a cache
+        if after[name] != before[name]:
+            problem = (
+                f"a step changes its `{name}`, which belongs to no parameter, so that it is in no "
+                "state, and a pure update would lose it"
+            )
     for tensor in tensors:
         tensor.requires_grad_(False)
         # The address of what has no elements is 0.
         if storages(tensor) & storages(optimizer.state.get(tensor)) - {0}:
-            problems.append(
+            problem = (
                 "it keeps the memory of the parameter itself, which a pure update cannot follow"
             )
-    if problems:
+    if problem:
         raise FuncgaError(
-            f"{type(optimizer).__name__} is no pure update: {problems[0]}. Keep optimizer.step() "
+            f"{type(optimizer).__name__} is no pure update: {problem}. Keep optimizer.step() "
             "and give it gradients: torch_backend.assign_grads(params, grads)."
         )
 

@@ -83,10 +83,10 @@ def from_optimizer(
         The transform.
 
     Raises:
-        FuncgaError: If the optimizer is not a class, or with differentiable=True. The functions
-            raise it if structures or shapes differ, if the state is that of another optimizer, if
-            groups gives an option that the optimizer does not have, and if the optimizer keeps
-            state that belongs to no parameter. What torch refuses raises torch's own error.
+        FuncgaError: With differentiable=True. The functions raise it if structures or shapes
+            differ, if the state is that of another optimizer, if groups gives an option that the
+            optimizer does not have, and if the optimizer keeps state that belongs to no parameter.
+            What torch or Python refuse, as an optimizer in place of its class, raises their error.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -96,12 +96,6 @@ def from_optimizer(
         >>> torch_backend.apply_updates(params, updates)
         {'w': tensor([0.5000, 0.5000])}
     """
-    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
-        raise FuncgaError(
-            "from_optimizer makes the optimizer anew for each update, so it takes a class and its "
-            f"options, and was given {optimizer!r}. Write from_optimizer(torch.optim.AdamW, "
-            "lr=1e-3)."
-        )
     if options.get("differentiable"):
         raise FuncgaError(
             "differentiable=True steps through autograd, and an update is computed on a copy, "

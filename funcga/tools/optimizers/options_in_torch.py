@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._transform import takes_weight
 from funcga._types import Tree
-from funcga.errors import FuncgaError, similar
+from funcga.errors import FuncgaError
 from torch_backend import trees
 
 Group = dict[str, Any]
@@ -98,9 +98,8 @@ class Options:
         names = [name for own, _ in groups for name in own if name not in optimizer.defaults]
         if names:
             raise FuncgaError(
-                f"groups gives `{names[0]}`, which is no option of {self.optimizer.__name__}"
-                f"{similar(names[0], optimizer.defaults)}. Its options are "
-                f"{', '.join(optimizer.defaults)}."
+                f"groups gives `{names[0]}`, which is no option of {self.optimizer.__name__}: its "
+                f"options are {', '.join(optimizer.defaults)}."
             )
         if self.scheduler is not None:
             self._follow(self.scheduler, optimizer, count)

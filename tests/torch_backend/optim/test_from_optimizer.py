@@ -431,15 +431,13 @@ def test_what_is_no_tensor_is_not_kept():
 @pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("from_optimizer makes the optimizer anew for each update, so it takes a class and its options, and was given 3. "
-         "Write from_optimizer(torch.optim.AdamW, lr=1e-3).", lambda: from_optimizer(3)),
         ("differentiable=True steps through autograd, and an update is computed on a copy, without it. Leave it out.",
          lambda: from_optimizer(optim.Adam, differentiable=True)),
         ("lr is a function of the count of updates, and scheduler sets lr, too. Give one of the two: a number for lr, or no "
          "scheduler.", lambda: from_optimizer(optim.Adam, scheduler=dict, lr=lambda count: 1.0)),
-        ("groups gives `decay`, which is no option of Adam. Its options are lr,",
+        ("groups gives `decay`, which is no option of Adam: its options are lr,",
          lambda: from_optimizer(optim.Adam, groups=lambda name: {"decay": 1}).init({"w": torch.ones(1)})),
-        ("groups gives `beta`, which is no option of Adam (`betas`?).",
+        ("groups gives `beta`, which is no option of Adam: its options are lr, betas,",
          lambda: from_optimizer(optim.Adam, groups=lambda name: {"beta": 1}).init({"w": torch.ones(1)})),
     ],
 )  # fmt: skip
@@ -452,6 +450,7 @@ def test_what_makes_no_transform(text, call):
     [
         (optim.LBFGS, {}, TypeError, "missing 1 required positional argument: 'closure'"),
         (optim.SparseAdam, {}, RuntimeError, "does not support dense gradients, please consider Adam instead"),
+        (optim.SGD([torch.ones(1)], lr=1.0), {}, TypeError, "'SGD' object is not callable"),
         (optim.SGD, {"learning_rate": 1}, TypeError, "unexpected keyword argument 'learning_rate'"),
         (optim.SGD, {"lr": -1}, ValueError, "Invalid learning rate"),
         (optim.SGD, {"groups": {}}, TypeError, "not callable"),
