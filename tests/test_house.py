@@ -13,9 +13,9 @@ MOST = {
     "files": 179,
     "tokens": 209_000,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 107_500,
+    "tokens of the core": 102_500,
     "tokens of the core, torch": 52_500,
-    "tokens of tools": 101_400,
+    "tokens of tools": 102_600,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 24,
