@@ -27,8 +27,6 @@ from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor, local, ranks_with_other_shards
 
-_WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
-
 
 @dataclass(frozen=True)
 class Replicas:
@@ -43,7 +41,8 @@ class Replicas:
             accumulated. Counts, weights and scalars, such as losses, are never rounded.
 
     Raises:
-        FuncgaError: If `group` is no group of which this process is a member.
+        FuncgaError: If `group` is no group of which this process is a member, or gradients cannot
+            be sent as `wire_dtype`. A mesh of several dimensions is refused by torch.
 
     Example:
         >>> across = torch_backend.Replicas(dist.group.WORLD, wire_dtype=torch.bfloat16)
@@ -58,10 +57,6 @@ class Replicas:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", _group(self.group))
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise FuncgaError(
-                f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20."
-            )
         if self.wire_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise FuncgaError(
                 f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, "
@@ -97,29 +92,14 @@ def _group(across: Any) -> dist.ProcessGroup:
             "across out."
         )
     if isinstance(across, DeviceMesh):
-        if across.ndim != 1:
-            raise FuncgaError(
-                f"across= is a device mesh of {across.ndim} dimensions, {across.mesh_dim_names}. "
-                "Name the one to merge over: across=mesh['dp']; or make one of several: mesh['dp', "
-                "'cp']._flatten()."
-            )
         return across.get_group()
-    if type(across) is int and across == dist.GroupMember.NON_GROUP_MEMBER:
-        raise FuncgaError(
-            "across= is a process group that this process is no member of: it has no part in the "
-            "fold."
-        )
-    if (callable(across) and not isinstance(across, type)) or trees.children(across):
-        raise FuncgaError(
-            "across= names replicas for each leaf, and in torch all leaves of a step are merged "
-            "over one group. Fold sums without across=, and reduce each leaf after the step over "
-            "the processes that have it: dist.all_reduce(grads['experts'], group=edp), then divide "
-            "by the weight of all (docs/howto/experts.md)."
-        )
     if not isinstance(across, dist.ProcessGroup):
         raise FuncgaError(
             f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process "
-            f"group, {_WRITE}."
+            "group of which this process is a member, across=torch.distributed.group.WORLD, or a "
+            "1-D device mesh such as mesh['dp']: in torch all leaves of a step are merged over one "
+            "group. To reduce each leaf over a group of its own, fold sums without across=, and "
+            "reduce them after the step (docs/howto/experts.md)."
         )
     return across
 
@@ -331,36 +311,27 @@ class Listener:
 def check_replicas(params: Tree, across: Any) -> None:
     """Raises FuncgaError, which names the leaf, if an array is not the same on every replica."""
     replicas = replicas_of(across)
-    leaves = dict(zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True))
-    # Of an array a hash travels, however large it is.
-    mine = {
-        path: (arrays.describe(leaf), _digest(leaf, replicas))
-        if arrays.is_array(leaf)
-        else (repr(leaf), b"")
-        for path, leaf in leaves.items()
-    }
+    leaves = zip(leaf_paths(params, trees, "params"), trees.flatten(params)[0], strict=True)
+    mine = {path: _description(leaf, replicas) for path, leaf in leaves}
     # Messages that an earlier window still owes come first, or replicas would read them as this
     # one's.
     replicas.channel.send_owed()
     with explained():
         said = replicas.channel.all_gather(mine)
-    kinds = [{path: kind for path, (kind, _) in each.items()} for each in said]
-    check_alike(kinds, "have different parameters")
-    # All replicas see all of it, and all raise.
-    texts, first = [], replicas.ranks[0]
-    for path in mine:
-        of_ranks = zip(replicas.ranks, said, strict=True)
-        others = [str(rank) for rank, leaves in of_ranks if leaves[path][1] != said[0][path][1]]
-        if others:
-            texts.append(f"`{path}` of rank {', '.join(others[:8])}{', ...' if others[8:] else ''}")
-    if texts:
-        more = f"; and {len(texts) - 4} more" if texts[4:] else ""
-        raise FuncgaError(
-            f"the replicas start from different parameters: not as on rank {first} "
-            f"{'are' if texts[1:] else 'is'} {'; '.join(texts[:4])}{more}. Send them around once "
-            "before training: for p in params.values(): torch.distributed.broadcast(p, "
-            f"src={first}, group=group)."
-        )
+    check_alike(
+        said,
+        "start from different parameters",
+        "Send them around once before training: for p in params.values(): "
+        f"torch.distributed.broadcast(p, src={replicas.ranks[0]}, group=group).",
+    )
+
+
+def _description(leaf: Any, replicas: Replicas) -> str:
+    """What a leaf is; of an array its shape and a hash, however large it is."""
+    if not arrays.is_array(leaf):
+        return repr(leaf)
+    digest = _digest(leaf, replicas)
+    return f"{arrays.describe(leaf)}{digest and f' with the hash {digest}'}"
 
 
 # So many bytes are copied to the host at a time, so that it needs no room for a whole array.
@@ -368,19 +339,19 @@ _CHUNK = 2**24
 
 
 @torch.no_grad()
-def _digest(leaf: torch.Tensor, replicas: Replicas) -> bytes:
-    """A hash of the bits of an array, 16 bytes; of none, if each of these replicas should have
-    another shard of it.
+def _digest(leaf: torch.Tensor, replicas: Replicas) -> str:
+    """A hash of the bits of an array; of none, if each of these replicas should have another shard
+    of it.
     """
     if is_dtensor(leaf) and ranks_with_other_shards(leaf, replicas.ranks):
-        return b""
+        return ""
     shard = local(leaf)
     data = as_bytes(shard if shard.layout is torch.strided else shard.to_dense())
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, data.numel(), _CHUNK):
         chunk = data[start : start + _CHUNK].cpu()
         digest.update(ctypes.string_at(chunk.data_ptr(), chunk.numel()))
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
@@ -402,32 +373,17 @@ def check_alike(
     Each replica has a description for every path, or None if it has nothing to say. `problem` goes
     into the error, such as "fold different structures".
     """
-    said = [
-        (rank, description)
-        for rank, description in enumerate(descriptions)
-        if description is not None
-    ]
+    said = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
     for rank, theirs in said[1:]:
-        differences = _differences(*said[0], rank, theirs)
-        if differences:
-            more = f"; and {len(differences) - 4} more" if differences[4:] else ""
-            raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. {remedy}"
-            )
-
-
-def _differences(
-    first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]
-) -> list[str]:
-    """How a rank differs from the first one: in the paths, in what is at them, or in their
-    order.
-    """
-    paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
-    if not paths and [*expected] != [*theirs]:
-        return [f"rank {rank} has the leaves of rank {first} in another order"]
-    here, there = f"on rank {first}", f"on rank {rank}"
-    return [
-        f"`{path}` is {expected.get(path, 'missing')} {here} and {theirs.get(path, 'missing')} "
-        f"{there}"
-        for path in paths
-    ]
+        first, expected = said[0]
+        texts = [
+            f"`{path}` is {expected.get(path, 'missing')} on rank {first} and "
+            f"{theirs.get(path, 'missing')} on rank {rank}"
+            for path in {**expected, **theirs}
+            if expected.get(path) != theirs.get(path)
+        ]
+        if not texts and [*expected] != [*theirs]:
+            texts.append(f"rank {rank} has the leaves of rank {first} in another order")
+        if texts:
+            more = ", and others" if texts[4:] else ""
+            raise FuncgaError(f"the replicas {problem}: {'; '.join(texts[:4])}{more}. {remedy}")

@@ -186,20 +186,26 @@ def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwa
         ) from error
 
 
-Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # the buffers of a module, and values of them
+# The buffers of a module: (the part that has it, its name there, the buffer, its values).
+Buffers = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
 
 
 def buffers_of(module: nn.Module | None) -> Buffers:
-    """The buffers of a module, such as running statistics, and copies of them."""
+    """The buffers of a module, such as running statistics, and copies of their values."""
     if module is None:
         return []
     check_initialised(module)
-    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    return [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
 
 
 def put_back(before: Buffers) -> None:
-    """Gives buffers the values that they had before."""
+    """Gives a module the buffers that it had before, with the values that they had."""
     with torch.no_grad():
-        for buffer, values in before:
-            if buffer is not values:
-                buffer.copy_(values)
+        for part, name, buffer, values in before:
+            if getattr(part, name) is not buffer:
+                setattr(part, name, buffer)
+            buffer.copy_(values)

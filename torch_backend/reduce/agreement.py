@@ -61,6 +61,9 @@ class History:
     options: Mapping[str, str]
     begun: int = 0
     finished: int = 0
+    running: Any = None  # the Reduction that has begun and is not over
+    # Whether the replicas were given other options, and so may have other windows in a call.
+    differs: bool = False
     # On the last structures.
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))
 
@@ -82,9 +85,11 @@ class Progress:
     step: Step | None
     options: Mapping[str, str]
     groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
-    # What merges the windows of the call that is under way, without references; None outside of a
-    # call. Set by `telling`.
-    of_call: list[Callable[[], Any]] | None = None
+
+    @property
+    def begun(self) -> int:
+        """How many windows have begun."""
+        return sum([history.begun for history in self.groups.values()])
 
 
 def progress_of(memory: Memory) -> Progress:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call import Memory, OwningGradient, Program
 from funcga._call.arguments import Argument, Arguments, argument_names
-from funcga._call.supported import MODULE
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
@@ -27,14 +25,11 @@ from torch_backend.engine.alone import value_of_module
 from torch_backend.engine.called import calling
 from torch_backend.engine.leaves import Own
 from torch_backend.modules.checks import (
-    check_initialised,
     check_no_params,
     check_wrapped_before,
     signature_with,
 )
-from torch_backend.modules.layers import Walk
-from torch_backend.reduce.agreement import progress_of
-from torch_backend.reduce.telling import telling
+from torch_backend.modules.layers import Walk, buffers_of, put_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,27 +68,22 @@ class ModuleGradient(OwningGradient):
         return Memory(options=self.options)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
-        backend, program = load("torch"), Program(self, mean(), memory=self._memory)
+        """The value and the gradients of one micro-batch."""
         self.check_not_traced()
-        rows = _rows(args)
         if calling.microbatch is not None:
-            _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
+            _check_cut(*calling.microbatch, rows_in((args, kwargs)))
         check_no_params(args, self.module)
+        backend = load("torch")
+        program = Program(self, mean(), memory=self._memory)
         parts = tuple([Argument(arg, [], [], None) for arg in args])
-        arguments = Arguments(parts, self, backend)
-        if self.kind == MODULE:
-            check_wrapped_before(self.module)
-            walk = program.memory.keep(Walk)
-            own = Own(self.module, walk.trainable(self.module), walk)
-            return value_of_module(program, self.parts, backend, own, arguments, kwargs)
-        begin = partial(self.window, program, backend, arguments, alone=True)
-        with telling([(progress_of(program.memory), begin)]), begin() as window:
-            arguments, kwargs = window.prepared(arguments, kwargs)
-            # There are no in_axes here, so the first tensor tells how many rows the batch has.
-            args = tuple([part.value for part in arguments.parts])
-            window.fold(args, kwargs, rows[0] if rows else 1, True)
-            return window.result()
+        return self._value(program, Arguments(parts, self, backend), kwargs)
+
+    def _value(self, program: Program, arguments: Arguments, kwargs: dict[str, Tree]) -> Tree:
+        """The value and the gradients of a program whose only micro-batch has these arguments."""
+        check_wrapped_before(self.module)
+        walk = program.memory.keep(Walk)
+        own = Own(self.module, walk.trainable(self.module), walk)
+        return value_of_module(program, self.parts, arguments.backend, own, arguments, kwargs)
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""
@@ -103,37 +93,11 @@ class ModuleGradient(OwningGradient):
         """The buffers as they are now, such as BatchNorm's running statistics; calling it puts
         them back.
         """
-        check_initialised(self.module)
-        tables = [part.__dict__[_private.BUFFERS] for part in self.module.modules()]
-        buffers = [
-            (table, name, buffer, None if buffer is None else buffer.detach().clone())
-            for table in tables
-            for name, buffer in table.items()
-        ]
-
-        def put_back() -> None:
-            for table, name, buffer, values in buffers:
-                table[name] = buffer
-                if buffer is not None:
-                    buffer.detach().copy_(values)
-
-        return put_back
+        return partial(put_back, buffers_of(self.module))
 
     def parameters(self) -> Sequence[torch.Tensor]:
         """The parameters of the module."""
         return [*self.module.parameters()]
-
-    def window(
-        self,
-        program: Program,
-        backend: Backend,
-        arguments: Arguments,
-        alone: bool = False,
-    ) -> Any:
-        """One window of a program with this gradient function, where the module is wrapped; one
-        that is `alone` has a single micro-batch.
-        """
-        raise NotImplementedError
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
@@ -148,7 +112,7 @@ class ModuleGradient(OwningGradient):
             )
 
 
-def _rows(tree: Tree) -> list[int]:
+def rows_in(tree: Tree) -> list[int]:
     """How many rows the tensors of a tree have."""
     return [
         len(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim
@@ -162,11 +126,11 @@ def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) ->
     `args` are those of a micro-batch, cut from all but the first of `arguments`. `rows`: of what is
     passed on.
     """
-    of_batch, of_microbatch = _rows([leaf for leaf, _ in arguments]), _rows(args[1:])
+    of_batch, of_microbatch = rows_in([leaf for leaf, _ in arguments]), rows_in(args[1:])
     # A micro-batch of a stream is not cut, and neither is the only one of a batch.
     if not of_batch or of_batch[0] == of_microbatch[0]:
         return
-    if of_batch[0] in rows and of_batch[0] in _rows(args[0]):
+    if of_batch[0] in rows and of_batch[0] in rows_in(args[0]):
         count = len(args)
         raise FuncgaError(
             f"grad_fn calls the gradient function of a module with {of_batch[0]} rows, those of "

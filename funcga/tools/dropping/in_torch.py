@@ -266,5 +266,10 @@ def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
 
 
 def _selected_in(before: Buffers, keep: bool | torch.Tensor) -> Buffers:
-    """What buffers are to have that had these values `before`."""
-    return [(buffer, selected(keep, buffer, values)) for buffer, values in before]
+    """What buffers are to have that had these values `before`; nothing changes if all is kept."""
+    if keep is True:
+        return []
+    return [
+        (part, name, buffer, selected(keep, getattr(part, name), values))
+        for part, name, buffer, values in before
+    ]

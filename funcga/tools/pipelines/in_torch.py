@@ -96,7 +96,7 @@ def pipeline_value_and_grad(
     wrapper = wrapper_of(module, "every") or Unwrapped([], "a pipeline", "every")
     if wrapper.wrapped:
         _check_wrapper(wrapper, module)
-    return PipelineGradient(module, loss_fn, has_aux, False, pipeline, n_microbatches, wrapper)
+    return PipelineGradient(module, loss_fn, has_aux, False, wrapper, pipeline, n_microbatches)
 
 
 def _check_wrapper(wrapper: Wrapper, module: nn.ModuleDict) -> None:

@@ -23,7 +23,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._types import Across, Array, GradFn, Scalar, Tree
+from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
@@ -38,8 +38,7 @@ from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of
 from torch_backend.wrapped.ddp import DDP, Wrapper
-from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import OwnGrads, check_no_stream, masked
+from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream, masked
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -69,8 +68,8 @@ class PipelineWindow(OwnGrads):
         backend: Backend,
         arguments: Arguments,
     ):
-        across = gradient.merged_over(program.across)
         self.reductions: list[Reduction] = []
+        across = gradient.merged_over(program.across)
         if across is not None:
             self.reductions = reductions_of(replace(program, across=across), backend)
         # The processes that have the stages merge nothing, and meet before each step of the
@@ -78,7 +77,7 @@ class PipelineWindow(OwnGrads):
         progress = progress_of(program.memory)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
         every = [self.stages, *self.reductions]
-        super().__init__(program, gradient, backend, arguments, gradient.wrapper, every)
+        super().__init__(program, gradient, backend, arguments, every)
         self.pipeline = gradient.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = gradient.n_microbatches or program.n
@@ -215,10 +214,9 @@ class PipelineWindow(OwnGrads):
         """
         wrapper = self.wrapper
         waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
-        leaves = lambda: wrapper.leaves() or self.inputs
         stages = [*self.module.children()]
-        masks = nullcontext() if counts else masked(stages, leaves, torch.zeros_like)
-        with masks, wrapper.synchronising(self.params), waiting:
+        masks = nullcontext() if counts else masked(stages, self.reached, torch.zeros_like)
+        with masks, wrapper.synchronising(), waiting:
             yield
 
     # --- the result
@@ -245,16 +243,16 @@ class PipelineWindow(OwnGrads):
         with torch.no_grad():
             for value, weight in zip(values, self.weights, strict=False):
                 self.add(*value, weight)
-            self.take()
-            self.put()
+            gradients = self.gradients()
+            self.put(gradients)
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    head = self.leaves(*values[0])[: -len(self.gradients)]
-                    reduction.propose(sums, [*head, *self.gradients])
-                reduction.merge([])
+                    head = self.leaves(*values[0])[: -len(gradients)]
+                    reduction.propose(sums, [*head, *gradients])
+                reduction.merge()
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
-            return self.finished(sums)
+            return sums.result()
 
 
 class LastStage:
@@ -401,7 +399,7 @@ class Unwrapped(Wrapper):
 
 
 @dataclass(frozen=True, eq=False)
-class PipelineGradient(ModuleGradient):
+class PipelineGradient(WrappedGradient):
     """The gradient function of the stages of this process, made by `pipeline_value_and_grad`.
 
     `module` has the stages by their indices; `wrapper` describes how they are wrapped.
@@ -409,7 +407,6 @@ class PipelineGradient(ModuleGradient):
 
     pipeline: Pipeline
     n_microbatches: int | None
-    wrapper: Wrapper
 
     @property
     def kind(self) -> str:
@@ -420,16 +417,8 @@ class PipelineGradient(ModuleGradient):
     def __signature__(self) -> inspect.Signature | None:
         return None  # the arguments are the first stage's, and a target
 
-    def window(
-        self,
-        program: Program,
-        backend: Backend,
-        arguments: Arguments,
-        alone: bool = False,
-    ) -> PipelineWindow:
-        """One window of a program with this gradient function; one that is `alone` has a single
-        micro-batch.
-        """
+    def window(self, program: Program, backend: Backend, arguments: Arguments) -> PipelineWindow:
+        """One window of a program with this gradient function."""
         self.check_not_traced()
         if not self.wrapper.wrapped:
             check_wrapped_before(self.module)
@@ -437,15 +426,4 @@ class PipelineGradient(ModuleGradient):
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""
-        return self.wrapper.replicas(across) if self.wrapper.wrapped else across
-
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch
-        alone.
-        """
-        if grad_fn is not self:
-            raise FuncgaError(
-                "totals= was given, and grad_fn is a function around pipeline_value_and_grad, "
-                "which runs a schedule for each micro-batch alone. Write accumulate(gradient, n, "
-                "totals=totals), with the gradient function itself."
-            )
+        return super().merged_over(across) if self.wrapper.wrapped else across
