@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import pairwise
 from operator import attrgetter
@@ -269,16 +269,27 @@ _RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
 _recordings = 0
 
 
+def recording() -> AbstractContextManager[object]:
+    """A context in which autograd records, and tensors are made that can have a gradient."""
+    is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return nullcontext() if is_on else _recording()
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 @contextmanager
 def recording_loss() -> Iterator[None]:
-    """A context in which autograd records a loss, or runs parts of it again: steps inside of it
-    are differentiated.
-    """
+    """The same for a loss, or parts of it that run again: steps inside of it are differentiated."""
     global _recordings
     token = _RECORDED.set(True)
     _recordings += 1
     try:
-        yield
+        with recording():
+            yield
     finally:
         _RECORDED.reset(token)
         _recordings -= 1

@@ -26,7 +26,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
-from torch_backend.engine.alone import value_alone, value_of
+from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.leaves import Own
@@ -106,13 +106,14 @@ def run_window(
         state = [_owned(leaf) for leaf in arguments.state]
     # Slice all views first: after a backward pass the CPU cache is cold.
     views = views_of(arguments, cuts, state, devices)
-    for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-        if state or (program.is_exact and devices == 1):
-            take = _copied_rows if program.is_exact else None
-            view = arguments.cut(*cuts[number - 1], state, take)
-        window.fold(view, kwargs, weight, number == len(cuts))
-        if state:
-            state = window.state
+    with window.passes(weights):
+        for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
+            if state or (program.is_exact and devices == 1):
+                take = _copied_rows if program.is_exact else None
+                view = arguments.cut(*cuts[number - 1], state, take)
+            window.fold(view, kwargs, weight, number == len(cuts))
+            if state:
+                state = window.state
     if not cuts:
         return window.result_without_microbatches(arguments, kwargs, state)
     del view  # the last one, which may be a copy
@@ -159,7 +160,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 args, weight = arguments.cut(0, None, state), known
                 if weight is None:
                     (weight,) = on_host([job.weigh(arguments, args, None)])
-                window.fold(args, kwargs, weight, last)
+                with window.passes():
+                    window.fold(args, kwargs, weight, last)
                 state, window.arguments = window.state if state else state, None
                 del arguments, args
             if window is not None:
@@ -281,8 +283,7 @@ class Source:
             # Autograd cannot take back what it has added: a gradient that may be dropped is
             # computed alone, and looked at first.
             gradient = function
-            of_gradient = partial(value_of, gradient, backend, None)
-            alone = lambda *args, **kwargs: of_gradient(args, kwargs)
+            alone = lambda *args, **kwargs: value_of(gradient, backend, args, kwargs)
             function = alone if records else gradient.bound(backend)
         called = program, function, arguments, gradient, merges, records
         if program.dropping is None:
@@ -429,7 +430,10 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
     if torch.compiler.is_compiling() or arrays.in_transform():
         return grad_fn.bound(backend)
-    gradient = partial(value_alone, grad_fn, backend)
+
+    def gradient(*args: Tree, **kwargs: Tree) -> Tree:
+        return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
+
     return untraced(gradient) if callable(_private.compiling()) else gradient
 
 

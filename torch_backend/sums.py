@@ -97,6 +97,11 @@ class Folding:
         return self._kinds_of_grads <= {"weighted"}
 
     @cached_property
+    def are_means(self) -> bool:
+        """Whether autograd adds all of them weighted, and all results are only divided."""
+        return self.lends and self.are_weighted and not self.normalized
+
+    @cached_property
     def _kinds_of_grads(self) -> set[str | None]:
         return {self.kinds[index] for index in self.grads}
 

@@ -2,7 +2,6 @@
 
     plan      what is known of calls of one structure, worked out at the first of them
     window    one window of a gradient that autograd computes: the page to read
-    opened    what stays the same until a window ends: the contexts of its passes
     bound     what becomes of the output of a loss
     leaves    what is differentiated in place of arguments
     distributed   a window where torch.distributed runs

@@ -14,7 +14,6 @@ from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
 from funcga._types import Tree
 from torch_backend import arrays, trees
-from torch_backend.arrays import recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.distributed import window_of
 from torch_backend.engine.guards import unchanged
@@ -25,25 +24,19 @@ from torch_backend.engine.window import Window
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 
-def value_alone(gradient: GradientFunction, backend: Backend, *args: Tree, **kwargs: Tree) -> Tree:
-    """What a gradient function returns at these arguments, outside of windows and transforms.
-
-    Where autograd records what the caller does, and an argument requires grad, torch.func computes
-    it: the result has a graph then. Of what loss_fn closes over it has none.
-    """
-    return value_of(gradient, backend, None, args, kwargs, torch.is_grad_enabled())
-
-
 def value_of(
     gradient: GradientFunction,
     backend: Backend,
-    own: Own | None,
     args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
     may_record: bool = False,
+    own: Own | None = None,
 ) -> Tree:
-    """The same without a graph, whatever requires grad, unless it `may_record`. `own`: the module
-    whose own parameters are differentiated, in place of arguments.
+    """What a gradient function returns at these arguments, outside of windows and transforms.
+    `own`: the module whose own parameters are differentiated, in place of arguments.
+
+    Where it `may_record` and an argument requires grad, torch.func computes it: the result has a
+    graph then. Of what loss_fn closes over it has none.
     """
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
     if may_record and any(any_requires_grad(leaves) for leaves, _ in flat):
@@ -51,8 +44,7 @@ def value_of(
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    parts = tuple([Argument(arg, [], [], None) for arg in args])
-    arguments = Arguments(parts, gradient, backend)
+    arguments = Arguments(_whole(args), gradient, backend)
     with Window(None, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
         loss, aux = _run(window, tuple([part.value for part in arguments.parts]), kwargs)
@@ -60,7 +52,7 @@ def value_of(
         grads = iter(_own_grads(window.inputs))
         in_order = [
             trees.unflatten(structure, [None if leaf is None else next(grads) for leaf in leaves])
-            for leaves, structure in map(trees.flatten, window.opened.leaves.trees.values())
+            for leaves, structure in map(trees.flatten, window.leaves.trees.values())
         ]
     if plan is None:
         plans.put(key, window.plan)
@@ -72,21 +64,27 @@ def value_of_module(
     gradient: GradientFunction,
     backend: Backend,
     own: Own,
-    arguments: Arguments,
+    args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
 ) -> Tree:
     """What the gradient function of a module returns: the fold of one micro-batch."""
-    args = tuple([part.value for part in arguments.parts])
     key = call_key(own.params, [*map(trees.flatten, args)], tuple(kwargs))
     plans = program.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
+    arguments = Arguments(_whole(args), program.grad_fn, backend)
     with window_of(program, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
-        window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
+        with window.passes():
+            window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
         result = window.result()
     if window.plan is not plan:
         plans.put(key, window.plan)
     return result
+
+
+def _whole(args: tuple[Tree, ...]) -> tuple[Argument, ...]:
+    """Arguments that are not split."""
+    return tuple([Argument(arg, [], [], None) for arg in args])
 
 
 def _run(
@@ -95,7 +93,7 @@ def _run(
     """(the loss, its aux), with the gradients in the `.grad`s of the leaves."""
     gradient, before = window.gradient, evaluations()
     scale, kwargs = gradient.read_scale(kwargs, window.backend)
-    with recording_loss(), window.opened.visit as loss_fn:
+    with window.passes(), window.visit as loss_fn:
         loss, aux, objective = window.forward(loss_fn, args, kwargs, scale)
         if any(leaf.grad is not None for leaf in window.inputs):
             raise unchanged.ran_backward()

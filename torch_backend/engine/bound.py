@@ -24,7 +24,7 @@ def trees_of(window: Any) -> list[Tree]:
     """The differentiated arguments as the loss is given them. Before the first backward pass the
     leaves stand in for their gradients: they are alike.
     """
-    of_leaves = {**window.opened.leaves.trees, **window.moving_trees}
+    of_leaves = {**window.leaves.trees, **window.moving_trees}
     return [of_leaves[index] for index in window.plan.indices]
 
 

@@ -6,7 +6,7 @@ such a function, too, and nothing is written to.
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,10 @@ class Called:
 
     def __enter__(self) -> "Called":
         return self
+
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
+        """The context of micro-batches: grad_fn makes its own."""
+        return nullcontext()
 
     def __exit__(self, *error: Any) -> None:
         for merge in self.merges if error[0] is not None else ():

@@ -6,6 +6,7 @@ and each is reduced once, at the end of the window.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN, detached
@@ -39,6 +40,10 @@ class Distributed(Window):
         if error[0] is not None and self.merge is not None:
             self.merge.abort()
         return super().__exit__(*error)
+
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
+        """The context of micro-batches; the weight of other replicas is not known yet."""
+        return super().passes()
 
     @property
     def communicates(self) -> bool:
@@ -76,7 +81,7 @@ class Distributed(Window):
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        own = self.opened.leaves.trees.get(OWN)
+        own = self.leaves.trees.get(OWN)
         assert self.merge is not None
         assert self.program is not None
         sums = adopted(self.merge, self.program, arguments, Sums, own)

@@ -5,9 +5,10 @@ It keeps no tensor and no module alive.
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -219,6 +220,25 @@ def autocasting(devices: Collection[str]) -> tuple[str, ...]:
         return ()
     kinds = filter(torch.amp.is_autocast_available, sorted({"cpu", *devices}))
     return tuple(filter(torch.is_autocast_enabled, kinds))
+
+
+def outside_of_autocast(
+    devices: Sequence[str], stack: ExitStack
+) -> Callable[[], AbstractContextManager[object]]:
+    """What makes the contexts of backward passes, outside of the autocast that is on for these
+    devices; its cache is cleared, also when the stack is closed.
+    """
+    torch.clear_autocast_cache()  # parameters may have moved since
+    stack.callback(torch.clear_autocast_cache)
+    return partial(_without_autocast, devices)
+
+
+@contextmanager
+def _without_autocast(devices: Sequence[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 # Elements of a leaf from which on it is asked for the tool for large weights: its own limit.

@@ -8,7 +8,7 @@ Where a gradient cannot be added so (folds that are no sums, hooks of the user's
 weights, sums wider than a module's own parameters) each gradient is taken from `.grad` after its
 pass, and folded in.
 
-What only a first call does stands in other files: bound and plan, and most of it in opened.
+What only a first call does stands in other files: plan and bound.
 """
 
 import operator
@@ -28,7 +28,7 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, graphs, trees
-from torch_backend.arrays import recording_loss
+from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
 from torch_backend.engine.guards.aside import gradients_aside
@@ -42,19 +42,11 @@ from torch_backend.engine.leaves import (
     with_hooks,
     without_graphs,
 )
-from torch_backend.engine.opened import (
-    NOTHING,
-    Again,
-    LossContext,
-    Opened,
-    contexts_of_passes,
-    recording,
-    visit_of,
-)
-from torch_backend.engine.plan import Plan, checked_whole, plan_of
+from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
 from torch_backend.gradients import switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.layers import call_loss
+from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
 
 _GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_grad", "layout"))
@@ -63,11 +55,16 @@ _GRAD, _REQUIRES_GRAD, _LAYOUT = map(operator.attrgetter, ("grad", "requires_gra
 class Window(ExitStack):
     """One window, a stack of contexts: `fold` each micro-batch, then take the `result`.
 
-    `opened`: what stays the same until the end, and `inputs` the leaves that last as long; both are
-    set on entering. Arguments that are split have leaves of their own in each micro-batch,
-    `moving`. `plan`: the one that is known, or a new one, which the first loss completes.
-    `observing`: what measures the gradients on their way, from the first loss on.
+    `leaves` last as long, and `inputs` are these in order. Arguments that are split have leaves of
+    their own in each micro-batch, `moving`. `plan`: the one that is known, or a new one, which the
+    first loss completes. `visit`: the context that the loss is called in; `versions`: those of the
+    leaves, which nobody may write to; `hooked`: whether a parameter has hooks of the user's;
+    `watch` looks at modules that run in backward passes. All of these are set on entering, and:
     """
+
+    visits: Visit | None = None  # the visit of a pure_loss to its module
+    noted: Callable[[], AbstractContextManager[object]] = nullcontext  # of a forward pass
+    outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     may_communicate = False  # whether other processes may wait for each backward pass
     # Where Distributed merges the sums over replicas.
@@ -76,6 +73,10 @@ class Window(ExitStack):
     sums: Sums | None = None  # set by `_bind`, with the first loss
     # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
     held: Sequence[Any] = ()
+    # The weight of all micro-batches, and the least share of it: set by `passes` where each share
+    # is exact, so that weighted sums in this unit are means, and nothing is left to divide.
+    total: float | None = None
+    least = 1.0
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -97,6 +98,7 @@ class Window(ExitStack):
         self.program, self.gradient, self.backend = program, gradient, backend
         self.plan: Any = plan  # a Plan, from entering on
         self.own = own
+        self.is_stream = program is not None and not (program.n or program.microbatch_size)
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Any = arguments
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
@@ -106,28 +108,22 @@ class Window(ExitStack):
 
     def __enter__(self) -> Self:
         """Makes the leaves, and begins what lasts as long as the window."""
-        program, gradient, own, known = self.program, self.gradient, self.own, self.plan
-        parts = self.arguments.parts
-        # Code of the user's runs between two micro-batches of a stream, and may change the mode.
-        is_stream = program is not None and not (program.n or program.microbatch_size)
-        is_recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        gradient, own, known, parts = self.gradient, self.own, self.plan, self.arguments.parts
         with ExitStack() as stack:
-            mode: AbstractContextManager[object] = NOTHING if is_recording else recording()
-            if not is_stream:
-                stack.enter_context(mode)
-                mode = NOTHING
-            with mode:
+            if not self.is_stream:  # code of the user's may change the mode between micro-batches
+                stack.enter_context(recording())
+            with recording():
                 whole = known.whole if known else checked_whole(parts, gradient, own)
                 if own is not None:
-                    params: list[torch.Tensor] = [*own.params.values()]
-                    leaves = Leaves({OWN: own.params}, params, [*params])
+                    inputs: list[torch.Tensor] = [*own.params.values()]
+                    leaves = Leaves({OWN: own.params}, inputs, [*inputs])
                 else:
                     leaves = self.leaves_of({index: parts[index].value for index in whole})
                 if known is None or known.hooked:
                     with_hooks(leaves, gradient)
+            self.leaves, self.inputs = leaves, leaves.inputs
             self.plan = known or plan_of(gradient, parts, leaves, own)
-            self.inputs = leaves.inputs
-            self.opened = self._opened(leaves, known is None, is_stream, stack)
+            self._open(stack, is_new=known is None)
             self.push(stack.pop_all())
         return self
 
@@ -151,47 +147,40 @@ class Window(ExitStack):
             found.originals.extend(present)
         return found
 
-    def _opened(self, leaves: Leaves, is_new: bool, is_stream: bool, stack: ExitStack) -> Opened:
-        """What stays the same until the window ends, when the stack is closed."""
-        plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, leaves.inputs
-        visit: LossContext = nullcontext(loss)
-        visits = None
+    def _open(self, stack: ExitStack, is_new: bool) -> None:
+        """Enters what lasts until the window ends, when the stack is closed."""
+        plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, self.inputs
+        self.visit: AbstractContextManager[Any] = nullcontext(loss)
         if own is not None:
             parts: Any = own.walk.trained  # that walk has just found the parameters
             stack.enter_context(gradients_aside(inputs, parts[0].ids))
-            visit = nullcontext(partial(call_loss, loss, own.module))
+            self.visit = nullcontext(partial(call_loss, loss, own.module))
         elif isinstance(loss, PureLoss) and 0 not in plan.moving:
-            lasting = None if is_stream else stack
-            visit, visits = visit_of(loss, self.arguments.parts, leaves, lasting)
+            params = self.leaves.trees.get(0, self.arguments.parts[0].value)
+            self.visit = self.visits = loss.entered(params, recorded=True)
+            if not (self.is_stream or loss.buffers):
+                self.visit = nullcontext(stack.enter_context(self.visits))
         if plan.watches:
-            stack.enter_context(grads_watched(leaves.originals))
+            stack.enter_context(grads_watched(self.leaves.originals))
+        if plan.autocast:
+            self.outside = outside_of_autocast(plan.autocast, stack)
         # A module that has its parameters in the backward pass, too, may run other layers in it
         # than in the first call, and other frozen parameters may be in these.
-        keeps_parameters = own is not None or visits is not None
-        is_noted = plan.seen is not None and (is_new or EVERY)
-        contexts: tuple[AbstractContextManager[object], ...] = NOTHING, NOTHING
-        if plan.autocast or is_noted:
-            contexts = contexts_of_passes(plan, inputs, is_noted, stack)
-        seen = plan.seen if is_noted or not keeps_parameters else None
-        return Opened(
-            leaves=leaves,
-            mode=Again(recording) if is_stream else NOTHING,
-            visit=visit,
-            first=0 if visits is None else 1,  # the module has the parameters
-            outside=contexts[0],
-            noted=contexts[1],
-            watch=recompute.Watch(seen, inputs, plan.on_host, keeps_parameters),
-            versions=[*map(_private.version, inputs)],
-            hooked=any(map(_private.has_hooks, inputs)),
-            own=own,
-            visits=visits,
-        )
+        keeps_parameters = own is not None or self.visits is not None
+        seen = plan.seen
+        if seen is not None and (is_new or EVERY):
+            self.noted = partial(recompute.noted, seen, inputs)
+        elif keeps_parameters:
+            seen = None
+        self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+        self.versions = [*map(_private.version, inputs)]
+        self.hooked = any(map(_private.has_hooks, inputs))
 
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments as the loss is given them: with leaves, and all others without graphs."""
-        self.arguments, of_leaves = arguments, self.opened.leaves.trees
+        self.arguments, of_leaves = arguments, self.leaves.trees
         if self.plan.is_bare:
             parts = [
                 part._replace(value=of_leaves[index]) if index in of_leaves else part
@@ -205,15 +194,24 @@ class Window(ExitStack):
 
     # --- a micro-batch
 
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
+        """The context of micro-batches: of all those of a batch, or of each of a stream alone,
+        as code of the user's runs between these. `weights`: of all, where they are known.
+        """
+        total = float(sum(weights))
+        shares = {weight / total for weight in weights if weight}
+        if shares and all(map(arrays.is_power_of_two, shares)):
+            self.total, self.least = total, min(shares)
+        return recording_loss()
+
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        opened, inputs, moving = self.opened, self.inputs, list[torch.Tensor]()
-        scale = None
+        inputs, moving, scale = self.inputs, list[torch.Tensor](), None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        with opened.mode, recording_loss(), opened.visit as loss_fn:
+        with self.visit as loss_fn:
             if self.plan.moving:
                 args, moving = self._with_leaves_of(args)
             gradients = 0 if self.gradient.reached else evaluations()
@@ -280,8 +278,9 @@ class Window(ExitStack):
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss, its aux, the loss times its scale)."""
         gradient = self.gradient
-        with self.opened.noted:
-            loss, aux = loss_fn(*args[self.opened.first :], **kwargs), None
+        with self.noted():
+            # A module that is visited has the first argument, its parameters.
+            loss, aux = loss_fn(*args[self.visits is not None :], **kwargs), None
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -290,7 +289,7 @@ class Window(ExitStack):
 
     def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
-        plan, opened, leaves = self.plan, self.opened, (*self.inputs, *moving)
+        plan, leaves = self.plan, (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
             return
         # A graph is walked where it may have functions written in Python, which may run backward
@@ -299,16 +298,16 @@ class Window(ExitStack):
         is_custom = is_walked and graphs.reach(loss, {*map(id, leaves)}).custom
         on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
-        watch, watching = opened.watch, list[Any]()
+        watch, watching = self.watch, list[Any]()
         try:
             if ON:  # a module that runs in the backward pass has the right parameters
                 watch.custom = is_custom
                 watching.append(register_module_forward_pre_hook(watch.check))
                 if not watch.on_host:
                     watching.append(watch.task_of(loss))
-            with opened.outside:
+            with self.outside():
                 if is_custom:
-                    around = leaves, opened.leaves.originals, self.gradient
+                    around = leaves, self.leaves.originals, self.gradient
                     functions.run_unrestricted(loss, cotangent, on_host, *around)
                 elif plan.run is not None or type(loss) is not torch.Tensor:
                     (plan.run or graphs.run)(loss, cotangent, leaves, on_host)
@@ -341,9 +340,9 @@ class Window(ExitStack):
         """Makes room for the output, with the first loss."""
         if self._count_writes(moving):
             raise unchanged.ran_backward()
-        plan, is_plain = self.plan, type(loss) is torch.Tensor
-        is_known = loss.dtype is plan.loss_dtype and is_plain
-        sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
+        sums = Sums(bound.known_or_new(self, loss, aux))
+        if sums.folding.are_means and self._takes(self.least, loss.dtype):
+            sums.unit = self.total
         self.held = [None] * len(self.inputs)
         if sums.folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
@@ -429,14 +428,16 @@ class Window(ExitStack):
 
     def check(self) -> None:
         """Raises FuncgaError if the losses have reached no leaf, or have changed one."""
-        opened, inputs = self.opened, self.inputs
+        inputs = self.inputs
         if not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
         if self.observing is not None:
             self.observing.end()
-        is_changed = [*map(_private.version, inputs)] != opened.versions
-        if ON and (is_changed or opened.own is not None or opened.visits is not None):
-            unchanged.check(opened)
+        if ON and any(map(_private.has_hooks, inputs)) != self.hooked:
+            raise unchanged.other_hooks()
+        is_changed = [*map(_private.version, inputs)] != self.versions
+        if ON and (is_changed or self.own is not None or self.visits is not None):
+            unchanged.check(self)
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.plan.count, self.backend)
 
@@ -449,7 +450,7 @@ class Window(ExitStack):
             raise unchanged.cleared()
         for leaf in inputs:
             leaf.grad = None
-        with self.opened.mode:
+        with recording():
             for index, leaf in () if self.begun else zip(sums.folding.grads, inputs, strict=True):
                 if sums.of[index] is None and index in sums.folding.folds:
                     # No loss of the window depended on it, or none had a weight.

@@ -15,7 +15,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call import Memory, OwningGradient, Program
-from funcga._call.arguments import Argument, Arguments, argument_names
+from funcga._call.arguments import Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
@@ -73,17 +73,17 @@ class ModuleGradient(OwningGradient):
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, rows_in((args, kwargs)))
         check_no_params(args, self.module)
-        backend = load("torch")
         program = Program(self, mean(), memory=self._memory)
-        parts = tuple([Argument(arg, [], [], None) for arg in args])
-        return self._value(program, Arguments(parts, self, backend), kwargs)
+        return self._value(program, load("torch"), args, kwargs)
 
-    def _value(self, program: Program, arguments: Arguments, kwargs: dict[str, Tree]) -> Tree:
-        """The value and the gradients of a program whose only micro-batch has these arguments."""
+    def _value(
+        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        """The value and the gradients of a program with a single micro-batch."""
         check_wrapped_before(self.module)
         walk = program.memory.keep(Walk)
         own = Own(self.module, walk.trainable(self.module), walk)
-        return value_of_module(program, self.parts, arguments.backend, own, arguments, kwargs)
+        return value_of_module(program, self.parts, backend, own, args, kwargs)
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""

@@ -22,25 +22,31 @@ from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments
+from funcga._call.arguments import Argument, Arguments
 from funcga._fold import LeafFold
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, graphs, trees
-from torch_backend.arrays import recording_loss
+from torch_backend.arrays import recording, recording_loss
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine import bound
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.leaves import OWN
-from torch_backend.engine.opened import opened_in_place, recording
-from torch_backend.engine.plan import Plan, Plans, call_key, run_of
+from torch_backend.engine.leaves import OWN, Leaves
+from torch_backend.engine.plan import (
+    Plan,
+    Plans,
+    autocasting,
+    call_key,
+    outside_of_autocast,
+    run_of,
+)
 from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk, buffers_of, put_back
+from torch_backend.modules.layers import Walk, buffers_of, call_loss, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
@@ -73,8 +79,11 @@ class WrappedGradient(ModuleGradient):
         inner = {*self.module.modules()}
         return [module for module in modules_in(self.loss_fn) if module not in inner]
 
-    def _value(self, program: Program, arguments: Arguments, kwargs: dict[str, Tree]) -> Tree:
-        begin = partial(self.window, program, arguments.backend, arguments)
+    def _value(
+        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        arguments = Arguments(tuple([Argument(a, [], [], None) for a in args]), self, backend)
+        begin = partial(self.window, program, backend, arguments)
         with telling([(progress_of(program.memory), begin)]), begin() as window:
             window.alone = True
             arguments, kwargs = window.prepared(arguments, kwargs)
@@ -142,7 +151,11 @@ class OwnGrads(Window):
             stack.push(self._recover)
             self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
             self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,))
-            self.opened = opened_in_place(self.gradient, self.module, self.params, stack)
+            self.leaves = Leaves({OWN: self.params}, self.inputs, self.inputs)
+            self.visit = nullcontext(partial(call_loss, self.gradient.loss_fn, self.module))
+            devices = autocasting({leaf.device.type for leaf in self.inputs})
+            if devices:
+                self.outside = outside_of_autocast(devices, stack)
             self.push(stack.pop_all())
         return self
 
@@ -157,6 +170,10 @@ class OwnGrads(Window):
                 error.add_note(COULD_NOT_MERGE)
 
     # --- what is folded
+
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[None]:
+        """The context of micro-batches: each has its own, as replicas meet between them."""
+        return nullcontext()
 
     @property
     def arriving(self) -> Sequence[torch.Tensor]:
@@ -180,7 +197,7 @@ class OwnGrads(Window):
         if dropping is not None:
             self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
         if self.wrapper.wrapped:
-            beside = self.leaves(loss, aux)
+            beside = self.beside(loss, aux)
             for merge in self.merges:
                 merge.propose(self.sums, beside)
 
@@ -212,7 +229,7 @@ class OwnGrads(Window):
                 "weight. Give all of them one of the two."
             )
 
-    def leaves(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
+    def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
@@ -277,7 +294,7 @@ class ModuleWindow(OwnGrads):
         # that is.
         self.adds_late = program.dropping is not None or program.observers is not None
         self.is_stream = not (program.n or program.microbatch_size)
-        self.passes = 0  # that have begun
+        self.has_begun = False  # whether a pass has
         self.is_last = False  # whether no replica has another; set before the backward pass
 
     def __enter__(self) -> Self:
@@ -312,7 +329,7 @@ class ModuleWindow(OwnGrads):
         scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
-        with masks, recording_loss(), self.opened.visit as loss_fn:
+        with masks, recording_loss(), self.visit as loss_fn:
             loss, aux, objective = self.forward(loss_fn, args, kwargs, scale)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
@@ -326,8 +343,8 @@ class ModuleWindow(OwnGrads):
             self.add(loss.detach(), aux, weight)
 
     def _begin_pass(self, last: bool) -> None:
-        wrapper, is_first = self.wrapper, not self.passes
-        self.passes += 1
+        wrapper, is_first = self.wrapper, not self.has_begun
+        self.has_begun = True
         if wrapper.meets_in_every_pass:
             # Between two micro-batches of a stream code of the user's has run.
             if is_first or self.is_stream:
@@ -402,7 +419,7 @@ class ModuleWindow(OwnGrads):
                 stack.enter_context(wrapper.synchronising())
             elif not wrapper.meets_in_every_pass:
                 run = run_of([*self.inputs, *replaced], False) or run
-            stack.enter_context(self.opened.outside)
+            stack.enter_context(self.outside())
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
 
     def _inputs_and_others(

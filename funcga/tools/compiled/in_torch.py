@@ -25,9 +25,10 @@ from torch import nn
 
 from funcga._call import Program
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, LossFn, Tree
+from funcga._types import GradFn, LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
+from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import detached
 from torch_backend.engine.window import Window
@@ -200,8 +201,8 @@ def _is_plain(leaf: torch.Tensor | None) -> bool:
 def against_in_window(window: Window) -> dict[str, object]:
     """What stands against compiled micro-steps in a window."""
     plan, arguments = window.plan, window.arguments
-    leaves = trees.flatten(window.opened.leaves.trees)[0]
-    is_split = isinstance(window.gradient.loss_fn, PureLoss) and window.opened.visits is None
+    leaves = trees.flatten(window.leaves.trees)[0]
+    is_split = isinstance(window.gradient.loss_fn, PureLoss) and window.visits is None
     return {
         "parameters are no dense tensors of floats": not (leaves and all(map(_is_plain, leaves))),
         "a hook on a parameter is to see each gradient": plan.hooked,
@@ -241,25 +242,27 @@ class CompiledWindow(Window):
         self.step, self.weighs = step, program.weight is not None
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
+    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
+        """The context of micro-batches. The first weight is the unit of the totals."""
+        return recording()
+
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in, by the compiled step or by autograd."""
-        with self.opened.mode:
-            self._fold(args, kwargs, weight)
-
-    def _fold(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float) -> None:
         if self.sums is None and self.totals is None:
             self._begin()
         if self.totals is None:
-            super().fold(args, kwargs, weight)
+            with recording_loss():
+                super().fold(args, kwargs, weight)
             return
         loss = self._run(self.totals, args, kwargs, weight)
         # Autograd finds out whether a loss that depends on nothing is an error.
         if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, self.totals))):
             if self.sums is not None:
                 self.writes = self._count_writes()  # also of what no pass of autograd has added
-            super().fold(args, kwargs, weight)
+            with recording_loss():
+                super().fold(args, kwargs, weight)
             return
         self.gradient.reached.add(True)
         if self.sums is None:
@@ -275,10 +278,10 @@ class CompiledWindow(Window):
         """Makes the totals, if nothing else is to see the gradients of a micro-batch, or takes part
         in computing them.
         """
-        opened, loss, visits = self.opened, self.gradient.loss_fn, self.opened.visits
+        loss, visits = self.gradient.loss_fn, self.visits
         if self.step.is_refused or any(against_in_window(self).values()):
             return
-        self.params = {index: detached(tree) for index, tree in opened.leaves.trees.items()}
+        self.params = {index: detached(tree) for index, tree in self.leaves.trees.items()}
         self.inside = loss.calling if isinstance(loss, PureLoss) else None
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
@@ -299,7 +302,7 @@ class CompiledWindow(Window):
         if not (self.step.replays and all(leaf.is_cuda for leaf in leaves)):
             return zeros(leaves, dtypes)
         # A CUDA graph reads leaves made of parameters from where these stay, and copies others.
-        for original, leaf in zip(self.opened.leaves.originals, leaves, strict=True):
+        for original, leaf in zip(self.leaves.originals, leaves, strict=True):
             if isinstance(original, nn.Parameter):
                 torch._dynamo.mark_static_address(leaf, guard=False)
         totals, self.unused = self.step.static_sums(leaves, dtypes)
@@ -332,7 +335,7 @@ class CompiledWindow(Window):
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor
         try:
-            with _reserved(self.opened.visits), torch.no_grad():
+            with _reserved(self.visits), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
         except private_in_torch.refusals_to_compile():

@@ -133,7 +133,7 @@ class _Parameters:
         if self.own is None:
             return gradient(*args, **kwargs)
         of_module = replace(gradient.parts, memory=self.job.memory)
-        return value_of(of_module, self.backend, own, args, kwargs)
+        return value_of(of_module, self.backend, args, kwargs, own=own)
 
     def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The loss of all micro-batches."""
@@ -184,7 +184,7 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
             summaries = run_window(first, *prepared, cuts, devices, weights)
         arguments, kwargs = window.prepared(arguments, kwargs)
         # Its leaves have the hooks of the parameters.
-        after = _SecondPass(first, summaries, weights, [*window.opened.leaves.trees.values()])
+        after = _SecondPass(first, summaries, weights, [*window.leaves.trees.values()])
         del summaries
         generators, put_after = generator_states(first.devices), parameters.owner.snapshot()
         put_back()

@@ -28,10 +28,9 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import arrays, trees
-from torch_backend.arrays import recording_loss
+from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import detached
-from torch_backend.engine.opened import recording
 from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
@@ -247,7 +246,7 @@ class PipelineWindow(OwnGrads):
             self.put(gradients)
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    head = self.leaves(*values[0])[: -len(gradients)]
+                    head = self.beside(*values[0])[: -len(gradients)]
                     reduction.propose(sums, [*head, *gradients])
                 reduction.merge()
             if self.reductions and not sums.steps:

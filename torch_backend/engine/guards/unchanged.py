@@ -11,16 +11,14 @@ from torch_backend import _private
 from torch_backend.gradients import switched_off
 
 
-def check(opened: Any) -> None:
-    """Raises FuncgaError if a window, which is `opened`, has changed a parameter, or the module."""
-    own, visits, inputs = opened.own, opened.visits, opened.leaves.inputs
-    pairs = zip(inputs, opened.versions, map(_private.version, inputs), strict=True)
+def check(window: Any) -> None:
+    """Raises FuncgaError if a Window has changed a parameter, or the module."""
+    own, visits, inputs = window.own, window.visits, window.inputs
+    pairs = zip(inputs, window.versions, map(_private.version, inputs), strict=True)
     written_to = {id(leaf) for leaf, first, last in pairs if first != last}
     # Layers of the module may shorten rows themselves.
     if written_to and not written_to <= (set() if own is None else _that_shorten_rows(own.module)):
         raise written()
-    if own is not None and any(map(_private.has_hooks, inputs)) != opened.hooked:
-        raise other_hooks()
     if own is not None and own.walk.trainable(own.module) is not own.params:
         raise other_parameters()
     if visits is not None and not visits.parts.are_those_of(visits.loss.module):
