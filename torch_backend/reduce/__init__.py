@@ -31,7 +31,7 @@ from torch_backend.reduce.agreement import (
     Progress,
     Rebuild,
     agree,
-    check_options,
+    check_steps,
     progress_of,
     propose,
 )
@@ -150,8 +150,7 @@ class Reduction:
                 history.finished -= 1
             history.differs = len({report.options for report in reports}) > 1
             check_in_step(reports)
-            if history.differs:
-                check_options(history, self.replicas)
+            check_steps(history, reports, self.replicas)
 
         return receive
 
@@ -159,14 +158,14 @@ class Reduction:
         """What this replica has folded."""
         proposal = self.proposal
         if proposal is None:
-            return self._header(agreed=bool(self.history.agreed()), last=last)
+            return self._header(last=last)
         sums, numbers = self.sums, [self.sums.of[leaf] for leaf in proposal.route.numbers]
         counts = sums.total, sums.steps, sums.rejected
         weight, steps, rejected = [0 if isinstance(c, torch.Tensor) else c for c in counts]
         return self._header(
             last=last,
             digest=proposal.digest,
-            agreed=bool(proposal.steps),
+            agreed=proposal.is_agreed,
             on_device=any(isinstance(count, torch.Tensor) for count in counts),
             steps=steps,
             weight=float(weight),
