@@ -272,20 +272,16 @@ COULD_NOT_MERGE = (
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A context that adds to an error in a collective what it means for the replicas."""
+    """A context that adds to an error of torch's collectives, as far as its type and text tell,
+    what it means for the replicas.
+    """
     try:
         yield
     except RuntimeError as error:
-        error.add_note(COULD_NOT_MERGE)
+        is_new = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
+        if is_new and (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+            error.add_note(COULD_NOT_MERGE)
         raise
-
-
-def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from torch's collectives, as far as its type and text tell, and is
-    not explained yet.
-    """
-    unexplained = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
-    return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))
 
 
 class Listener:

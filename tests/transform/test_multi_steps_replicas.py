@@ -66,11 +66,10 @@ def test_an_update_is_that_of_all_rows(choices):
             expected = gradient(params, rows * (window + 1))
             for name, update in found[2 * window].items():
                 torch.testing.assert_close(update, -expected[name], rtol=1e-13, atol=1e-14)
-        # One more where the processes have merged something else before.
-        assert found[1][-4:] == [*["allgather_"] * 3, "allreduce_"]
-        assert found[1][:-4] in ([], ["allgather_"])
-        # once the replicas know each other: the header, which counts what was rejected, and the sums
-        assert found[3] == ["allgather_", "allreduce_"]
+        # The header, which counts what was rejected, and the sums; in the first window more only where the processes take
+        # steps of other numbers, as they have merged something else before.
+        assert found[1][-2:] == found[3] == ["allgather_", "allreduce_"]
+        assert {*found[1][:-2]} <= {"allgather_"}
 
 
 def drops(group, drop):

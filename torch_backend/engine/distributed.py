@@ -34,12 +34,9 @@ class Distributed(Window):
 
     def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
+        if self.merge is not None:
+            self.push(self.merge)
         return super().__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        if error[0] is not None and self.merge is not None:
-            self.merge.abort()
-        return super().__exit__(*error)
 
     def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
         """The context of micro-batches; the weight of other replicas is not known yet."""

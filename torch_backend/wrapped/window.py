@@ -44,14 +44,13 @@ from torch_backend.engine.plan import (
     run_of,
 )
 from torch_backend.engine.window import Window, functions_alive
-from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk, buffers_of, call_loss, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
-from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
+from torch_backend.replicas import explained
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -141,11 +140,13 @@ class OwnGrads(Window):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
-            self.params: dict[str, torch.Tensor] = {**trainable(self.module)}
+            walk = self.program.memory.keep(Walk)
+            self.params: dict[str, torch.Tensor] = {**walk.trainable(self.module)}
             self.inputs = [*self.params.values()]
-            ids = self.program.memory.keep(Walk).through(self.module).ids
             leaves = [*self.inputs, *self.wrapper.leaves().values()]
+            ids = walk.through(self.module).ids
             stack.enter_context(gradients_aside(leaves, ids))
             # It needs the window's `.grad`s and flags.
             stack.push(self._recover)
@@ -166,8 +167,6 @@ class OwnGrads(Window):
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas.
             self.wrapper.recover()
-            if is_of_a_collective(error):
-                error.add_note(COULD_NOT_MERGE)
 
     # --- what is folded
 
@@ -254,8 +253,15 @@ class OwnGrads(Window):
     # --- the result
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients, in memory that nobody else holds."""
-        return [_own_grad(p, self.wrapper.fresh) for p in self.inputs]
+        """The gradients, in memory that nobody else holds; zeros where the loss depends on none."""
+        grads = [
+            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
+            for p in self.inputs
+        ]
+        if self.wrapper.fresh:
+            return grads
+        pairs = zip(grads, arrays.are_alone(grads), strict=True)
+        return [grad if is_alone else grad.clone() for grad, is_alone in pairs]
 
     def put(self, gradients: Sequence[torch.Tensor]) -> None:
         """Puts the gradients into the sums; a wrapper has divided them by its scale."""
@@ -498,16 +504,6 @@ class ModuleWindow(OwnGrads):
             if is_dropping:
                 sums.put_back_if_dropped(self.statistics_before)
             return sums.result()
-
-
-def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
-    """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
-    gradient = p.grad
-    if gradient is None:
-        return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
-    if gradient.layout is not torch.strided:
-        return gradient.to_dense()
-    return gradient if fresh or arrays.are_alone([gradient])[0] else gradient.clone()
 
 
 @contextmanager

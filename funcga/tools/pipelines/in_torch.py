@@ -77,18 +77,7 @@ def pipeline_value_and_grad(
         >>> torch_backend.assign_grads(gradient.module, grads)
     """
     check_callable(loss_fn, "loss_fn", "lambda output, target: F.cross_entropy(output, target)")
-    if not callable(schedule_factory):
-        raise FuncgaError(
-            f"schedule_factory is a {type(schedule_factory).__name__}, which is built already, "
-            "with a loss and a scale of its own. Pass the class: "
-            f"pipeline_value_and_grad({type(schedule_factory).__name__}, stage, loss_fn)."
-        )
-    for stage in stages if isinstance(stages, Sequence) else [stages]:
-        if not hasattr(stage, "submod"):
-            raise FuncgaError(
-                f"stages holds a {type(stage).__name__}. Pass what torch.distributed.pipelining "
-                "runs: PipelineStage(module, stage_index, num_stages, device, group=group)."
-            )
+    check_callable(schedule_factory, "schedule_factory", "the class of a schedule, ScheduleGPipe")
     pipeline = Pipeline(schedule_factory, stages)
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")

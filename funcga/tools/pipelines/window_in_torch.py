@@ -35,7 +35,7 @@ from torch_backend.modules.checks import check_wrapped_before
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import Replicas, channel_of
+from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP, Wrapper
 from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream, masked
 
@@ -142,9 +142,8 @@ class PipelineWindow(OwnGrads):
         ):
             raise FuncgaError(
                 f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
-                "of the first stage, each a tensor with rows, and one target. Write step(x, y); "
-                "several targets are one tree: "
-                f'step(x, {{"labels": y, "mask": mask}}).'
+                "of the first stage, each a tensor with rows, and one target, which is a tree: "
+                "step(x, y)."
             )
         return Microbatch(tuple(inputs), target, kwargs, weight)
 
@@ -322,37 +321,31 @@ class LastStage:
                 raise error
             return values
         # An error itself may not be picklable, and values are of no use beside one.
-        shown = tuple(map(float, weights))
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        sent = None if error is not None else _moved(values, torch.device("cpu"))
-        said = channel_of(pipeline.group).all_gather((shown, pipeline.has_last, sent, text))
+        sent: object = None
+        if error is not None:
+            sent = f"{type(error).__name__}: {error}"
+        elif pipeline.has_last:
+            sent = _moved(values, torch.device("cpu"))
+        said = channel_of(pipeline.group).all_gather(([*map(float, weights)], sent))
         if error is not None:
             raise error
-        last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
-        _, _, received, text = said[last]
-        if text is not None:
+        last, received = next(
+            (rank, each) for rank, (_, each) in enumerate(said) if each is not None
+        )
+        if isinstance(received, str):
             raise FuncgaError(
                 f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
-                f"its group: {text} Every stage has stopped; see what that process says."
+                f"its group: {received} Every stage has stopped; see what that process says."
             )
-        _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
+        check_alike(
+            [{"the weights of the micro-batches": str(weights)} for weights, *_ in said],
+            "of a pipeline were given different batches",
+            "Pass the same batch, inputs and target, in every process of one pipeline.",
+        )
         if pipeline.has_last:
             return values
         device = next((p.device for p in self.window.inputs), torch.device("cpu"))
         return _moved(received, device)
-
-
-def _check_alike(weights_of_ranks: list[tuple[float, ...]], last: int) -> None:
-    """Raises FuncgaError if a process saw other weights than that of the last stage."""
-    wanted = weights_of_ranks[last]
-    for rank, others in enumerate(weights_of_ranks):
-        if others != wanted:
-            raise FuncgaError(
-                f"the processes of a pipeline were given different batches: on rank {rank} of its "
-                f"group the micro-batches weigh {_spelled(others)}, and on rank {last}, which has "
-                f"the last stage, {_spelled(wanted)}. Pass the same batch, inputs and target, in "
-                "every process of one pipeline."
-            )
 
 
 def _moved(values: Values, device: torch.device) -> Values:
@@ -361,11 +354,6 @@ def _moved(values: Values, device: torch.device) -> Values:
     moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     on_device: Values = trees.unflatten(structure, moved)
     return on_device
-
-
-def _spelled(weights: Sequence[float]) -> str:
-    shown = ", ".join(f"{weight:g}" for weight in weights[:6])
-    return f"({shown}{', ...' if len(weights) > 6 else ''})"
 
 
 def _recorded(output: Tree) -> list[torch.Tensor]:
