@@ -27,7 +27,8 @@ LET_FUNCGA = (
 
 
 class Wrapper:
-    """How a wrapper reduces the gradients of a module over a window.
+    """How a wrapper reduces the gradients of a module over a window. This class is for a module
+    that nothing wraps, in a window that is for wrapped ones.
 
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
@@ -41,7 +42,7 @@ class Wrapper:
 
     fresh = in_step = knows_outer = searches = begins_with_buffers = False
     kind = supported.WRAPPED
-    remedy: str
+    remedy = "Keep parameters in float32, and let the module compute under torch.autocast."
 
     def __init__(self, wrapped: Sequence[nn.Module], name: str, sync: str):
         self.wrapped, self.name, self.sync = wrapped, name, sync
@@ -53,13 +54,13 @@ class Wrapper:
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
-        raise NotImplementedError
+        return set()
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """For every wrapped part the process groups that its gradients are reduced over, the
         inner one first.
         """
-        raise NotImplementedError
+        return [[]]
 
     def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
@@ -114,13 +115,13 @@ class Wrapper:
 
         In it the module's parameters are those that get the gradients.
         """
-        raise NotImplementedError
+        return nullcontext()
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context of micro-batches that do not synchronise: of forward and backward passes; of
         the last forward pass, too, if all passes meet.
         """
-        raise NotImplementedError
+        return nullcontext()
 
     def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
@@ -130,7 +131,6 @@ class Wrapper:
 
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
-        raise NotImplementedError
 
 
 def no_outer_mesh(what: str) -> FuncgaError:

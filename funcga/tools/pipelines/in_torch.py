@@ -7,7 +7,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.tools.pipelines.schedule_in_torch import Pipeline, ScheduleFactory, Stage
-from funcga.tools.pipelines.window_in_torch import PipelineGradient, Unwrapped
+from funcga.tools.pipelines.window_in_torch import PipelineGradient
 from torch_backend.wrapped import check_covered, wrapper_of
 from torch_backend.wrapped.ddp import Wrapper
 
@@ -82,7 +82,7 @@ def pipeline_value_and_grad(
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")
     module = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in pipeline.stages})
-    wrapper = wrapper_of(module, "every") or Unwrapped([], "a pipeline", "every")
+    wrapper = wrapper_of(module, "every") or Wrapper([], "a pipeline", "every")
     if wrapper.wrapped:
         _check_wrapper(wrapper, module)
     return PipelineGradient(module, loss_fn, has_aux, False, wrapper, pipeline, n_microbatches)

@@ -10,14 +10,13 @@ aux, and sends them at the end of the window.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from funcga._backend import Backend
 from funcga._call import Program
@@ -36,7 +35,7 @@ from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
-from torch_backend.wrapped.ddp import DDP, Wrapper
+from torch_backend.wrapped.ddp import DDP
 from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream, masked
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
@@ -149,7 +148,7 @@ class PipelineWindow(OwnGrads):
 
     def _run(self, last: bool) -> None:
         """Runs a step of the schedule with waiting micro-batches, filled up. `last`: whether no
-        others will come.
+        others will come. Raises FuncgaError if the schedule skips the reduction of wrapped stages.
         """
         wrapper, pipeline = self.wrapper, self.pipeline
         count = self.count or len(self.waiting)
@@ -165,16 +164,19 @@ class PipelineWindow(OwnGrads):
         inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
         inputs += [inputs[0]] * missing
         loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
-        reducing = self._reducing(any(each.weight is not None for each in microbatches))
-        with recording(), reducing:
+        masks: AbstractContextManager[None] = nullcontext()
+        if all(each.weight is None for each in microbatches):
+            masks = masked([*self.module.children()], self.reached, torch.zeros_like)
+        # The schedule itself prepares DDP for the last backward pass. The forward pass that infers
+        # shapes must not: DDP would take the first backward pass for the last.
+        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
+        with recording(), masks, wrapper.synchronising(), waiting:
             pipeline.run(inputs, loss, self._together)
         self.is_over = is_over
 
     def _counts(self, weight: Scalar | None) -> bool:
         """Whether the host knows that a micro-batch of this weight is a part of the result."""
-        if weight is None or not self.stands_in:
-            return weight is not None
-        return bool(weight)
+        return weight is not None and bool(weight or not self.stands_in)
 
     def _inputs(
         self, weight: Scalar | None, inputs: tuple[torch.Tensor, ...]
@@ -201,21 +203,6 @@ class PipelineWindow(OwnGrads):
             channel.send_owed()
             needed = any(channel.all_gather(needed))
         return needed
-
-    @contextmanager
-    def _reducing(self, counts: bool) -> Iterator[None]:
-        """The context of a step; of one that `counts` for nothing no gradient is kept. Raises
-        FuncgaError if the schedule skips the reduction of wrapped stages.
-
-        The schedule itself prepares DDP for the last backward pass. The forward pass that infers
-        shapes must not: DDP would take the first backward pass for the last.
-        """
-        wrapper = self.wrapper
-        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
-        stages = [*self.module.children()]
-        masks = nullcontext() if counts else masked(stages, self.reached, torch.zeros_like)
-        with masks, wrapper.synchronising(), waiting:
-            yield
 
     # --- the result
 
@@ -366,23 +353,6 @@ def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
         torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
     ]
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
-
-
-class Unwrapped(Wrapper):
-    """Stages that are not wrapped: funcga reduces their gradients, if at all."""
-
-    remedy = "Keep parameters in float32, and let stages compute under torch.autocast."
-
-    def groups(self) -> list[list[dist.ProcessGroup]]:
-        """No group."""
-        return [[]]
-
-    def window(self) -> AbstractContextManager[None]:
-        """Nothing changes."""
-        return nullcontext()
-
-    def recover(self) -> None:
-        """There is nothing to forget."""
 
 
 @dataclass(frozen=True, eq=False)
