@@ -18,7 +18,7 @@ MOST = {
     "tokens of tools": 101_200,
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
-    "attributes of a class": 17,
+    "attributes of a class": 24,
     "fmt: skip": 0,
     "Any": 700,
     "getattr": 120,

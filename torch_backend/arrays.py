@@ -272,13 +272,7 @@ _recordings = 0
 def recording() -> AbstractContextManager[object]:
     """A context in which autograd records, and tensors are made that can have a gradient."""
     is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    return nullcontext() if is_on else _recording()
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
+    return nullcontext() if is_on else torch.inference_mode(False)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -150,9 +151,9 @@ class Sums:
     """
 
     folding: Folding
-    of: defaultdict[int, Any] = field(default_factory=lambda: defaultdict(type(None)))
+    of: defaultdict[int, Any] = field(default_factory=partial(defaultdict, NoneType))
     collected: defaultdict[int, list[torch.Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
+        default_factory=partial(defaultdict, list)
     )
     state: list[Any] = field(default_factory=list)
     total: Scalar = 0
@@ -286,16 +287,16 @@ class Sums:
     def result(self) -> Tree:
         """The normalised result, in the structure of the output. The sums are empty afterwards."""
         folding, outputs = self.folding, self.folding.outputs
-        total, unit = self.total, self.unit or 1.0
-        of, self.of = self.of, defaultdict(type(None))
+        of, self.of = self.of, defaultdict(NoneType)
         results = [of[index] for index in range(len(outputs.folds))]
         for indices, by, weighted in folding.quotients:
-            divisor = total if by == "weight" else self.steps
+            divisor = self.total if by == "weight" else self.steps
+            unit = (self.unit or 1.0) if weighted else 1.0
             sums = [results[index] for index in indices]
             if isinstance(divisor, torch.Tensor):
-                _divide_by_tensor(local_tensors(sums), divisor, unit if weighted else 1.0)
-            else:
-                arrays.divide(sums, float(divisor / unit if weighted else divisor))
+                _divide_by_tensor(local_tensors(sums), divisor, unit)
+            elif divisor != unit:
+                arrays.divide(sums, float(divisor / unit))
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
         if folding.normalized:

@@ -28,15 +28,17 @@ def trees_of(window: Any) -> list[Tree]:
     return [of_leaves[index] for index in window.plan.indices]
 
 
-def known_or_new(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
-    """How each leaf of the output is folded: as the plan knows, if it does."""
-    plan, is_plain = window.plan, type(loss) is torch.Tensor
-    is_known = loss.dtype is plan.loss_dtype and is_plain
-    return plan.folding if is_known else folding_of(window, loss, aux)
-
-
 def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
-    """How each leaf of the output is folded. The plan is told, if it is the same in each window."""
+    """How each leaf of the output is folded: as the plan knows, or is told now, if it is the same
+    in each window.
+    """
+    if loss.dtype is window.plan.loss_dtype and type(loss) is torch.Tensor:
+        known: Folding = window.plan.folding
+        return known
+    return _new_folding(window, loss, aux)
+
+
+def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     program: Any = window.program
     arguments, gradient = window.arguments, window.gradient
     indices, grads = window.plan.indices, trees_of(window)

@@ -73,10 +73,10 @@ class Window(ExitStack):
     sums: Sums | None = None  # set by `_bind`, with the first loss
     # The sum that is the `.grad` of each of the inputs, or None: set by `_bind`, then by `_adopt`.
     held: Sequence[Any] = ()
-    # The weight of all micro-batches, and the least share of it: set by `passes` where each share
-    # is exact, so that weighted sums in this unit are means, and nothing is left to divide.
-    total: float | None = None
-    least = 1.0
+    # The weight of all micro-batches, and the share of each: set by `passes` where all are alike
+    # and their share is exact, so that sums in this unit are means: nothing is left to divide.
+    even: tuple[float, float] | None = None
+    share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -98,7 +98,6 @@ class Window(ExitStack):
         self.program, self.gradient, self.backend = program, gradient, backend
         self.plan: Any = plan  # a Plan, from entering on
         self.own = own
-        self.is_stream = program is not None and not (program.n or program.microbatch_size)
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Any = arguments
         self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
@@ -108,9 +107,12 @@ class Window(ExitStack):
 
     def __enter__(self) -> Self:
         """Makes the leaves, and begins what lasts as long as the window."""
-        gradient, own, known, parts = self.gradient, self.own, self.plan, self.arguments.parts
+        program, gradient, own, known = self.program, self.gradient, self.own, self.plan
+        parts = self.arguments.parts
         with ExitStack() as stack:
-            if not self.is_stream:  # code of the user's may change the mode between micro-batches
+            # Code of the user's runs between micro-batches of a stream, and may change the mode.
+            is_stream = program is not None and not (program.n or program.microbatch_size)
+            if not is_stream:
                 stack.enter_context(recording())
             with recording():
                 whole = known.whole if known else checked_whole(parts, gradient, own)
@@ -123,7 +125,7 @@ class Window(ExitStack):
                     with_hooks(leaves, gradient)
             self.leaves, self.inputs = leaves, leaves.inputs
             self.plan = known or plan_of(gradient, parts, leaves, own)
-            self._open(stack, is_new=known is None)
+            self._open(stack, known is None, is_stream)
             self.push(stack.pop_all())
         return self
 
@@ -147,7 +149,7 @@ class Window(ExitStack):
             found.originals.extend(present)
         return found
 
-    def _open(self, stack: ExitStack, is_new: bool) -> None:
+    def _open(self, stack: ExitStack, is_new: bool, is_stream: bool) -> None:
         """Enters what lasts until the window ends, when the stack is closed."""
         plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, self.inputs
         self.visit: AbstractContextManager[Any] = nullcontext(loss)
@@ -158,7 +160,7 @@ class Window(ExitStack):
         elif isinstance(loss, PureLoss) and 0 not in plan.moving:
             params = self.leaves.trees.get(0, self.arguments.parts[0].value)
             self.visit = self.visits = loss.entered(params, recorded=True)
-            if not (self.is_stream or loss.buffers):
+            if not (is_stream or loss.buffers):
                 self.visit = nullcontext(stack.enter_context(self.visits))
         if plan.watches:
             stack.enter_context(grads_watched(self.leaves.originals))
@@ -198,10 +200,10 @@ class Window(ExitStack):
         """The context of micro-batches: of all those of a batch, or of each of a stream alone,
         as code of the user's runs between these. `weights`: of all, where they are known.
         """
-        total = float(sum(weights))
-        shares = {weight / total for weight in weights if weight}
-        if shares and all(map(arrays.is_power_of_two, shares)):
-            self.total, self.least = total, min(shares)
+        n = len(weights)
+        is_even = n > 0 and weights[0] and weights.count(weights[0]) == n
+        if is_even and n & (n - 1) == 0 and n <= 2**14:  # 1 / n is exact, in float16 as well
+            self.even = float(sum(weights)), 1 / n
         return recording_loss()
 
     def fold(
@@ -223,7 +225,7 @@ class Window(ExitStack):
             if ON and self._count_writes(moving) != self.writes:
                 raise unchanged.by_the_loss(inputs, self.held)
             unit = sums.unit
-            share: Any = sums.share(weight)
+            share: Any = sums.share(weight) if self.share is None else self.share
             if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
                 self.writes = self._count_writes()
             if not self.gradient.reached:
@@ -256,7 +258,7 @@ class Window(ExitStack):
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
         is_lent = folding.lends and (folding.are_alike or share == 1)
-        is_lent = is_lent and (seed == 1 or self._takes(seed, loss.dtype))
+        is_lent = is_lent and (seed in (1, self.share) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
             for leaf in inputs:
@@ -340,9 +342,11 @@ class Window(ExitStack):
         """Makes room for the output, with the first loss."""
         if self._count_writes(moving):
             raise unchanged.ran_backward()
-        sums = Sums(bound.known_or_new(self, loss, aux))
-        if sums.folding.are_means and self._takes(self.least, loss.dtype):
-            sums.unit = self.total
+        plan = self.plan
+        is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
+        sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
+        if self.even and sums.folding.are_means and plan.takes_weights and not plan.autocast:
+            sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
         if sums.folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
@@ -474,6 +478,7 @@ def functions_alive() -> bool:
     made, kinds = repr(_private.KINDS_MADE), _kinds
     if made != kinds[0]:
         kinds = _kinds = made, graphs.kinds_of_functions()
-    # A class that has died has no nodes.
-    found = [sys.getrefcount(kind()) for kind in kinds[1] if kind() is not None]
-    return max(found, default=0) > graphs.NO_NODES
+    for kind in kinds[1]:  # a class that has died has no nodes
+        if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
+            return True
+    return False

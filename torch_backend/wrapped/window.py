@@ -187,7 +187,7 @@ class OwnGrads(Window):
         if self.sums is not None:
             return
         known, dropping = self.plan.folding, self.program.dropping
-        folding = bound.known_or_new(self, loss, aux)
+        folding = bound.folding_of(self, loss, aux)
         reducers = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check([*zip(self.params, reducers, strict=True)])

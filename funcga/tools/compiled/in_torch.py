@@ -345,7 +345,7 @@ class CompiledWindow(Window):
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         if self.totals is None:
             return super()._bind(loss, aux, moving)
-        folding = bound.known_or_new(self, loss, aux)
+        folding = bound.folding_of(self, loss, aux)
         sums = Sums(folding)
         for index, total in zip(folding.grads, self.totals, strict=True):
             sums.of[index] = total
