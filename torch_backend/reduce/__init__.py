@@ -63,8 +63,8 @@ class Reduction:
     is_over = False
 
     def __init__(self, progress: Progress, replicas: Replicas):
-        new = History(progress.step, progress.options)
-        self.history, self.replicas = progress.groups.setdefault(replicas.group, new), replicas
+        self.replicas = replicas
+        self.history = progress.groups.setdefault(replicas.group, History(progress))
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         self.history.begun += 1
         self.window, self.history.running = self.history.begun, self
@@ -178,7 +178,7 @@ class Reduction:
     def _header(self, **said: Any) -> Report:
         """A report that begins as all do: with the step, and how far it has come."""
         history = self.history
-        return Report(*history.digests, self.window, history.finished, **said)
+        return Report(*history.progress.digests, self.window, history.finished, **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:

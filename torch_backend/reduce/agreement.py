@@ -57,8 +57,7 @@ class Agreement:
 class History:
     """The windows of one step over one group, as this replica has seen them."""
 
-    step: Step | None
-    options: Mapping[str, str]
+    progress: "Progress"
     begun: int = 0
     finished: int = 0
     # Digests of the different steps that replicas may take, as each has a loss of its own.
@@ -69,12 +68,6 @@ class History:
     # On the last structures.
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))
 
-    @cached_property
-    def digests(self) -> tuple[int, int]:
-        """Those of the step, 0 if it has none, and of the options."""
-        step = 0 if self.step is None else digest_of(tuple(self.step))
-        return step, digest_of([*self.options.items()])
-
 
 @dataclass(eq=False)
 class Progress:
@@ -83,6 +76,12 @@ class Progress:
     step: Step | None
     options: Mapping[str, str]
     groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
+
+    @cached_property
+    def digests(self) -> tuple[int, int]:
+        """Those of the step, 0 if it has none, and of the options."""
+        step = 0 if self.step is None else digest_of(tuple(self.step))
+        return step, digest_of([*self.options.items()])
 
     @property
     def begun(self) -> int:
@@ -233,7 +232,7 @@ def check_steps(history: History, reports: list[Report], replicas: Replicas) -> 
     """
     steps = [report.step for report in reports]
     if len({*steps}) > 1 and steps != history.steps:
-        said = replicas.channel.all_gather((history.step, steps_made()))
+        said = replicas.channel.all_gather((history.progress.step, steps_made()))
         # A step that only one of two replicas has made is no mistake: each may have a loss of its
         # own.
         for (here, made_here), (there, made_there) in combinations(said, 2):
@@ -253,7 +252,7 @@ def check_steps(history: History, reports: list[Report], replicas: Replicas) -> 
         history.steps = steps
     if history.differs:
         remedy = "With other options they send each other other messages: give every rank the same."
-        said = replicas.channel.all_gather({**history.options})
+        said = replicas.channel.all_gather({**history.progress.options})
         check_alike(said, "were given different options", remedy)
 
 

@@ -238,13 +238,18 @@ class OwnGrads(Window):
 
     def add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
         """Folds in what stands beside the gradients."""
-        assert self.sums is not None
+        sums = self.sums
+        assert sums is not None
+        loss_alone = sums.folding.loss_alone if self.program.dropping is None else None
+        if loss_alone is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, loss_alone, weight, sums.share(weight) or 0.0)
+            return
         values = self._rest(loss, aux, ())
         if self.observing is not None:
             # It has seen the gradients of this replica times the cotangent.
             seed = weight if self.is_weighted else 1.0
             values.update(self.observing.measures(values, weight, seed))
-        self.sums.add(values, weight)
+        sums.add(values, weight)
 
     def reached(self) -> list[torch.Tensor]:
         """What a backward pass adds to, as far as it is there."""
