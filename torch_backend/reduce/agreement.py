@@ -270,28 +270,38 @@ def _agreed_with_all(
     """
     channel = replicas.channel
     structures = channel.all_gather(None if mine is None else _pickled(mine))
-    structure: Any = next(each for each in structures if each is not None)
-    if mine is None and not isinstance(structure, str):
-        assert rebuild is not None
-        try:
-            value, on_meshes = pickle.loads(structure)
-            outputs, leaves = rebuild(value)
-            mine = propose(history, Folding(outputs), leaves, replicas)
-            if [*mine.specs] != on_meshes:
-                structure = "it lies on the devices of a mesh"
-        except Exception as error:  # whatever the user's class raises
-            structure = f"{type(error).__name__}: {error}"
-    is_told = mine is not None and not isinstance(structure, str)
-    said = channel.all_gather(mine.description if mine is not None and is_told else structure)
+    structure: bytes | str = next(each for each in structures if each is not None)
+    answer: Agreement | str | None = mine
+    if isinstance(structure, str):
+        answer = structure
+    elif mine is None:
+        answer = _rebuilt(history, structure, rebuild, replicas)
+    said = channel.all_gather(answer.description if isinstance(answer, Agreement) else answer)
     problems = [each for each in said if isinstance(each, str)]
-    if mine is None or problems:
+    if problems or not isinstance(answer, Agreement):
         raise FuncgaError(
             "a replica has nothing to fold in its first window, and cannot be told what the others "
             f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
             "ones may have none; or return dicts, tuples and lists of arrays."
         )
     check_alike(said, _STRUCTURES)
-    return mine
+    return answer
+
+
+def _rebuilt(
+    history: History, structure: bytes, rebuild: Rebuild | None, replicas: Replicas
+) -> Agreement | str:
+    """What a replica with nothing to fold makes of the structure of the others; a text if it
+    cannot.
+    """
+    assert rebuild is not None
+    try:
+        value, on_meshes = pickle.loads(structure)
+        outputs, leaves = rebuild(value)
+        mine = propose(history, Folding(outputs), leaves, replicas)
+    except Exception as error:  # whatever the user's class raises
+        return f"{type(error).__name__}: {error}"
+    return mine if [*mine.specs] == on_meshes else "it lies on the devices of a mesh"
 
 
 def _pickled(mine: Agreement) -> bytes | str:
