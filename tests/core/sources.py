@@ -21,8 +21,8 @@ import torch_backend
 from tests.kits import TORCH, difference
 
 ROWS = 11
-# Two ways to cut rows into ragged micro-batches, and the two ends.
-CUTS = {"n=5": {"n": 5}, "size=4": {"microbatch_size": 4}, "n=1": {"n": 1}, "n=rows": {"n": ROWS}}
+# Two ways to cut rows into ragged micro-batches, the two ends, and one that is even for the 12 rows of the third call.
+CUTS = {"n=5": {"n": 5}, "size=4": {"microbatch_size": 4}, "n=1": {"n": 1}, "n=rows": {"n": ROWS}, "n=4": {"n": 4}}
 
 
 def bounds(cut, rows=ROWS):
