@@ -198,8 +198,8 @@ def has_comm_hooks(ddp: nn.parallel.DistributedDataParallel) -> bool:
     return bool(ddp._comm_hooks)
 
 
-def is_finished(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether the last backward pass has reduced every gradient.
+def unfinished(ddp: nn.parallel.DistributedDataParallel) -> str | None:
+    """What the last backward pass has not reduced, in torch's words; None if it has reduced all.
 
     The reducer finds it out when it rebuilds its buckets, as the next forward pass would do first.
     """
@@ -208,8 +208,8 @@ def is_finished(ddp: nn.parallel.DistributedDataParallel) -> bool:
     except RuntimeError as error:
         if "finished reduction" not in str(error):
             raise
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def reset_ddp(ddp: nn.parallel.DistributedDataParallel) -> None:
@@ -256,12 +256,15 @@ def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
     return [param.sharded_param for param in group.fsdp_params]
 
 
-def unsharded_params(group: ParamGroup) -> list[torch.Tensor]:
-    """The leaves that a forward pass computes with; none before the first."""
-    params: list[torch.Tensor | None] = [
-        attribute(param, "_unsharded_param", None) for param in group.fsdp_params
+def unsharded_params(group: ParamGroup) -> list[tuple[int, torch.Tensor]]:
+    """The leaves that a forward pass computes with, none before the first; each with the id of the
+    DTensor that it is gathered of.
+    """
+    return [
+        (id(param.sharded_param), param._unsharded_param)
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
     ]
-    return [param for param in params if param is not None]
 
 
 def process_groups_of(group: ParamGroup) -> list[Any]:

@@ -7,6 +7,7 @@ parameter.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -69,14 +70,11 @@ def without_partials(tensor: Any, like: Any = None) -> Any:
     """The tensor with all Partial sums reduced, in the placements of `like`: the one collective
     of a Partial.
     """
+    if isinstance(tensor, tuple):
+        return tuple(map(without_partials, tensor))
     if not is_dtensor(tensor):
-        return tuple(map(without_partials, tensor)) if isinstance(tensor, tuple) else tensor
-    placements = spec_of(tensor if like is None else like).placements
-    return (
-        tensor
-        if placements == tuple(tensor.placements)
-        else tensor.redistribute(placements=placements)
-    )
+        return tensor
+    return redistributed(tensor, spec_of(tensor if like is None else like))
 
 
 def redistributed(value: Any, accumulator: Any) -> Any:
@@ -128,14 +126,11 @@ def summed_over_shards(
     sums = [*numbers]
     by_groups: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if is_dtensor(tensor):
-            dims = [
-                dim
-                for dim, placement in enumerate(tensor.placements)
-                if not placement.is_replicate()
-            ]
-            groups = tuple([tensor.device_mesh.get_group(dim) for dim in dims])
-            by_groups.setdefault(groups, []).append(index)
+        placements = enumerate(tensor.placements) if is_dtensor(tensor) else ()
+        dims = [dim for dim, placement in placements if not placement.is_replicate()]
+        groups = tuple([tensor.device_mesh.get_group(dim) for dim in dims])
+        by_groups.setdefault(groups, []).append(index)
+    by_groups.pop((), None)
     for groups, indices in by_groups.items():
         together = torch.stack([numbers[index] for index in indices])
         for group in groups:
@@ -162,22 +157,16 @@ def devices_of_rows(arguments: Arguments) -> int:
     cuts = {
         _cut(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None
     }
-    common_cut = cuts.pop() if len(cuts) == 1 else None
-    return 1 if common_cut is None else common_cut[2]
+    return cuts.pop()[2] if len(cuts) == 1 else 1
 
 
-def _cut(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int] | None:
-    """(mesh, its dimensions along which rows are cut, number of equal parts); None for any other
+def _cut(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int]:
+    """(mesh, its dimensions along which rows are cut, number of equal parts); one part of any other
     tensor.
     """
     if not is_dtensor(leaf):
-        return None
-    dims = tuple(
-        [
-            dim
-            for dim, placement in enumerate(leaf.placements)
-            if placement.is_shard(axis % leaf.ndim)
-        ]
-    )
-    count = torch.Size([leaf.device_mesh.size(dim) for dim in dims]).numel()
-    return (leaf.device_mesh, dims, count) if dims and leaf.shape[axis] % count == 0 else None
+        return None, (), 1
+    placements = enumerate(leaf.placements)
+    dims = tuple([dim for dim, placement in placements if placement.is_shard(axis % leaf.ndim)])
+    count = prod([leaf.device_mesh.size(dim) for dim in dims])
+    return (leaf.device_mesh, dims, 1 if leaf.shape[axis] % count else count)

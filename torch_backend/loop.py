@@ -3,7 +3,7 @@
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import repeat
@@ -225,7 +225,7 @@ class Source:
 
     gradient: GradientFunction | None = None
     own: Own | None = None
-    wrapped: ModuleGradient | None = None
+    wrapped: Any = None  # a WrappedGradient, or that of a pipeline
     module: nn.Module | None = None
     params: dict[str, nn.Parameter] | None = None
     compiled: Any = None
@@ -459,20 +459,16 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     return context
 
 
-@contextmanager
-def _given_up(program: Program, backend: Backend) -> Iterator[None]:
-    """A window that is counted, and ends here with an error."""
-    grad_fn, nothing = program.grad_fn, Arguments((), program.grad_fn, backend)
+def _given_up(program: Program, backend: Backend) -> AbstractContextManager[object]:
+    """A window that is counted, and is told to the others where an error ends it."""
+    grad_fn, stack = program.grad_fn, ExitStack()
     if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
-        with grad_fn.window(program, backend, nothing):
-            yield
-        return
-    merges = [] if program.across is None else reductions_of(program, backend)
-    try:
-        yield
-    finally:
-        for merge in merges:
-            merge.abort()
+        wrapped: Any = grad_fn
+        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend)))
+    elif program.across is not None:
+        for merge in reductions_of(program, backend):
+            stack.enter_context(merge)
+    return stack
 
 
 def is_traced(tree: Any) -> bool:

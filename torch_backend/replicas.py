@@ -22,9 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from funcga._types import Reduced, Scalar
 from funcga.errors import FuncgaError
-from torch_backend import _private, arrays, trees
-
-_WRITE = "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp']"
+from torch_backend import _private, arrays
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class Replicas:
             accumulated. Counts, weights and scalars, such as losses, are never rounded.
 
     Raises:
-        FuncgaError: If `group` is no group of which this process is a member.
+        FuncgaError: If `group` is no group of which this process is a member, or gradients cannot
+            be sent as `wire_dtype`. A mesh of several dimensions is refused by torch.
 
     Example:
         >>> across = torch_backend.Replicas(dist.group.WORLD, wire_dtype=torch.bfloat16)
@@ -55,10 +54,6 @@ class Replicas:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", _group(self.group))
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise FuncgaError(
-                f"bucket_bytes is {self.bucket_bytes!r}: it must be an int >= 1, such as 4 * 2**20."
-            )
         if self.wire_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise FuncgaError(
                 f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, "
@@ -94,29 +89,14 @@ def _group(across: Any) -> dist.ProcessGroup:
             "across out."
         )
     if isinstance(across, DeviceMesh):
-        if across.ndim != 1:
-            raise FuncgaError(
-                f"across= is a device mesh of {across.ndim} dimensions, {across.mesh_dim_names}. "
-                "Name the one to merge over: across=mesh['dp']; or make one of several: mesh['dp', "
-                "'cp']._flatten()."
-            )
         return across.get_group()
-    if type(across) is int and across == dist.GroupMember.NON_GROUP_MEMBER:
-        raise FuncgaError(
-            "across= is a process group that this process is no member of: it has no part in the "
-            "fold."
-        )
-    if (callable(across) and not isinstance(across, type)) or trees.children(across):
-        raise FuncgaError(
-            "across= names replicas for each leaf, and in torch all leaves of a step are merged "
-            "over one group. Fold sums without across=, and reduce each leaf after the step over "
-            "the processes that have it: dist.all_reduce(grads['experts'], group=edp), then divide "
-            "by the weight of all (docs/howto/experts.md)."
-        )
     if not isinstance(across, dist.ProcessGroup):
         raise FuncgaError(
             f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process "
-            f"group, {_WRITE}."
+            "group of which this process is a member, across=torch.distributed.group.WORLD, or a "
+            "1-D device mesh such as mesh['dp']: in torch all leaves of a step are merged over one "
+            "group. To reduce each leaf over a group of its own, fold sums without across=, and "
+            "reduce them after the step (docs/howto/experts.md)."
         )
     return across
 
@@ -289,20 +269,16 @@ COULD_NOT_MERGE = (
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A context that adds to an error in a collective what it means for the replicas."""
+    """A context that adds to an error of torch's collectives, as far as its type and text tell,
+    what it means for the replicas.
+    """
     try:
         yield
     except RuntimeError as error:
-        error.add_note(COULD_NOT_MERGE)
+        is_new = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
+        if is_new and (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+            error.add_note(COULD_NOT_MERGE)
         raise
-
-
-def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from torch's collectives, as far as its type and text tell, and is
-    not explained yet.
-    """
-    unexplained = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
-    return unexplained and (isinstance(error, dist.DistError) or "gloo/" in str(error))
 
 
 class Listener:
@@ -344,32 +320,17 @@ def check_alike(
     Each replica has a description for every path, or None if it has nothing to say. `problem` goes
     into the error, such as "fold different structures".
     """
-    said = [
-        (rank, description)
-        for rank, description in enumerate(descriptions)
-        if description is not None
-    ]
+    said = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
     for rank, theirs in said[1:]:
-        differences = _differences(*said[0], rank, theirs)
-        if differences:
-            more = f"; and {len(differences) - 4} more" if differences[4:] else ""
-            raise FuncgaError(
-                f"the replicas {problem}: {'; '.join(differences[:4])}{more}. {remedy}"
-            )
-
-
-def _differences(
-    first: int, expected: dict[str, str], rank: int, theirs: dict[str, str]
-) -> list[str]:
-    """How a rank differs from the first one: in the paths, in what is at them, or in their
-    order.
-    """
-    paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
-    if not paths and [*expected] != [*theirs]:
-        return [f"rank {rank} has the leaves of rank {first} in another order"]
-    here, there = f"on rank {first}", f"on rank {rank}"
-    return [
-        f"`{path}` is {expected.get(path, 'missing')} {here} and {theirs.get(path, 'missing')} "
-        f"{there}"
-        for path in paths
-    ]
+        first, expected = said[0]
+        texts = [
+            f"`{path}` is {expected.get(path, 'missing')} on rank {first} and "
+            f"{theirs.get(path, 'missing')} on rank {rank}"
+            for path in {**expected, **theirs}
+            if expected.get(path) != theirs.get(path)
+        ]
+        if not texts and [*expected] != [*theirs]:
+            texts.append(f"rank {rank} has the leaves of rank {first} in another order")
+        if texts:
+            more = ", and others" if texts[4:] else ""
+            raise FuncgaError(f"the replicas {problem}: {'; '.join(texts[:4])}{more}. {remedy}")

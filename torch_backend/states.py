@@ -5,9 +5,8 @@ What funcga's mathematics says leaf by leaf is one kernel here for all leaves th
 alike.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import Progress, progress_of
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
 from torch_backend.sums import Folding, Sums
@@ -242,19 +241,9 @@ def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | Non
     if not are_processes(across):
         return None
     progress = progress_of(memory)
-    begin = partial(_window_without_result, progress, across)
+    begin = lambda: Reduction(progress, replicas_of(across))
     context: AbstractContextManager[object] = untraced(telling_windows)([(progress, begin)])
     return context
-
-
-@contextmanager
-def _window_without_result(progress: Progress, across: Any) -> Iterator[None]:
-    """A window that is counted, and given up at the end."""
-    reduction = Reduction(progress, replicas_of(across))
-    try:
-        yield
-    finally:
-        reduction.abort()
 
 
 def merged(
@@ -288,7 +277,7 @@ def merged(
         sums.total = sum(limb.to(torch.float64) for limb in window.tally.weight)
         sums.steps = window.tally.steps
     reduction.propose(sums, [*map(largest, sums.of.values())])
-    reduction.merge([])
+    reduction.merge()
     return Accumulation(
         window.outputs, [*sums.of.values()], sums.tally, sums.unit or 1.0, sums.rejected
     )

@@ -66,11 +66,10 @@ def test_an_update_is_that_of_all_rows(choices):
             expected = gradient(params, rows * (window + 1))
             for name, update in found[2 * window].items():
                 torch.testing.assert_close(update, -expected[name], rtol=1e-13, atol=1e-14)
-        # One more where the processes have merged something else before.
-        assert found[1][-4:] == [*["allgather_"] * 3, "allreduce_"]
-        assert found[1][:-4] in ([], ["allgather_"])
-        # once the replicas know each other: the header, which counts what was rejected, and the sums
-        assert found[3] == ["allgather_", "allreduce_"]
+        # The header, which counts what was rejected, and the sums; in the first window more only where the processes take
+        # steps of other numbers, as they have merged something else before.
+        assert found[1][-2:] == found[3] == ["allgather_", "allreduce_"]
+        assert {*found[1][:-2]} <= {"allgather_"}
 
 
 def drops(group, drop):
@@ -372,12 +371,11 @@ def test_a_window_that_one_rank_leaves_out_is_refused_on_all(kind):
         assert is_that_of_the_rows(found, [0, 1, 2, 3])
     assert "micro-batch is -1" in second[1] or "another structure" in second[1]
     assert first[1:] == second[2:]
-    assert first[1] == (
-        "the replicas are out of step: rank 0 has a state after 1 updates, rank 1 has a state after 0 updates. One of "
-        "them has left out a window that the others merged, or has begun with a new state, as after an error that was "
-        "caught. Let an error end the process; or make the transform anew on every rank, and go on from one state: tx "
-        "= funcga.multi_steps(...)."
+    assert first[1].startswith(
+        "the replicas are out of step: rank 0 begins window 2 and has finished 1, from a state after 1 updates, rank 1 "
+        "begins window 2 and has finished 1. One of them has left out a window that the others merged"
     )
+    assert first[1].endswith("make the transform anew on every rank, and go on from one state.")
     assert first[2].startswith("the replicas are out of step: rank 0 begins window 3 and has finished 1, rank 1 ")
 
 

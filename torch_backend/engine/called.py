@@ -17,9 +17,10 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.engine.distributed import Merge, adopted, with_a_blank_row
+from torch_backend.engine.distributed import adopted, with_a_blank_row
 from torch_backend.engine.leaves import detached, without_graphs
 from torch_backend.modules.checks import check_unfrozen
+from torch_backend.reduce import Reduction
 from torch_backend.sums import Folding, Sums
 
 
@@ -52,7 +53,7 @@ class Called:
         grad_fn: GradFn,
         arguments: Arguments,
         gradient: GradientFunction | None = None,
-        merges: Sequence[Merge] = (),
+        merges: Sequence[Reduction] = (),
         records: bool = False,
     ):
         self.program, self.grad_fn, self.gradient = program, grad_fn, gradient
@@ -169,7 +170,7 @@ class Called:
 
     def _merged(self, sums: Sums) -> Tree:
         for merge in self.merges:
-            sums.state = merge.merge(sums.state)
+            merge.merge()
         return sums.result()
 
     def result_without_microbatches(

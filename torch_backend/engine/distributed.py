@@ -8,7 +8,7 @@ and each is reduced once, at the end of the window.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,56 +16,27 @@ import torch.distributed as dist
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN, detached
 from torch_backend.engine.window import Window
-from torch_backend.replicas import Listener, Replicas
+from torch_backend.reduce import Reduction
+from torch_backend.replicas import Listener
 from torch_backend.sums import Folding, Sums
-
-
-class Merge(Protocol):
-    """What merges a window over replicas."""
-
-    replicas: Replicas
-
-    def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
-        """Takes the sums of a window whose first micro-batch has these leaves."""
-        ...
-
-    def adopt(
-        self,
-        sums_of: Callable[[Folding], Sums],
-        bind: Callable[[Tree], tuple[Outputs, Sequence[Any]]],
-        known: Sequence[Any],
-    ) -> Sums:
-        """The sums of a replica without any micro-batch."""
-        ...
-
-    def merge(self, state: list[Array]) -> list[Array]:
-        """Merges the sums, and returns the state that is threaded on."""
-        ...
-
-    def abort(self) -> None:
-        """Tells the other replicas of an error."""
-        ...
 
 
 class Distributed(Window):
     """A window that may be merged over replicas, by `merge`, which is set before it is entered."""
 
     may_communicate = True
-    merge: Merge | None = None
+    merge: Reduction | None = None
 
     def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
+        if self.merge is not None:
+            self.push(self.merge)
         return super().__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        if error[0] is not None and self.merge is not None:
-            self.merge.abort()
-        return super().__exit__(*error)
 
     def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
         """The context of micro-batches; the weight of other replicas is not known yet."""
@@ -100,7 +71,7 @@ class Distributed(Window):
         """The normalised result, of all replicas."""
         sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
         if self.merge is not None:
-            sums.state = self.merge.merge(sums.state)
+            self.merge.merge()
         return sums.result()
 
     def result_without_microbatches(
@@ -111,12 +82,13 @@ class Distributed(Window):
         assert self.merge is not None
         assert self.program is not None
         sums = adopted(self.merge, self.program, arguments, Sums, own)
-        sums.state = self.merge.merge(state)
+        sums.state = state
+        self.merge.merge()
         return sums.result()
 
 
 def adopted(
-    merge: Merge,
+    merge: Reduction,
     program: Program,
     arguments: Arguments,
     empty: Callable[[Folding], Sums],
@@ -125,14 +97,19 @@ def adopted(
     """The `empty` sums of a replica that has nothing to fold. `own`: the parameters of a module,
     which lie here as their gradients do.
     """
-    known = [part.value for part in arguments.parts] if own is None else own
+    known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
+    devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
+    device = devices[0] if devices else torch.device("cpu")
 
-    def bind(value: Tree) -> tuple[Outputs, list[Any]]:
+    def rebuild(value: Tree) -> tuple[Outputs, list[Any]]:
+        likes, structure = trees.flatten(value)
+        leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
+        value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
             value = bound.with_gradients(program, value, lambda _: own)
         return program.bind(value, arguments)
 
-    return merge.adopt(empty, bind, trees.flatten(known)[0])
+    return merge.adopt(empty, rebuild)
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:
@@ -149,7 +126,7 @@ def with_a_blank_row(arguments: Arguments) -> Arguments:
     return replace(arguments, parts=tuple(parts))
 
 
-def window_of(*window: Any, merge: Merge | None = None) -> Window:
+def window_of(*window: Any, merge: Reduction | None = None) -> Window:
     """A window of a gradient that autograd computes, with what a Window is made of."""
     if not (dist.is_available() and dist.is_initialized()):
         return Window(*window)

@@ -1,10 +1,11 @@
 """The merge of one window: what has been folded here becomes what has been folded on all replicas.
 
     propose   the structure of what is folded is known here
-    meet      the replicas meet before something that communicates by itself
     agree     each says in a header what it has: all know the weight, the unit, and one structure
     merge     everything is sent, in one order on all replicas, before anything is waited for
     abort     an error ends the window here, and the others are told
+
+A window that communicates by itself has the replicas `meet` before it does: a header without more.
 
 Only torch has this package: in JAX the merge is a psum after the loop.
 
@@ -15,16 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._fold.outputs import Outputs
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
-from torch_backend import arrays, trees
+from torch_backend import arrays
 from torch_backend.dtensor import as_dtensor
 from torch_backend.reduce.agreement import (
     Agreement,
@@ -32,11 +31,11 @@ from torch_backend.reduce.agreement import (
     Progress,
     Rebuild,
     agree,
-    check_options,
+    check_steps,
     progress_of,
     propose,
 )
-from torch_backend.reduce.header import Report, check_in_step, check_updates, exchange_reports
+from torch_backend.reduce.header import Report, check_in_step, exchange_reports, nothing_to_fold
 from torch_backend.reduce.wire import Receive, add, gather
 from torch_backend.replicas import InTurn, Replicas, explained
 from torch_backend.sums import Folding, Sums, power_below
@@ -45,36 +44,38 @@ from torch_backend.sums import Folding, Sums, power_below
 class Reduction:
     """Merges what one window folds over the replicas: `propose`, `agree` and `merge`, or `abort`.
 
-    A replica without any micro-batch calls `adopt` in place of `propose`. A window that
-    communicates itself calls `meet` before it does.
+    A replica without any micro-batch calls `adopt` in place of `propose`. As a context it aborts
+    where an error ends it.
     """
 
     sums: Sums  # set by `propose` or `adopt`
     agreement: Agreement  # of all replicas; set by `agree`
     proposal: Agreement | None = None  # what is folded here; None without any micro-batch
     rebuild: Rebuild | None = None  # of what the others fold, without any micro-batch
-    # What waits for the reports of all replicas, set when this one is sent; and these.
-    exchange: Callable[[], list[Report]] | None = None
-    reports: list[Report]
-    unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have said theirs
+    # What waits for the reports of all replicas, while that of the last pass here is under way.
+    exchange: Callable[[], None] | None = None
+    reports: list[Report]  # the last ones
+    unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have agreed
     # What begins each message that is left, None before the first; set by `_send`.
     unsent: list[Callable[[], Receive]] | None = None
     updates: Scalar = 0  # how many a state of multi_steps has made; 0 in the window of a call
-    # Whether the replicas were given other options, and so may have other windows in a call.
-    differs = False
     # Whether it is merged, or all replicas raise the same error, or it was given up here.
     is_over = False
 
     def __init__(self, progress: Progress, replicas: Replicas):
-        new = History(progress.step, progress.options)
-        self.history, self.replicas = progress.groups.setdefault(replicas.group, new), replicas
-        if progress.of_call is not None:
-            # Without a reference: a window may free what it holds before the call ends.
-            progress.of_call.append(ref(self))
+        self.replicas = replicas
+        self.history = progress.groups.setdefault(replicas.group, History(progress))
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         self.history.begun += 1
-        self.window = self.history.begun
+        self.window, self.history.running = self.history.begun, self
         self.unreceived: list[Receive] = []  # what waits for each message that is sent
+
+    def __enter__(self) -> "Reduction":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            self.abort()
 
     def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves.
@@ -84,82 +85,87 @@ class Reduction:
         self.sums = sums
         self.proposal = propose(self.history, sums.folding, leaves, self.replicas)
 
-    def adopt(
-        self,
-        sums_of: Callable[[Folding], Sums],
-        bind: Callable[[Tree], tuple[Outputs, Sequence[Any]]],
-        known: Sequence[Any],
-    ) -> Sums:
+    def adopt(self, sums_of: Callable[[Folding], Sums], rebuild: Rebuild) -> Sums:
         """Agrees on empty sums of what the others fold, on a replica without any micro-batch.
 
-        In a first window they say what that is: `bind(value)` has the Outputs and the leaves of a
-        value like theirs, of numbers that mean nothing, on the device of what is `known` here.
+        In a first window they say what that is: `rebuild(value)` has the Outputs and the leaves of
+        a value like theirs, whose tensors have no memory.
         """
-        devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
-        device = devices[0] if devices else torch.device("cpu")
-
-        def rebuild(value: Tree) -> tuple[Outputs, Sequence[Any]]:
-            likes, structure = trees.flatten(value)
-            leaves = [x if x is None else torch.empty_like(x, device=device) for x in likes]
-            return bind(trees.unflatten(structure, leaves))
-
         self.rebuild = rebuild
         self.agree()
         self.sums = sums_of(Folding(self.agreement.outputs))
         return self.sums
 
-    def meet(self, is_last: bool) -> bool:
-        """Waits for the other replicas, before what these reduce by themselves; whether it is the
-        last such for all.
+    def meet(self, last: bool) -> bool:
+        """Waits for the other replicas, before what these reduce by themselves; whether all say
+        that it is the last such.
 
         Raises FuncgaError, on all of them, if one has raised an error, or is in another window:
         collectives of two windows would be taken for one another.
         """
-        self.replicas.channel.send_owed()
-        mine = self._header(digest=1, steps=is_last)
         with self._same_on_all():
-            reports = exchange_reports(self.replicas.channel, mine)()
-            self._check(reports)
-        return all(report.steps for report in reports)
+            self._begin_exchange(self._header(last=last))()
+        return all(report.last for report in self.reports)
 
-    def agree(self) -> None:
+    def agree(self, last: bool = True) -> bool:
         """Tells the other replicas what is folded here, waits for what they tell, and sets the
-        unit.
+        unit; or is like `meet`, as long as not all of them say that this is their last pass.
 
-        What is still owed to them from earlier windows is sent first. Raises FuncgaError, on all
-        replicas, if they do not do the same.
+        Raises FuncgaError, on all replicas, if they do not do the same.
         """
         if self.unit:
-            return
-        history, channel = self.history, self.replicas.channel
+            return True
         with self._same_on_all():
-            if self.exchange is None:
-                channel.send_owed()
-                self.exchange = exchange_reports(channel, self._report())
-            reports = self.reports = self.exchange()
-            self._check(reports)
-            self.agreement = agree(history, self.proposal, self.rebuild, reports, self.replicas)
-            # What a replica has not finished is in each header from now on: as long as the others
-            # cannot know what it has left out, all windows are refused.
-            if self.updates < max([report.updates for report in reports]):
-                history.finished -= 1
-            check_updates(reports)
+            receive = self.exchange or self._begin_exchange(self._report(last))
+            self.exchange = receive if last else None
+            receive()
+            self.exchange = None
+            reports = self.reports
+            if not all(report.last for report in reports):
+                return False
+            if not any(report.digest for report in reports):
+                raise nothing_to_fold()
+            mine = self.proposal
+            self.agreement = agree(self.history, mine, self.rebuild, reports, self.replicas)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0} or {1.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units))
+        return True
 
-    def _report(self) -> Report:
+    def _begin_exchange(self, mine: Report) -> Callable[[], None]:
+        """Sends the report of this replica, after what is still owed from earlier windows. Returns
+        what waits for the reports of all.
+
+        That raises FuncgaError, on all replicas, if one has failed, or they do not do the same.
+        """
+        self.replicas.channel.send_owed()
+        exchange, history = exchange_reports(self.replicas.channel, mine), self.history
+
+        def receive() -> None:
+            reports = self.reports = exchange()
+            # What a replica has not finished is in each header from now on: as long as the others
+            # cannot know what it has left out, all windows are refused.
+            if self.updates < max([report.updates for report in reports]):
+                history.finished -= 1
+            history.differs = len({report.options for report in reports}) > 1
+            check_in_step(reports)
+            check_steps(history, reports, self.replicas)
+
+        return receive
+
+    def _report(self, last: bool) -> Report:
         """What this replica has folded."""
         proposal = self.proposal
         if proposal is None:
-            return self._header(agreed=bool(self.history.agreed()))
+            return self._header(last=last)
         sums, numbers = self.sums, [self.sums.of[leaf] for leaf in proposal.route.numbers]
         counts = sums.total, sums.steps, sums.rejected
         weight, steps, rejected = [0 if isinstance(c, torch.Tensor) else c for c in counts]
         return self._header(
+            last=last,
             digest=proposal.digest,
-            agreed=bool(proposal.steps),
+            agreed=proposal.is_agreed,
             on_device=any(isinstance(count, torch.Tensor) for count in counts),
             steps=steps,
             weight=float(weight),
@@ -172,14 +178,7 @@ class Reduction:
     def _header(self, **said: Any) -> Report:
         """A report that begins as all do: with the step, and how far it has come."""
         history = self.history
-        return Report(*history.digests, self.window, history.finished, **said)
-
-    def _check(self, reports: list[Report]) -> None:
-        """Raises FuncgaError, on all replicas, if one has failed, or they do not do the same."""
-        check_in_step(reports)
-        self.differs = len({report.options for report in reports}) > 1
-        if self.differs:
-            check_options(self.history, self.replicas)
+        return Report(*history.progress.digests, self.window, history.finished, **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:
@@ -188,13 +187,15 @@ class Reduction:
             with explained():
                 yield
         except FuncgaError:
-            self.is_over = True
+            self._close()
             raise
 
-    def merge(self, state: list[Array]) -> list[Array]:
-        """Sends everything, and waits: the sums are then those of all replicas.
+    def _close(self) -> None:
+        self.is_over, self.history.running = True, None
 
-        Returns the state to be threaded on: that of the last replica that folded anything.
+    def merge(self) -> None:
+        """Sends everything, and waits: the sums are then those of all replicas, and the state that
+        of the last one that has folded anything.
         """
         try:
             self.agree()
@@ -206,31 +207,26 @@ class Reduction:
             }
             with self._same_on_all():
                 self._send()
-                state = self._receive(state)
+                self._receive()
         except BaseException:
             self.abort()
             raise
         for leaf, like in likes.items():
             of[leaf] = as_dtensor(of[leaf], like)
         self.end()
-        return state
 
     def end(self) -> None:
         """Counts the window as finished, here as on the other replicas."""
-        self.is_over, self.history.finished = True, self.window
+        self._close()
+        self.history.finished = self.window
 
     def abort(self) -> None:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
-
-        If these have the result already, the next window is refused on all of them.
         """
         if self.is_over:
-            # By what each header says of the windows that are finished.
-            if self.history.finished == self.window:
-                self.history.finished -= 1
             return
-        self.is_over = True
+        self._close()
         if self.unit:
             self._send_rest()
         else:
@@ -242,12 +238,11 @@ class Reduction:
         """Sends the rest of a window that was given up; if nothing was said yet, a header that says
         so.
         """
-        if self.exchange is None:
-            exchange_reports(self.replicas.channel, self._header(failed=True))
-            return
         try:
-            self.agree()
-            self._send()
+            if (self.unit or self.exchange is not None) and self.agree():
+                self._send()
+            else:
+                exchange_reports(self.replicas.channel, self._header(failed=True))
         except (FuncgaError, RuntimeError):
             # The others have raised the same, and wait for nothing.
             return
@@ -299,22 +294,25 @@ class Reduction:
 
         return receive
 
-    def _receive(self, state: list[Array]) -> list[Array]:
-        """Waits for everything, and takes in what the others have folded. Returns the state."""
+    def _receive(self) -> None:
+        """Waits for everything, and takes in what the others have folded."""
         sums, route, collects = self.sums, self.agreement.route, self.sums.folding.outputs.collected
+        channel, state = self.replicas.channel, sums.state
         self._count()
-        marks = [mark for receive in self.unreceived if (mark := receive()) is not None]
-        for mark in marks:
-            self._look_at(mark, may_wait=bool(mark.is_cpu or collects or state))
+        for receive in self.unreceived:
+            mark = receive()
+            if mark is not None:
+                self._look_at(mark, may_wait=bool(mark.is_cpu or collects or state))
         if collects:
             gather(sums, route, self.replicas)()
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
-        if not (state and folded):
-            return state
-        # Its arrays, numbers and texts. Any other object stays each replica's own.
-        told = self.replicas.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-        told = [each.to(route.device) if isinstance(each, torch.Tensor) else each for each in told]
-        return [mine if each is None else each for mine, each in zip(state, told, strict=True)]
+        if state and folded:
+            # Its arrays, numbers and texts. Any other object stays each replica's own.
+            told = channel.broadcast_from(folded[-1], [*map(_portable, state)])
+            for index, leaf in enumerate(told):
+                is_tensor = isinstance(leaf, torch.Tensor)
+                if leaf is not None:
+                    state[index] = leaf.to(route.device) if is_tensor else leaf
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
@@ -357,15 +355,12 @@ def _portable(leaf: object) -> object:
 def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
     """What merges a window over the replicas of `across=`, one after the other; usually one."""
     if arrays.in_transform():
-        if arrays.is_recorded():
-            raise FuncgaError(
-                "across= was given to a step inside of a loss that is being differentiated, and "
-                "the merge over replicas has no derivative. Leave it out there. If the step is a "
-                "constant for that loss, run it under torch.no_grad()."
-            )
         raise FuncgaError(
-            "across= was given inside of a torch.func transform, where replicas cannot be merged. "
-            "Take the transform on each replica, inside of grad_fn."
+            "across= was given inside of a torch.func transform, or of a loss that is being "
+            "differentiated, where replicas cannot be merged: the merge over replicas has no "
+            "derivative. Take "
+            "the transform on each replica, inside of grad_fn; or run the step under "
+            "torch.no_grad(), if it is a constant there."
         )
     # A wrapper of a module says itself what it is merged over.
     across = program.across

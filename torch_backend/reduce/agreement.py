@@ -1,8 +1,8 @@
 """The agreement of the replicas: before the first reduction of a structure they compare what they
 fold.
 
-This takes two more collectives, once for each structure. In later windows a digest in the header
-names the structure.
+A digest in the header names the structure. Where digests differ, or a replica cannot know the
+structure as it has nothing to fold, more is told.
 """
 
 import pickle
@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,8 @@ class Agreement:
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
     it is one of `description`, which has a text for each path. `likes` are tensors without memory
     that are like the leaves of the outputs; None for a leaf that is not an array, or that is
-    reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `steps`
-    are digests of the Steps that the replicas take, in their order; empty until all of them have
-    agreed.
+    reduced elsewhere. `specs` are those of the reduced leaves that are DTensors. `is_agreed`:
+    whether all replicas have said that they fold this.
     """
 
     key: tuple[object, ...]
@@ -50,29 +50,23 @@ class Agreement:
     specs: dict[int, Spec]
     description: dict[str, str]
     digest: int
-    steps: list[float] = field(default_factory=list)
+    is_agreed: bool = False
 
 
 @dataclass(eq=False)
 class History:
     """The windows of one step over one group, as this replica has seen them."""
 
-    step: Step | None
-    options: Mapping[str, str]
+    progress: "Progress"
     begun: int = 0
     finished: int = 0
+    # Digests of the different steps that replicas may take, as each has a loss of its own.
+    steps: list[float] | None = None
+    running: Any = None  # the Reduction that has begun and is not over
+    # Whether the replicas were given other options, and so may have other windows in a call.
+    differs: bool = False
     # On the last structures.
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))
-
-    @cached_property
-    def digests(self) -> tuple[int, int]:
-        """Those of the step, 0 if it has none, and of the options."""
-        step = 0 if self.step is None else digest_of(tuple(self.step))
-        return step, digest_of([*self.options.items()])
-
-    def agreed(self, digest: float = 0) -> list[Agreement]:
-        """What all replicas have agreed on, of the structure that has this digest, or of any."""
-        return [each for each in self.agreements if each.steps and digest in (0, each.digest)]
 
 
 @dataclass(eq=False)
@@ -82,9 +76,17 @@ class Progress:
     step: Step | None
     options: Mapping[str, str]
     groups: dict[dist.ProcessGroup, History] = field(default_factory=dict)
-    # What merges the windows of the call that is under way, without references; None outside of a
-    # call. Set by `telling`.
-    of_call: list[Callable[[], Any]] | None = None
+
+    @cached_property
+    def digests(self) -> tuple[int, int]:
+        """Those of the step, 0 if it has none, and of the options."""
+        step = 0 if self.step is None else digest_of(tuple(self.step))
+        return step, digest_of([*self.options.items()])
+
+    @property
+    def begun(self) -> int:
+        """How many windows have begun."""
+        return sum([history.begun for history in self.groups.values()])
 
 
 def progress_of(memory: Memory) -> Progress:
@@ -192,17 +194,6 @@ def _description(outputs: Outputs, leaf_index: int, like: torch.Tensor | None) -
 # --- what all agree on
 
 
-class _Statement(NamedTuple):
-    """What a replica says where the replicas have not agreed before; the description is None where
-    nobody needs it.
-    """
-
-    step: Step | None
-    steps_made: dict[str, int]
-    description: dict[str, str] | None = None
-    structure: bytes | str | None = None  # pickled; a text says why it cannot be
-
-
 def agree(
     history: History,
     mine: Agreement | None,
@@ -213,101 +204,96 @@ def agree(
     """The Agreement of all replicas after these reports.
 
     `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild` makes
-    it of what the others fold. Raises FuncgaError on every replica if two of them take different
-    steps, or fold different structures.
+    it of what the others fold. Raises FuncgaError on every replica if two of them fold different
+    structures.
     """
     # All replicas see the same reports, so they take the same branches, and their collectives
     # match. Usually the headers have said everything, and nothing more is sent. A digest of 0 is
     # that of a replica that has nothing to fold: it goes with any other.
-    steps, digests = [report.step for report in reports], {report.digest for report in reports}
-    are_alike = len(digests - {0}) == 1
-    is_known = are_alike and all(report.agreed for report in reports)
-    if is_known:
-        mine = mine or history.agreed(max(digests))[-1]
-        if mine.steps == steps:
-            return mine
-    statement = _statement_of(history.step, mine, digests)
-    said = _compare(replicas, statement, _STRUCTURES, is_mixed_up=is_known)
-    structures = [each.structure for each in said if each.structure is not None]
-    if structures:
-        found = mine or _rebuilt(history, structures[0], rebuild, replicas)
-        mine = _of_all(found, replicas)
-    assert mine is not None
-    mine.steps = steps
+    digests = {report.digest for report in reports}
+    if len(digests - {0}) > 1:
+        said = replicas.channel.all_gather(None if mine is None else mine.description)
+        check_alike(said, _STRUCTURES)
+    is_known = all(report.agreed for report in reports if report.digest)
+    if 0 in digests and not is_known:
+        mine = _agreed_with_all(history, mine, rebuild, replicas)
+    if mine is None:
+        mine = next(each for each in history.agreements if each.digest == max(digests))
+    mine.is_agreed = True
     return mine
 
 
 _STRUCTURES = "fold different structures"
 
 
-def _statement_of(step: Step | None, mine: Agreement | None, digests: set[float]) -> _Statement:
-    if mine is None:
-        return _Statement(step, steps_made())
-    # Descriptions are long, so they are sent only where digests differ; and the structure only
-    # where a replica has nothing to fold, and so cannot know it.
-    description = mine.description if len(digests - {0}) > 1 else None
-    return _Statement(step, steps_made(), description, _pickled(mine) if 0 in digests else None)
-
-
-def check_options(history: History, replicas: Replicas) -> None:
-    """Raises FuncgaError on replicas that were given other options, by their headers. These come
-    before anything that depends on an option.
+def check_steps(history: History, reports: list[Report], replicas: Replicas) -> None:
+    """Raises FuncgaError, on all replicas, if they call different steps, or were given other
+    options, by their headers.
     """
-    statement = _Statement(history.step, steps_made(), {**history.options})
-    remedy = "With other options they send each other other messages: give every rank the same."
-    _compare(replicas, statement, "were given different options", remedy)
-
-
-def _compare(
-    replicas: Replicas, mine: _Statement, problem: str, *remedy: str, is_mixed_up: bool = False
-) -> list[_Statement]:
-    """What all replicas say. Raises FuncgaError, on all of them, if it differs."""
-    said: list[_Statement] = replicas.channel.all_gather(mine)
-    # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
-    taken = [(each.step, each.steps_made) for each in said if each.step is not None]
-    for here, made_here in taken:
-        for there, made_there in taken:
-            is_made_by_both = (
-                made_here.get(there.name, 0) > there.number
-                and made_there.get(here.name, 0) > here.number
-            )
-            is_mixed_up |= here != there and is_made_by_both
-    if is_mixed_up:
-        spelled = "; ".join(
-            f"rank {rank} {each.step or 'another step'}" for rank, each in enumerate(said[:8])
-        )
-        raise FuncgaError(
-            f"the replicas call different steps at the same time: {spelled}. What they fold would "
-            "be added up all the same. Make and call the steps in one order on every rank, from a "
-            "list rather than a set."
-        )
-    check_alike([each.description for each in said], problem, *remedy)
-    return said
+    steps = [report.step for report in reports]
+    if len({*steps}) > 1 and steps != history.steps:
+        said = replicas.channel.all_gather((history.progress.step, steps_made()))
+        # A step that only one of two replicas has made is no mistake: each may have a loss of its
+        # own.
+        for (here, made_here), (there, made_there) in combinations(said, 2):
+            if here is None or there is None or here == there:
+                continue
+            is_made_here = made_here.get(there.name, 0) > there.number
+            if is_made_here and made_there.get(here.name, 0) > here.number:
+                spelled = "; ".join(
+                    f"rank {rank} {step or 'another step'}"
+                    for rank, (step, _) in enumerate(said[:8])
+                )
+                raise FuncgaError(
+                    f"the replicas call different steps at the same time: {spelled}. What they "
+                    "fold would be added up all the same. Make and call the steps in one order on "
+                    "every rank, from a list rather than a set."
+                )
+        history.steps = steps
+    if history.differs:
+        remedy = "With other options they send each other other messages: give every rank the same."
+        said = replicas.channel.all_gather({**history.progress.options})
+        check_alike(said, "were given different options", remedy)
 
 
 # --- a first window in which a replica has nothing to fold
 
 
-def _pickled(mine: Agreement) -> bytes | str:
-    """The structure of what this replica folds, for others to make values like it: a value without
-    memory, and which of its leaves are DTensors. Pickled; a text if that cannot be.
+def _agreed_with_all(
+    history: History, mine: Agreement | None, rebuild: Rebuild | None, replicas: Replicas
+) -> Agreement:
+    """The Agreement of all replicas, of which those that have nothing to fold are told what the
+    others fold: a value without memory, pickled.
+
+    Raises FuncgaError, on all of them, if one cannot tell, or cannot fold that: none is left
+    waiting.
     """
-    try:
-        data = pickle.dumps((mine.outputs.structure_of(mine.likes), [*mine.specs]))
-        pickle.loads(data)
-    except Exception as error:  # whatever the user's class raises
-        return f"{type(error).__name__}: {error}"
-    return data
+    channel = replicas.channel
+    structures = channel.all_gather(None if mine is None else _pickled(mine))
+    structure: bytes | str = next(each for each in structures if each is not None)
+    answer: Agreement | str | None = mine
+    if isinstance(structure, str):
+        answer = structure
+    elif mine is None:
+        answer = _rebuilt(history, structure, rebuild, replicas)
+    said = channel.all_gather(answer.description if isinstance(answer, Agreement) else answer)
+    problems = [each for each in said if isinstance(each, str)]
+    if problems or not isinstance(answer, Agreement):
+        raise FuncgaError(
+            "a replica has nothing to fold in its first window, and cannot be told what the others "
+            f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
+            "ones may have none; or return dicts, tuples and lists of arrays."
+        )
+    check_alike(said, _STRUCTURES)
+    return answer
 
 
 def _rebuilt(
-    history: History, structure: bytes | str, rebuild: Rebuild | None, replicas: Replicas
+    history: History, structure: bytes, rebuild: Rebuild | None, replicas: Replicas
 ) -> Agreement | str:
     """What a replica with nothing to fold makes of the structure of the others; a text if it
     cannot.
     """
-    if isinstance(structure, str):
-        return structure
     assert rebuild is not None
     try:
         value, on_meshes = pickle.loads(structure)
@@ -318,18 +304,13 @@ def _rebuilt(
     return mine if [*mine.specs] == on_meshes else "it lies on the devices of a mesh"
 
 
-def _of_all(mine: Agreement | str, replicas: Replicas) -> Agreement:
-    """The Agreement of this replica, if all say that they fold the same.
-
-    Raises FuncgaError, on all of them, if one cannot fold that: none is left waiting.
+def _pickled(mine: Agreement) -> bytes | str:
+    """The structure of what this replica folds, and which of its leaves are DTensors; a text if
+    that cannot be pickled.
     """
-    said = replicas.channel.all_gather(mine if isinstance(mine, str) else mine.description)
-    problems = [each for each in said if isinstance(each, str)]
-    if isinstance(mine, str) or problems:
-        raise FuncgaError(
-            "a replica has nothing to fold in its first window, and cannot be told what the others "
-            f"fold ({problems[0]}). Give every replica a micro-batch in the first window, later "
-            "ones may have none; or return dicts, tuples and lists of arrays."
-        )
-    check_alike(said, _STRUCTURES)
-    return mine
+    try:
+        data = pickle.dumps((mine.outputs.structure_of(mine.likes), [*mine.specs]))
+        pickle.loads(data)
+    except Exception as error:  # whatever the user's class raises
+        return f"{type(error).__name__}: {error}"
+    return data

@@ -23,7 +23,8 @@ class Report(NamedTuple):
     steps: float = 0
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
-    failed: float = False  # whether the replica has raised an error
+    last: float = False  # whether this replica needs no pass after the one that comes
+    failed: float = False  # whether it has raised an error
     rejected: float = 0  # micro-batches that are dropped, but for those that only the device counts
     updates: float = 0  # of the state of `multi_steps` that the window is in
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
@@ -51,9 +52,7 @@ def exchange_reports(channel: Channel, mine: Report) -> Callable[[], list[Report
 
 
 def check_in_step(reports: list[Report]) -> None:
-    """Raises FuncgaError if a replica has failed, or they merge different windows, or none has
-    anything to fold.
-    """
+    """Raises FuncgaError if a replica has failed, or they merge different windows."""
     failed = [str(rank) for rank, report in enumerate(reports) if report.failed]
     if failed:
         raise FuncgaError(
@@ -61,34 +60,19 @@ def check_in_step(reports: list[Report]) -> None:
             "merge. See what that process says, and let the error end all of them; or leave this "
             "window out on every rank."
         )
-    if len({(report.begun, report.finished) for report in reports}) > 1:
+    if len({(report.begun, report.finished, report.updates) for report in reports}) > 1:
+        # Only states of `multi_steps` have made updates.
         spelled = ", ".join(
             f"rank {rank} begins window {report.begun:.0f} and has finished {report.finished:.0f}"
+            + (f", from a state after {report.updates:.0f} updates" if report.updates else "")
             for rank, report in enumerate(reports[:8])
         )
         raise FuncgaError(
             f"the replicas are out of step: {spelled}. One of them has left out a window that the "
             "others merged, as after an error or an interruption that was caught. Let an error end "
-            "the process, or fold nothing in its place: an empty batch, or an empty window."
-        )
-    if not any(report.digest for report in reports):
-        raise nothing_to_fold()
-
-
-def check_updates(reports: list[Report]) -> None:
-    """Raises FuncgaError, on all replicas, if their states of `multi_steps` are not of one
-    update.
-    """
-    if len({report.updates for report in reports}) > 1:
-        spelled = ", ".join(
-            f"rank {rank} has a state after {report.updates:.0f} updates"
-            for rank, report in enumerate(reports[:8])
-        )
-        raise FuncgaError(
-            f"the replicas are out of step: {spelled}. One of them has left out a window that the "
-            "others merged, or has begun with a new state, as after an error that was caught. Let "
-            "an error end the process; or make the transform anew on every rank, and go on from "
-            "one state: tx = funcga.multi_steps(...)."
+            "the process, or fold nothing in its place: an empty batch, or an empty window. After "
+            "an error in multi_steps make the transform anew on every rank, and go on from one "
+            "state."
         )
 
 

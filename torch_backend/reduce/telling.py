@@ -21,22 +21,20 @@ def telling(windows: Sequence[tuple[Progress, Begin]]) -> Iterator[None]:
     window ends itself with an error that it sees. One that has not begun begins then, and ends: the
     others have begun as many, and wait in one of them.
     """
-    for progress, _ in windows:
-        progress.of_call = []
+    begun = [progress.begun for progress, _ in windows]
     try:
         yield
     except BaseException:
-        for progress, begin in windows:
-            if not progress.of_call:
+        for (progress, begin), before in zip(windows, begun, strict=True):
+            if progress.begun == before:
                 with suppress(Exception), begin():
                     raise _EndedError from None
-            for reference in progress.of_call or ():
-                reduction = reference()
-                if reduction is not None:
-                    reduction.abort()
-                    if reduction.differs:
-                        raise  # the others may have other windows in this call, and wait in none
+            for history in progress.groups.values():
+                if history.running is not None:
+                    history.running.abort()
+                # The others may have the result already. Each header says what is finished here, so
+                # that the next window is refused on all of them.
+                history.finished = min(history.finished, history.begun - 1)
+                if history.differs:
+                    raise  # the others may have other windows in this call, and wait in none
         raise
-    finally:
-        for progress, _ in windows:
-            progress.of_call = None

@@ -20,27 +20,29 @@ from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
+LET_FUNCGA = (
+    "or let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
+    "loss_fn)), n, across=group), with the module that was wrapped"
+)
+
 
 class Wrapper:
-    """How a wrapper reduces the gradients of a module over a window.
+    """How a wrapper reduces the gradients of a module over a window. This class is for a module
+    that nothing wraps, in a window that is for wrapped ones.
 
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
     is supported. `knows_outer`: whether sync="outer" is for it. `searches`: whether unused
     parameters are marked ready before the backward pass begins, as with
-    find_unused_parameters=True. `remedy`: what to do where sums in 16 bits are refused. `sync`:
-    when it reduces, as module_value_and_grad says.
+    find_unused_parameters=True. `begins_with_buffers`: whether the first forward pass of a window
+    may broadcast buffers. `remedy`: what to do where sums in 16 bits are refused. `sync`: when it
+    reduces, as module_value_and_grad says.
     """
 
-    fresh = in_step = knows_outer = searches = False
+    fresh = in_step = knows_outer = searches = begins_with_buffers = False
     kind = supported.WRAPPED
-    remedy: str
-
-    @property
-    def begins_with_buffers(self) -> bool:
-        """Whether the first forward pass of a window may broadcast buffers."""
-        return False
+    remedy = "Keep parameters in float32, and let the module compute under torch.autocast."
 
     def __init__(self, wrapped: Sequence[nn.Module], name: str, sync: str):
         self.wrapped, self.name, self.sync = wrapped, name, sync
@@ -52,13 +54,13 @@ class Wrapper:
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
-        raise NotImplementedError
+        return set()
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """For every wrapped part the process groups that its gradients are reduced over, the
         inner one first.
         """
-        raise NotImplementedError
+        return [[]]
 
     def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
@@ -70,9 +72,7 @@ class Wrapper:
             raise FuncgaError(
                 f"parts of the module are wrapped by {self.name} over different replicas, the "
                 f"ranks {first} and {other}, so there is no one set of replicas to weigh "
-                "micro-batches over. Give every part the same process group or mesh; or let funcga "
-                "reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
-                "loss_fn)), n, across=group), with the module that was wrapped."
+                f"micro-batches over. Give every part the same process group or mesh; {LET_FUNCGA}."
             )
         if self.sync == "outer" and not (self.knows_outer and len(self.groups()[0]) == 2):
             raise no_outer_mesh(self.name)
@@ -94,15 +94,9 @@ class Wrapper:
                 )
         return InTurn(groups)
 
-    def leaves(self) -> list[torch.Tensor]:
-        """Leaves of a loss's graph beside the parameters, or in their place."""
-        return []
-
-    def leaf_of(self) -> dict[int, torch.Tensor]:
-        """By the id of a parameter, the leaf that its gradient comes to on this replica, where that
-        is another tensor.
-
-        Raises FuncgaError if there is no such leaf. To be asked after a forward pass.
+    def leaves(self) -> dict[int, torch.Tensor]:
+        """The leaves of a loss's graph in the place of the parameters, as far as they are there:
+        each by the id of the parameter whose gradient comes to it on this replica.
         """
         return {}
 
@@ -121,13 +115,15 @@ class Wrapper:
 
         In it the module's parameters are those that get the gradients.
         """
-        raise NotImplementedError
+        return nullcontext()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The context of micro-batches that do not synchronise."""
-        raise NotImplementedError
+        """The context of micro-batches that do not synchronise: of forward and backward passes; of
+        the last forward pass, too, if all passes meet.
+        """
+        return nullcontext()
 
-    def synchronising(self, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
         was summed before.
         """
@@ -135,7 +131,6 @@ class Wrapper:
 
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
-        raise NotImplementedError
 
 
 def no_outer_mesh(what: str) -> FuncgaError:
@@ -154,19 +149,9 @@ class DDP(Wrapper):
 
     remedy = (
         "Keep the parameters in float32, with torch.autocast in loss_fn; or use fully_shard with "
-        "MixedPrecisionPolicy(reduce_dtype=torch.float32); or let funcga reduce: "
-        "accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), n, "
-        "across=group), with the module that was wrapped."
+        f"MixedPrecisionPolicy(reduce_dtype=torch.float32); {LET_FUNCGA}."
     )
     wrapped: "Sequence[nn.parallel.DistributedDataParallel]"
-
-    @property
-    def begins_with_buffers(self) -> bool:
-        """Whether one of them broadcasts buffers, and has some."""
-        return any(
-            ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())
-            for ddp in self.wrapped
-        )
 
     def covered(self) -> set[int]:
         """All parameters but those that DDP was told to ignore."""
@@ -183,6 +168,9 @@ class DDP(Wrapper):
         """
         super().check()
         self.searches = any(ddp.find_unused_parameters for ddp in self.wrapped)
+        self.begins_with_buffers = any(
+            ddp.broadcast_buffers and [*ddp.module.buffers()] for ddp in self.wrapped
+        )
         for ddp in self.wrapped:
             if ddp.static_graph and self.sync == "last":
                 raise FuncgaError(
@@ -225,35 +213,32 @@ class DDP(Wrapper):
         return in_no_sync(self.wrapped)
 
     @contextmanager
-    def synchronising(self, params: dict[str, torch.Tensor]) -> Iterator[None]:
+    def synchronising(self) -> Iterator[None]:
         """Checks that DDP has synchronised: it waits for every gradient, and is silent if one is
         missing.
         """
-        before = {name: mark(p) for name, p in params.items()}
-        # A communication hook of the user's may reduce by other means, so a silent listener tells
-        # nothing there.
-        listeners = [
-            Listener(ddp.process_group) for ddp in self.wrapped if not _private.has_comm_hooks(ddp)
-        ]
+        # A communication hook of the user's may reduce by other means than this group.
+        hooked = any(map(_private.has_comm_hooks, self.wrapped))
+        listeners = [Listener(ddp.process_group) for ddp in self.wrapped if not hooked]
         yield
-        # Three things can go wrong. A parameter was not reached, so its bucket was not sent. No
-        # parameter was reached. Or all were, but loss_fn called the module inside of the wrapper,
-        # so nothing was sent.
-        missed = [name for name, p in params.items() if mark(p) == before[name]]
-        is_finished = all(_private.is_finished(ddp) for ddp in self.wrapped)
-        if is_finished and listeners and all(each.heard is False for each in listeners):
+        # Two things can go wrong. A parameter was not reached, so its bucket was not sent. Or
+        # nothing was sent, as loss_fn called the module inside of the wrapper.
+        for ddp in self.wrapped:
+            missing = _private.unfinished(ddp)
+            if missing is not None:
+                raise FuncgaError(
+                    "the last micro-batch does not use all parameters, so that "
+                    f"{self.name} did not synchronise, nor what earlier micro-batches had summed: "
+                    "it waits for every parameter in that backward pass. Use all parameters in "
+                    "every micro-batch, or wrap the module with find_unused_parameters=True. Torch "
+                    f"says: {missing}"
+                )
+        if listeners and all(each.heard is False for each in listeners):
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
                 "it, but perhaps the module inside of it, that it closes over, whose gradients "
                 "would differ from replica to replica. Call the module that loss_fn is given: "
                 "lambda module, x, y: F.mse_loss(module(x), y)."
-            )
-        if not is_finished or (missed and len(missed) == len(params)):
-            raise FuncgaError(
-                f"the last micro-batch has no gradient for {_some(missed)}, so that "
-                f"{self.name} did not synchronise, nor what earlier micro-batches had summed: it "
-                "waits for every parameter in that backward pass. Use all parameters in every "
-                "micro-batch, or wrap the module with find_unused_parameters=True."
             )
 
     def recover(self) -> None:
@@ -311,18 +296,3 @@ def in_no_sync(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module in modules:
             stack.enter_context(module.no_sync())  # type: ignore[operator]
         yield
-
-
-def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """A mark that changes whenever a tensor's `.grad` is replaced or written to; None if it has
-    no `.grad`.
-    """
-    grad = tensor.grad
-    if grad is None:
-        return None
-    return _private.storage_key(grad), _private.version(grad)
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join([f"`{name}`" for name in names[:4]]) + (", ..." if names[4:] else "")
-    return listed or "some of the parameters"

@@ -31,17 +31,17 @@ class FSDP2(Wrapper):
         """All modules that are wrapped."""
         return [m for root in self.wrapped for m in root.modules() if isinstance(m, FSDPModule)]
 
+    @cached_property
     def param_groups(self) -> list[_private.ParamGroup]:
         """The groups of parameters that are communicated together."""
-        return list(
-            dict.fromkeys(group for part in self.parts for group in _private.param_groups(part))
-        )
+        of_parts = map(_private.param_groups, self.parts)
+        return [*dict.fromkeys(group for groups in of_parts for group in groups)]
 
     def covered(self) -> set[int]:
         """All that are sharded or replicated by it."""
         self._reshard()
         return {
-            id(param) for group in self.param_groups() for param in _private.sharded_params(group)
+            id(param) for group in self.param_groups for param in _private.sharded_params(group)
         }
 
     def _reshard(self) -> None:
@@ -52,27 +52,17 @@ class FSDP2(Wrapper):
             if not all(map(_private.is_sharded, _private.param_groups(part))):
                 part.reshard()
 
-    def leaves(self) -> list[torch.Tensor]:
-        """The unsharded ones, which are made at the first forward pass."""
-        return [
-            param for group in self.param_groups() for param in _private.unsharded_params(group)
-        ]
-
-    def leaf_of(self) -> dict[int, torch.Tensor]:
-        """The unsharded parameter of each sharded one."""
-        return {
-            id(sharded): unsharded
-            for group in self.param_groups()
-            for sharded, unsharded in zip(
-                _private.sharded_params(group), _private.unsharded_params(group), strict=True
-            )
-        }
+    def leaves(self) -> dict[int, torch.Tensor]:
+        """The unsharded parameters, which are made at the first forward pass."""
+        return dict(
+            pair for group in self.param_groups for pair in _private.unsharded_params(group)
+        )
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the
         one that replicates.
         """
-        return [_private.process_groups_of(group) for group in self.param_groups()]
+        return [_private.process_groups_of(group) for group in self.param_groups]
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum in reduce_dtype. Passes that synchronise sum shards in the
@@ -81,7 +71,7 @@ class FSDP2(Wrapper):
         if self.sync == "every":
             return param.dtype
         group = next(
-            g for g in self.param_groups() if any(p is param for p in _private.sharded_params(g))
+            g for g in self.param_groups if any(p is param for p in _private.sharded_params(g))
         )
         return _private.dtype_of_sums(group, param) or param.dtype
 
@@ -94,7 +84,7 @@ class FSDP2(Wrapper):
         self._reshard()  # then the parameters are the sharded ones, DTensors
         # All of these values are put back when the window ends, including those that `_require`
         # changes meanwhile.
-        groups = self.param_groups()
+        groups = self.param_groups
         values = [entry for group in groups for entry in _private.values_in_a_window(group)]
         return assigned([*values, *map(_private.last_backward_flag, self.parts)])
 
@@ -114,15 +104,15 @@ class FSDP2(Wrapper):
         for part in self.parts:
             part.set_is_last_backward(is_last)
 
-    def synchronising(self, params: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    def synchronising(self) -> AbstractContextManager[None]:
         """Lets all parameters of a group be reduced in one dtype."""
-        for group in self.param_groups() if self.sync == "last" else ():
+        for group in self.param_groups if self.sync == "last" else ():
             _private.begin_sums(group)
-        return super().synchronising(params)
+        return super().synchronising()
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         for part in self.parts:
             _private.reset_fsdp2(part)
-        for leaf in self.leaves():
+        for leaf in self.leaves().values():
             leaf.grad = None

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._call import Memory, OwningGradient, Program
-from funcga._call.arguments import Argument, Arguments, argument_names
-from funcga._call.supported import MODULE
+from funcga._call.arguments import Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
@@ -28,8 +26,6 @@ from torch_backend.engine.called import calling
 from torch_backend.engine.leaves import Own
 from torch_backend.modules.checks import check_not_wrapped, signature_with
 from torch_backend.modules.layers import Walk, buffers_of, put_back
-from torch_backend.reduce.agreement import progress_of
-from torch_backend.reduce.telling import telling
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,25 +64,21 @@ class ModuleGradient(OwningGradient):
         return Memory(options=self.options)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """The value and the gradients of one micro-batch. A wrapper weighs it by its rows."""
-        backend, program = load("torch"), Program(self, mean(), memory=self._memory)
+        """The value and the gradients of one micro-batch."""
         self.check_not_traced()
-        rows = _rows(args)
         if calling.microbatch is not None:
-            _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
-        if self.kind == MODULE:
-            check_not_wrapped(self.module)
-            walk = program.memory.keep(Walk)
-            own = Own(self.module, walk.trainable(self.module), walk)
-            return value_of_module(program, self.parts, backend, own, args, kwargs)
-        arguments = Arguments(tuple([Argument(a, [], [], None) for a in args]), self, backend)
-        begin = partial(self.window, program, backend, arguments, alone=True)
-        with telling([(progress_of(program.memory), begin)]), begin() as window:
-            arguments, kwargs = window.prepared(arguments, kwargs)
-            # There are no in_axes here, so the first tensor tells how many rows the batch has.
-            args = tuple([part.value for part in arguments.parts])
-            window.fold(args, kwargs, rows[0] if rows else 1, True)
-            return window.result()
+            _check_cut(*calling.microbatch, rows_in((args, kwargs)))
+        program = Program(self, mean(), memory=self._memory)
+        return self._value(program, load("torch"), args, kwargs)
+
+    def _value(
+        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        """The value and the gradients of a program with a single micro-batch."""
+        check_not_wrapped(self.module)
+        walk = program.memory.keep(Walk)
+        own = Own(self.module, walk.trainable(self.module), walk)
+        return value_of_module(program, self.parts, backend, own, args, kwargs)
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""
@@ -102,18 +94,6 @@ class ModuleGradient(OwningGradient):
         """The parameters of the module."""
         return [*self.module.parameters()]
 
-    def window(
-        self,
-        program: Program,
-        backend: Backend,
-        arguments: Arguments,
-        alone: bool = False,
-    ) -> Any:
-        """One window of a program with this gradient function, where the module is wrapped; one
-        that is `alone` has a single micro-batch.
-        """
-        raise NotImplementedError
-
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
         is_traced = torch.compiler.is_compiling() or arrays.in_transform()
@@ -127,7 +107,7 @@ class ModuleGradient(OwningGradient):
             )
 
 
-def _rows(tree: Tree) -> list[int]:
+def rows_in(tree: Tree) -> list[int]:
     """How many rows the tensors of a tree have."""
     return [
         len(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim
@@ -141,11 +121,11 @@ def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) ->
     `args` are those of a micro-batch, cut from all but the first of `arguments`. `rows`: of what is
     passed on.
     """
-    of_batch, of_microbatch = _rows([leaf for leaf, _ in arguments]), _rows(args[1:])
+    of_batch, of_microbatch = rows_in([leaf for leaf, _ in arguments]), rows_in(args[1:])
     # A micro-batch of a stream is not cut, and neither is the only one of a batch.
     if not of_batch or of_batch[0] == of_microbatch[0]:
         return
-    if of_batch[0] in rows and of_batch[0] in _rows(args[0]):
+    if of_batch[0] in rows and of_batch[0] in rows_in(args[0]):
         count = len(args)
         raise FuncgaError(
             f"grad_fn calls the gradient function of a module with {of_batch[0]} rows, those of "

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments
+from funcga._call.arguments import Argument, Arguments
+from funcga._fold import LeafFold
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -43,15 +44,16 @@ from torch_backend.engine.plan import (
     run_of,
 )
 from torch_backend.engine.window import Window, functions_alive
-from torch_backend.modules import trainable
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk, buffers_of, call_loss, put_back
 from torch_backend.reduce import Reduction, reductions_of
+from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import COULD_NOT_MERGE, is_of_a_collective
-from torch_backend.sums import Folding, Sums
+from torch_backend.reduce.telling import telling
+from torch_backend.replicas import explained
+from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
-from torch_backend.wrapped.gradient import ModuleGradient
+from torch_backend.wrapped.gradient import ModuleGradient, rows_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +78,24 @@ class WrappedGradient(ModuleGradient):
         inner = {*self.module.modules()}
         return [module for module in modules_in(self.loss_fn) if module not in inner]
 
-    def window(
-        self,
-        program: Program,
-        backend: Backend,
-        arguments: Arguments,
-        alone: bool = False,
-    ) -> "ModuleWindow":
-        """One window of a program with this gradient function; one that is `alone` has a single
-        micro-batch.
-        """
+    def _value(
+        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
+        arguments = Arguments(tuple([Argument(a, [], [], None) for a in args]), self, backend)
+        begin = partial(self.window, program, backend, arguments)
+        with telling([(progress_of(program.memory), begin)]), begin() as window:
+            window.alone = True
+            arguments, kwargs = window.prepared(arguments, kwargs)
+            args = tuple([part.value for part in arguments.parts])
+            # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
+            rows = rows_in(args)
+            window.fold(args, kwargs, rows[0] if rows else 1, True)
+            return window.result()
+
+    def window(self, program: Program, backend: Backend, arguments: Arguments) -> "OwnGrads":
+        """One window of a program with this gradient function."""
         self.check_not_traced()
-        return ModuleWindow(program, self, backend, arguments, alone)
+        return ModuleWindow(program, self, backend, arguments)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
@@ -99,11 +107,11 @@ class WrappedGradient(ModuleGradient):
         """
         if grad_fn is not self:
             raise FuncgaError(
-                "totals= was given, and grad_fn is a function around module_value_and_grad: called "
-                "by itself, that averages every micro-batch over the replicas of "
-                f"{self.wrapper.name}, where a sum is asked for. Write "
-                "accumulate(module_value_and_grad(module, loss_fn), n, totals=totals), and pass "
-                "keyword arguments to the step."
+                "totals= was given, and grad_fn is a function around module_value_and_grad, or "
+                "pipeline_value_and_grad: called by itself, that averages every micro-batch over "
+                f"the replicas of {self.wrapper.name}, where a sum is asked for. Pass the gradient "
+                "function itself, accumulate(gradient, n, totals=totals), and keyword arguments to "
+                "the step."
             )
 
 
@@ -111,36 +119,35 @@ class OwnGrads(Window):
     """A window of the parameters of a module whose gradients are summed where they are: in their
     `.grad`s, by autograd and by what wraps the module.
 
-    In it the `.grad`s are the window's: the user's are put aside, and come back at the end. It also
-    ends an error in all processes. `params` are by name. `is_weighted`: whether the fold weighs
-    gradients. At the end `take` has the gradients, which `put` adds to the sums. A window that is
-    `alone` has a single micro-batch.
+    In it the `.grad`s are the window's: the user's are put aside, and come back at the end. An
+    error in it is told to all processes. `is_weighted`: whether the fold weighs gradients.
     """
 
     is_weighted = False  # set with the first loss
+    alone = False  # set by a gradient function that is called by itself: has one micro-batch
 
     def __init__(
         self,
         program: Program,
-        gradient: ModuleGradient,
+        gradient: WrappedGradient,
         backend: Backend,
         arguments: Arguments,
-        wrapper: Wrapper,
         merges: Sequence[Reduction],
-        alone: bool = False,
     ):
         super().__init__(program, gradient.parts, backend, arguments, None)
         self.program: Program = program
-        self.module, self.wrapper, self.merges = gradient.module, wrapper, merges
-        self.alone = alone
+        self.module, self.wrapper, self.merges = gradient.module, gradient.wrapper, merges
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
-            self.params: dict[str, torch.Tensor] = {**trainable(self.module)}
+            walk = self.program.memory.keep(Walk)
+            self.params: dict[str, torch.Tensor] = {**walk.trainable(self.module)}
             self.inputs = [*self.params.values()]
-            ids = self.program.memory.keep(Walk).through(self.module).ids
-            stack.enter_context(gradients_aside([*self.inputs, *self.wrapper.leaves()], ids))
+            leaves = [*self.inputs, *self.wrapper.leaves().values()]
+            ids = walk.through(self.module).ids
+            stack.enter_context(gradients_aside(leaves, ids))
             # It needs the window's `.grad`s and flags.
             stack.push(self._recover)
             self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
@@ -160,8 +167,6 @@ class OwnGrads(Window):
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas.
             self.wrapper.recover()
-            if is_of_a_collective(error):
-                error.add_note(COULD_NOT_MERGE)
 
     # --- what is folded
 
@@ -172,7 +177,7 @@ class OwnGrads(Window):
     @property
     def arriving(self) -> Sequence[torch.Tensor]:
         """The leaves that gradients come to, in the order of the inputs."""
-        computed_with = self.wrapper.leaf_of()
+        computed_with = self.wrapper.leaves()
         return [computed_with.get(id(p), p) for p in self.inputs]
 
     def bind(self, loss: torch.Tensor, aux: Tree) -> None:
@@ -181,8 +186,12 @@ class OwnGrads(Window):
         """
         if self.sums is not None:
             return
-        folding, dropping = bound.folding_of(self, loss, aux), self.program.dropping
-        self._check(folding)
+        known, dropping = self.plan.folding, self.program.dropping
+        folding = bound.folding_of(self, loss, aux)
+        reducers = [folding.outputs.folds[index] for index in folding.grads]
+        if folding is not known:
+            self._check([*zip(self.params, reducers, strict=True)])
+        self.is_weighted = reducers[0].fold.reducer.linear  # type: ignore[union-attr]
         self.sums = Sums(folding)
         if dropping is not None:
             self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
@@ -191,10 +200,9 @@ class OwnGrads(Window):
             for merge in self.merges:
                 merge.propose(self.sums, beside)
 
-    def _check(self, folding: Folding) -> None:
+    def _check(self, folds: Sequence[tuple[str, LeafFold | None]]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        folds = [fold for index in folding.grads if (fold := folding.folds.get(index)) is not None]
-        if len(folds) < len(folding.grads) or not all(f.fold.reducer.additive for f in folds):
+        if not all(fold is not None and fold.fold.reducer.additive for _, fold in folds):
             raise FuncgaError(
                 "the gradients' fold is no sum, and a module's own gradients are only added, in "
                 "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
@@ -202,25 +210,23 @@ class OwnGrads(Window):
                 "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
                 "with the module not wrapped."
             )
-        for fold, (name, p) in zip(folds, self.params.items(), strict=True):
-            dtype = fold.accumulator_dtype if self.alone else self.wrapper.sums_in(p)
-            if torch.promote_types(dtype, fold.accumulator_dtype) != dtype:
-                narrow, promised = (
-                    str(d).removeprefix("torch.") for d in (dtype, fold.accumulator_dtype)
-                )
+        for name, fold in folds:
+            assert fold is not None
+            promised = fold.accumulator_dtype
+            dtype = promised if self.alone else self.wrapper.sums_in(self.params[name])
+            if torch.promote_types(dtype, promised) != dtype:
+                narrow, wide = [str(each).removeprefix("torch.") for each in (dtype, promised)]
                 raise FuncgaError(
                     f"`{name}` has gradients that {self.wrapper.name} sums in {narrow} over the "
-                    f"micro-batches, and the fold promises {promised}. {self.wrapper.remedy} Or "
+                    f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-        weighted = {fold.fold.reducer.linear for fold in folds}
-        if len(weighted) > 1:
+        if len({fold.fold.reducer.linear for _, fold in folds if fold is not None}) > 1:
             raise FuncgaError(
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by "
                 "funcga.sum(): a module's own gradients come from one backward pass with one "
                 "weight. Give all of them one of the two."
             )
-        self.is_weighted = True in weighted
 
     def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
@@ -232,26 +238,42 @@ class OwnGrads(Window):
 
     def add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
         """Folds in what stands beside the gradients."""
-        assert self.sums is not None
+        sums = self.sums
+        assert sums is not None
+        loss_alone = sums.folding.loss_alone if self.program.dropping is None else None
+        if loss_alone is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, loss_alone, weight, sums.share(weight) or 0.0)
+            return
         values = self._rest(loss, aux, ())
         if self.observing is not None:
             # It has seen the gradients of this replica times the cotangent.
             seed = weight if self.is_weighted else 1.0
             values.update(self.observing.measures(values, weight, seed))
-        self.sums.add(values, weight)
+        sums.add(values, weight)
 
-    # --- the sums
+    def reached(self) -> list[torch.Tensor]:
+        """What a backward pass adds to, as far as it is there."""
+        return [*self.wrapper.leaves().values()] or self.inputs
 
-    def take(self) -> None:
-        """Takes the gradients, in memory that nobody else holds."""
-        self.gradients = [_own_grad(p, self.wrapper.fresh) for p in self.inputs]
+    # --- the result
 
-    def put(self) -> None:
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, in memory that nobody else holds; zeros where the loss depends on none."""
+        grads = [
+            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
+            for p in self.inputs
+        ]
+        if self.wrapper.fresh:
+            return grads
+        pairs = zip(grads, arrays.are_alone(grads), strict=True)
+        return [grad if is_alone else grad.clone() for grad, is_alone in pairs]
+
+    def put(self, gradients: Sequence[torch.Tensor]) -> None:
         """Puts the gradients into the sums; a wrapper has divided them by its scale."""
         sums, scale = self.sums, self.wrapper.scale
         assert sums is not None
         kinds, folds = sums.folding.kinds, sums.folding.folds
-        pairs = [*zip(sums.folding.grads, self.gradients, strict=True)]
+        pairs = [*zip(sums.folding.grads, gradients, strict=True)]
         # The scale is the unit of weighted sums. All others are multiplied by it.
         plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
         if plain and scale != 1:
@@ -260,34 +282,31 @@ class OwnGrads(Window):
         for index, gradient in pairs:
             dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
             sums.of[index] = gradient.to(dtype)
-
-    def finished(self, sums: Sums) -> Tree:
-        """The normalised result."""
         self.plans.put(self.key, self.plan)
-        return sums.result()
 
 
 class ModuleWindow(OwnGrads):
     """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
     take the `result`.
+
+    A replica that raises an error must not leave the others in a collective of the wrapper's. So
+    they meet before such, unless nothing of the user's has run since they met.
     """
 
     def __init__(
-        self,
-        program: Program,
-        gradient: WrappedGradient,
-        backend: Backend,
-        arguments: Arguments,
-        alone: bool,
+        self, program: Program, gradient: WrappedGradient, backend: Backend, arguments: Arguments
     ):
         across = gradient.merged_over(program.across)
         # First, as other replicas are told of any error from here on.
         merges = reductions_of(replace(program, across=across), backend)
-        super().__init__(program, gradient, backend, arguments, gradient.wrapper, merges, alone)
-        self.other_modules, self.is_last = gradient.other_modules, False
+        super().__init__(program, gradient, backend, arguments, merges)
+        self.other_modules = gradient.other_modules
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
         self.adds_late = program.dropping is not None or program.observers is not None
+        self.is_stream = not (program.n or program.microbatch_size)
+        self.has_begun = False  # whether a pass has
+        self.is_last = False  # whether no replica has another; set before the backward pass
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -313,7 +332,10 @@ class ModuleWindow(OwnGrads):
     def _run(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None, last: bool
     ) -> None:
-        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None."""
+        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None.
+
+        `last`: whether it is the last that this replica needs.
+        """
         self._begin_pass(last)
         scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
@@ -327,30 +349,43 @@ class ModuleWindow(OwnGrads):
             # other what they have folded.
             if weight is not None and not self.adds_late:
                 self.add(loss.detach(), aux, weight)
-            self._backward(objective, seed)
+            self._backward(objective, seed, last)
         if weight is not None and self.adds_late:
             self.add(loss.detach(), aux, weight)
 
     def _begin_pass(self, last: bool) -> None:
-        """Meets the other replicas if the next pass communicates, and ends the waiting if it is the
-        last of all.
-
-        `last`: whether it is the last that this replica needs.
-        """
-        if self.wrapper.meets_in_every_pass:
-            last = self._meet(last)
-        elif self.sums is None and self.wrapper.begins_with_buffers:
-            self._meet(last)
+        wrapper, is_first = self.wrapper, not self.has_begun
+        self.has_begun = True
+        if wrapper.meets_in_every_pass:
+            # Between two micro-batches of a stream code of the user's has run.
+            if is_first or self.is_stream:
+                self._meet(False)
+            return
+        if is_first and wrapper.begins_with_buffers:
+            self._meet(False)
         if last:
             self.waiting.close()
-            self.is_last = True
 
     def _meet(self, last: bool) -> bool:
-        """Waits for the other replicas; whether the next pass is the last for all. FuncgaError
-        if one has failed.
+        """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
+        has failed.
         """
         for merge in self.merges:
             last = merge.meet(last)
+        return last
+
+    def _meet_before_backward(self, last: bool) -> bool:
+        """`_meet`, and before the last pass of all tells what is folded, as far as it is known.
+
+        From there on a replica that has failed could not be told from one that is slow.
+        """
+        if not (last or self.wrapper.meets_in_every_pass):
+            return False
+        if not (self.adds_late or self.merges[1:]):
+            return self.merges[0].agree(last)
+        last = self._meet(last)
+        if last and not self.adds_late:
+            self.merges[0].agree()
         return last
 
     def _masked(self, weight: Scalar | None) -> AbstractContextManager[None]:
@@ -360,8 +395,7 @@ class ModuleWindow(OwnGrads):
             counts = weight is not None and not self.is_weighted
             return gradient if counts else torch.zeros_like(gradient)
 
-        leaves = lambda: self.wrapper.leaves() or self.inputs
-        return masked([self.module, *self.wrapper.wrapped], leaves, mask)
+        return masked([self.module, *self.wrapper.wrapped], self.reached, mask)
 
     def _seed(self, loss: torch.Tensor, weight: Scalar | None) -> float:
         """The cotangent: the weight, or 1 for plain sums; 0 if the weight is None."""
@@ -375,30 +409,26 @@ class ModuleWindow(OwnGrads):
             )
         return float(weight)
 
-    def _backward(self, loss: torch.Tensor, seed: float) -> None:
+    def _backward(self, loss: torch.Tensor, seed: float, last: bool) -> None:
         """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
+        wrapper = self.wrapper
         if not loss.requires_grad:
             raise FuncgaError(
                 "the loss does not depend on any parameter, so there is no backward pass for "
-                f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
+                f"{wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
-        replaced = self.wrapper.leaves()
+        replaced = [*wrapper.leaves().values()]
         inputs, others = self._inputs_and_others(loss, replaced)
         run: Any = graphs.run  # what is reduced in this pass is to see each gradient
         with ExitStack() as stack:
             if others:
                 stack.enter_context(gradients_aside(others))
+            self.is_last = self._meet_before_backward(last)
             if self.is_last:
-                # From here on a replica that has failed could not be told from one that is slow.
-                if self.adds_late:
-                    self._meet(True)
-                else:
-                    self.merges[0].agree()
-                stack.enter_context(self.wrapper.synchronising(self.params))
-            elif self.wrapper.meets_in_every_pass:
-                self._meet(False)
-            elif self.wrapper.sync == "last":
+                self.waiting.close()
+                stack.enter_context(wrapper.synchronising())
+            elif not wrapper.meets_in_every_pass:
                 run = run_of([*self.inputs, *replaced], False) or run
             stack.enter_context(self.outside())
             run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
@@ -459,39 +489,26 @@ class ModuleWindow(OwnGrads):
         self.sums.state = state
         return self.result()
 
-    # --- the result
-
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output, the same on every
         replica.
         """
         sums: Any = self.sums
-        dropping = self.program.dropping
-        assert sums is not None
+        is_dropping = self.program.dropping is not None
         with torch.no_grad():
-            self.take()
-            if dropping is not None:
-                sums.look_at(local_tensors(self.gradients))
+            gradients = self.gradients()
+            if is_dropping:
+                sums.look_at(local_tensors(gradients))
             # The wrapper has merged the gradients already, so they join the sums only after the
             # rest is merged.
             for merge in self.merges:
-                sums.state = merge.merge(sums.state)
-            if dropping is None and not sums.steps:
+                merge.merge()
+            if not (is_dropping or sums.steps):
                 raise nothing_to_fold()
-            self.put()
-            if dropping is not None:
+            self.put(gradients)
+            if is_dropping:
                 sums.put_back_if_dropped(self.statistics_before)
-            return self.finished(sums)
-
-
-def _own_grad(p: torch.Tensor, fresh: bool) -> torch.Tensor:
-    """The gradient of a parameter, in memory that nobody else holds; zeros if it has none."""
-    gradient = p.grad
-    if gradient is None:
-        return torch.zeros_like(p, requires_grad=False)  # the loss does not depend on it
-    if gradient.layout is not torch.strided:
-        return gradient.to_dense()
-    return gradient if fresh or arrays.are_alone([gradient])[0] else gradient.clone()
+            return sums.result()
 
 
 @contextmanager

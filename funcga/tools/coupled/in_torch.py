@@ -264,7 +264,7 @@ class _FirstPass(Called):
         leaves = [*zip(outputs.collected, outputs.collected_folds, strict=True)]
         self.starts = [0 for _ in leaves]
         for reduction in self.reductions:
-            sums.state = reduction.merge(sums.state)
+            reduction.merge()
             # Now there is a chunk for each replica, in the order of their ranks.
             for position, (index, fold) in enumerate(leaves):
                 before = sums.collected[index][: reduction.replicas.channel.rank]
@@ -287,7 +287,11 @@ def _differentiated(
     params = params if own is None else [own.module]
     with torch.enable_grad(), recording_loss():
         loss, aux = parameters.job.loss_of(params, summaries.tree(variables), parameters.backend)
-        leaves = [*variables.values(), *leaves, *([] if wrapper is None else wrapper.leaves())]
+        leaves = [
+            *variables.values(),
+            *leaves,
+            *({} if wrapper is None else wrapper.leaves()).values(),
+        ]
         # What is gathered of a frozen parameter is frozen, too.
         leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from funcga._call import supported
 from funcga.errors import FuncgaError
 from funcga.tools.fsdp1 import private_in_torch as private
-from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync, mark
+from torch_backend import _private
+from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync
 
 
 class FSDP1(Wrapper):
@@ -45,9 +46,10 @@ class FSDP1(Wrapper):
         """All that are in a flat parameter."""
         return {id(p) for part in self.parts for p in private.params_of_fsdp1(part)}
 
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> dict[int, torch.Tensor]:
         """The flat parameters."""
-        return [flat for part in self.parts for flat in private.params_of_fsdp1(part)[:1]]
+        flats = [flat for part in self.parts for flat in private.params_of_fsdp1(part)[:1]]
+        return {id(flat): flat for flat in flats}
 
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
@@ -89,16 +91,17 @@ class FSDP1(Wrapper):
         return in_no_sync(self.wrapped)
 
     @contextmanager
-    def synchronising(self, params: dict[str, torch.Tensor]) -> Iterator[None]:
+    def synchronising(self) -> Iterator[None]:
         """Checks that every flat parameter is reached: else its gradient would stay that of this
         replica alone.
         """
         # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the
         # last pass.
-        before = [(flat, mark(flat)) for flat in self.leaves() if self.sync == "last"]
+        flats = self.leaves().values() if self.sync == "last" else ()
+        before = [(flat, _mark(flat)) for flat in flats]
         try:
             yield
-            if not any(earlier is not None and mark(flat) == earlier for flat, earlier in before):
+            if not any(earlier is not None and _mark(flat) == earlier for flat, earlier in before):
                 return
         except AssertionError as error:
             # Where parameters are sharded, torch itself fails an assertion. Any other one is not
@@ -115,3 +118,10 @@ class FSDP1(Wrapper):
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         private.reset_fsdp1(self.wrapped, self.parts)
+
+
+def _mark(flat: torch.Tensor) -> tuple[int, int] | None:
+    """A mark that changes whenever a `.grad` is replaced or written to; None without one."""
+    if flat.grad is None:
+        return None
+    return _private.storage_key(flat.grad), _private.version(flat.grad)

@@ -7,7 +7,7 @@ from torch import nn
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.tools.pipelines.schedule_in_torch import Pipeline, ScheduleFactory, Stage
-from funcga.tools.pipelines.window_in_torch import PipelineGradient, Unwrapped
+from funcga.tools.pipelines.window_in_torch import PipelineGradient
 from torch_backend.wrapped import check_covered, wrapper_of
 from torch_backend.wrapped.ddp import Wrapper
 
@@ -77,26 +77,15 @@ def pipeline_value_and_grad(
         >>> torch_backend.assign_grads(gradient.module, grads)
     """
     check_callable(loss_fn, "loss_fn", "lambda output, target: F.cross_entropy(output, target)")
-    if not callable(schedule_factory):
-        raise FuncgaError(
-            f"schedule_factory is a {type(schedule_factory).__name__}, which is built already, "
-            "with a loss and a scale of its own. Pass the class: "
-            f"pipeline_value_and_grad({type(schedule_factory).__name__}, stage, loss_fn)."
-        )
-    for stage in stages if isinstance(stages, Sequence) else [stages]:
-        if not hasattr(stage, "submod"):
-            raise FuncgaError(
-                f"stages holds a {type(stage).__name__}. Pass what torch.distributed.pipelining "
-                "runs: PipelineStage(module, stage_index, num_stages, device, group=group)."
-            )
+    check_callable(schedule_factory, "schedule_factory", "the class of a schedule, ScheduleGPipe")
     pipeline = Pipeline(schedule_factory, stages)
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")
     module = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in pipeline.stages})
-    wrapper = wrapper_of(module, "every") or Unwrapped([], "a pipeline", "every")
+    wrapper = wrapper_of(module, "every") or Wrapper([], "a pipeline", "every")
     if wrapper.wrapped:
         _check_wrapper(wrapper, module)
-    return PipelineGradient(module, loss_fn, has_aux, False, pipeline, n_microbatches, wrapper)
+    return PipelineGradient(module, loss_fn, has_aux, False, wrapper, pipeline, n_microbatches)
 
 
 def _check_wrapper(wrapper: Wrapper, module: nn.ModuleDict) -> None:

@@ -117,11 +117,8 @@ class Pipeline:
         try:
             schedule = self.factory(self.given, self.count, loss_fn=loss_fn, scale_grads=False)
         except ValueError as error:
-            raise FuncgaError(
-                f"the schedule does not take {self.count} micro-batches: {error} Say how many it "
-                "runs at once: pipeline_value_and_grad(..., "
-                f"n_microbatches={self.stages[0].num_stages}); the rest of a window is filled up."
-            ) from error
+            error.add_note("Say how many it runs at once: pipeline_value_and_grad(n_microbatches=)")
+            raise
         if getattr(schedule, "scale_grads", False):
             raise FuncgaError(
                 "schedule_factory returned a schedule with scale_grads=True, which divides by its "

@@ -10,20 +10,19 @@ aux, and sends them at the end of the window.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._types import Across, Array, GradFn, Scalar, Tree
+from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
@@ -35,10 +34,9 @@ from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import Replicas, channel_of
-from torch_backend.wrapped.ddp import DDP, Wrapper
-from torch_backend.wrapped.gradient import ModuleGradient
-from torch_backend.wrapped.window import OwnGrads, check_no_stream, masked
+from torch_backend.replicas import Replicas, channel_of, check_alike
+from torch_backend.wrapped.ddp import DDP
+from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream, masked
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -68,8 +66,8 @@ class PipelineWindow(OwnGrads):
         backend: Backend,
         arguments: Arguments,
     ):
-        across = gradient.merged_over(program.across)
         self.reductions: list[Reduction] = []
+        across = gradient.merged_over(program.across)
         if across is not None:
             self.reductions = reductions_of(replace(program, across=across), backend)
         # The processes that have the stages merge nothing, and meet before each step of the
@@ -77,7 +75,7 @@ class PipelineWindow(OwnGrads):
         progress = progress_of(program.memory)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
         every = [self.stages, *self.reductions]
-        super().__init__(program, gradient, backend, arguments, gradient.wrapper, every)
+        super().__init__(program, gradient, backend, arguments, every)
         self.pipeline = gradient.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = gradient.n_microbatches or program.n
@@ -143,15 +141,14 @@ class PipelineWindow(OwnGrads):
         ):
             raise FuncgaError(
                 f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
-                "of the first stage, each a tensor with rows, and one target. Write step(x, y); "
-                "several targets are one tree: "
-                f'step(x, {{"labels": y, "mask": mask}}).'
+                "of the first stage, each a tensor with rows, and one target, which is a tree: "
+                "step(x, y)."
             )
         return Microbatch(tuple(inputs), target, kwargs, weight)
 
     def _run(self, last: bool) -> None:
         """Runs a step of the schedule with waiting micro-batches, filled up. `last`: whether no
-        others will come.
+        others will come. Raises FuncgaError if the schedule skips the reduction of wrapped stages.
         """
         wrapper, pipeline = self.wrapper, self.pipeline
         count = self.count or len(self.waiting)
@@ -167,16 +164,19 @@ class PipelineWindow(OwnGrads):
         inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
         inputs += [inputs[0]] * missing
         loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
-        reducing = self._reducing(any(each.weight is not None for each in microbatches))
-        with recording(), reducing:
+        masks: AbstractContextManager[None] = nullcontext()
+        if all(each.weight is None for each in microbatches):
+            masks = masked([*self.module.children()], self.reached, torch.zeros_like)
+        # The schedule itself prepares DDP for the last backward pass. The forward pass that infers
+        # shapes must not: DDP would take the first backward pass for the last.
+        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
+        with recording(), masks, wrapper.synchronising(), waiting:
             pipeline.run(inputs, loss, self._together)
         self.is_over = is_over
 
     def _counts(self, weight: Scalar | None) -> bool:
         """Whether the host knows that a micro-batch of this weight is a part of the result."""
-        if weight is None or not self.stands_in:
-            return weight is not None
-        return bool(weight)
+        return weight is not None and bool(weight or not self.stands_in)
 
     def _inputs(
         self, weight: Scalar | None, inputs: tuple[torch.Tensor, ...]
@@ -204,22 +204,6 @@ class PipelineWindow(OwnGrads):
             needed = any(channel.all_gather(needed))
         return needed
 
-    @contextmanager
-    def _reducing(self, counts: bool) -> Iterator[None]:
-        """The context of a step; of one that `counts` for nothing no gradient is kept. Raises
-        FuncgaError if the schedule skips the reduction of wrapped stages.
-
-        The schedule itself prepares DDP for the last backward pass. The forward pass that infers
-        shapes must not: DDP would take the first backward pass for the last.
-        """
-        wrapper = self.wrapper
-        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
-        leaves = lambda: wrapper.leaves() or self.inputs
-        stages = [*self.module.children()]
-        masks = nullcontext() if counts else masked(stages, leaves, torch.zeros_like)
-        with masks, wrapper.synchronising(self.params), waiting:
-            yield
-
     # --- the result
 
     def result_without_microbatches(
@@ -244,16 +228,16 @@ class PipelineWindow(OwnGrads):
         with torch.no_grad():
             for value, weight in zip(values, self.weights, strict=False):
                 self.add(*value, weight)
-            self.take()
-            self.put()
+            gradients = self.gradients()
+            self.put(gradients)
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    head = self.beside(*values[0])[: -len(self.gradients)]
-                    reduction.propose(sums, [*head, *self.gradients])
-                reduction.merge([])
+                    head = self.beside(*values[0])[: -len(gradients)]
+                    reduction.propose(sums, [*head, *gradients])
+                reduction.merge()
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
-            return self.finished(sums)
+            return sums.result()
 
 
 class LastStage:
@@ -324,37 +308,31 @@ class LastStage:
                 raise error
             return values
         # An error itself may not be picklable, and values are of no use beside one.
-        shown = tuple(map(float, weights))
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        sent = None if error is not None else _moved(values, torch.device("cpu"))
-        said = channel_of(pipeline.group).all_gather((shown, pipeline.has_last, sent, text))
+        sent: object = None
+        if error is not None:
+            sent = f"{type(error).__name__}: {error}"
+        elif pipeline.has_last:
+            sent = _moved(values, torch.device("cpu"))
+        said = channel_of(pipeline.group).all_gather(([*map(float, weights)], sent))
         if error is not None:
             raise error
-        last = next(rank for rank, (_, is_last, _, _) in enumerate(said) if is_last)
-        _, _, received, text = said[last]
-        if text is not None:
+        last, received = next(
+            (rank, each) for rank, (_, each) in enumerate(said) if each is not None
+        )
+        if isinstance(received, str):
             raise FuncgaError(
                 f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
-                f"its group: {text} Every stage has stopped; see what that process says."
+                f"its group: {received} Every stage has stopped; see what that process says."
             )
-        _check_alike([weights_of_rank for weights_of_rank, *_ in said], last)
+        check_alike(
+            [{"the weights of the micro-batches": str(weights)} for weights, *_ in said],
+            "of a pipeline were given different batches",
+            "Pass the same batch, inputs and target, in every process of one pipeline.",
+        )
         if pipeline.has_last:
             return values
         device = next((p.device for p in self.window.inputs), torch.device("cpu"))
         return _moved(received, device)
-
-
-def _check_alike(weights_of_ranks: list[tuple[float, ...]], last: int) -> None:
-    """Raises FuncgaError if a process saw other weights than that of the last stage."""
-    wanted = weights_of_ranks[last]
-    for rank, others in enumerate(weights_of_ranks):
-        if others != wanted:
-            raise FuncgaError(
-                f"the processes of a pipeline were given different batches: on rank {rank} of its "
-                f"group the micro-batches weigh {_spelled(others)}, and on rank {last}, which has "
-                f"the last stage, {_spelled(wanted)}. Pass the same batch, inputs and target, in "
-                "every process of one pipeline."
-            )
 
 
 def _moved(values: Values, device: torch.device) -> Values:
@@ -363,11 +341,6 @@ def _moved(values: Values, device: torch.device) -> Values:
     moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     on_device: Values = trees.unflatten(structure, moved)
     return on_device
-
-
-def _spelled(weights: Sequence[float]) -> str:
-    shown = ", ".join(f"{weight:g}" for weight in weights[:6])
-    return f"({shown}{', ...' if len(weights) > 6 else ''})"
 
 
 def _recorded(output: Tree) -> list[torch.Tensor]:
@@ -382,25 +355,8 @@ def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
-class Unwrapped(Wrapper):
-    """Stages that are not wrapped: funcga reduces their gradients, if at all."""
-
-    remedy = "Keep parameters in float32, and let stages compute under torch.autocast."
-
-    def groups(self) -> list[list[dist.ProcessGroup]]:
-        """No group."""
-        return [[]]
-
-    def window(self) -> AbstractContextManager[None]:
-        """Nothing changes."""
-        return nullcontext()
-
-    def recover(self) -> None:
-        """There is nothing to forget."""
-
-
 @dataclass(frozen=True, eq=False)
-class PipelineGradient(ModuleGradient):
+class PipelineGradient(WrappedGradient):
     """The gradient function of the stages of this process, made by `pipeline_value_and_grad`.
 
     `module` has the stages by their indices; `wrapper` describes how they are wrapped.
@@ -408,7 +364,6 @@ class PipelineGradient(ModuleGradient):
 
     pipeline: Pipeline
     n_microbatches: int | None
-    wrapper: Wrapper
 
     @property
     def kind(self) -> str:
@@ -419,16 +374,8 @@ class PipelineGradient(ModuleGradient):
     def __signature__(self) -> inspect.Signature | None:
         return None  # the arguments are the first stage's, and a target
 
-    def window(
-        self,
-        program: Program,
-        backend: Backend,
-        arguments: Arguments,
-        alone: bool = False,
-    ) -> PipelineWindow:
-        """One window of a program with this gradient function; one that is `alone` has a single
-        micro-batch.
-        """
+    def window(self, program: Program, backend: Backend, arguments: Arguments) -> PipelineWindow:
+        """One window of a program with this gradient function."""
         self.check_not_traced()
         if not self.wrapper.wrapped:
             check_not_wrapped(self.module)
@@ -436,15 +383,4 @@ class PipelineGradient(ModuleGradient):
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""
-        return self.wrapper.replicas(across) if self.wrapper.wrapped else across
-
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch
-        alone.
-        """
-        if grad_fn is not self:
-            raise FuncgaError(
-                "totals= was given, and grad_fn is a function around pipeline_value_and_grad, "
-                "which runs a schedule for each micro-batch alone. Write accumulate(gradient, n, "
-                "totals=totals), with the gradient function itself."
-            )
+        return super().merged_over(across) if self.wrapper.wrapped else across

@@ -101,7 +101,9 @@ class _FSDP1(Unwrapped):
 
     def held(self) -> Held:
         return {
-            "unsharded parameters": [*map(self.private.whole_of_flat, self.wrapper.leaves())],
+            "unsharded parameters": [
+                *map(self.private.whole_of_flat, self.wrapper.leaves().values())
+            ],
             "unsharded gradients": [
                 self.private.flat_param_of(part).grad
                 for part in self.wrapper.parts
@@ -121,11 +123,11 @@ class _FSDP2(Unwrapped):
 
     def begin(self) -> None:
         # The first pass makes new ones.
-        for group in self.wrapper.param_groups():
+        for group in self.wrapper.param_groups:
             private_in_torch.forget_unsharded(group)
 
     def held(self) -> Held:
-        groups, wholes = self.wrapper.param_groups(), self.wrapper.leaves()
+        groups, wholes = self.wrapper.param_groups, self.wrapper.leaves().values()
         waiting = [each for group in groups for each in _private.waiting_sums(group)]
         sums = [*waiting, *[whole.grad for whole in wholes]]
         return {"unsharded parameters": [*wholes], "unsharded gradients": sums}

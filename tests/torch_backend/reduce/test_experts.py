@@ -39,7 +39,9 @@ TREES = {
     "a dict": lambda group: {"dense": group},
     "a function": lambda group: lambda path: group,
 }
-ONE_GROUP = "in torch all leaves of a step are merged over one group. Fold sums without across=, and reduce each leaf"
+ONE_GROUP = (
+    "in torch all leaves of a step are merged over one group. To reduce each leaf over a group of its own, fold sums"
+)
 NO_GROUPS = {"empty": (lambda group: (), "across= is ()"), "list": (lambda group: [], "across= is []")}
 
 

@@ -260,10 +260,10 @@ REFUSED = {
         "pass has left its parameters unsharded, so that gradients would be missing. Wrap the module anew, and load its "
         "parameters: module.load_state_dict(state)."),
     "sums of fsdp1, flat": ((left_over, "fsdp1_flat"), "has gradients of a .backward() in no_sync()"),
-    "unused, ddp": ((unused_at_last, "ddp"), "the last micro-batch has no gradient for `module.part.0.weight`, "
-        "`module.part.0.bias`, so that DistributedDataParallel did not synchronise, nor what earlier micro-batches had "
-        "summed: it waits for every parameter in that backward pass. Use all parameters in every micro-batch, or wrap the "
-        "module with find_unused_parameters=True."),
+    "unused, ddp": ((unused_at_last, "ddp"), "the last micro-batch does not use all parameters, so that "
+        "DistributedDataParallel did not synchronise, nor what earlier micro-batches had summed: it waits for every "
+        "parameter in that backward pass. Use all parameters in every micro-batch, or wrap the module with "
+        "find_unused_parameters=True. Torch says: Expected to have finished reduction"),
     "unused, fsdp1": ((unused_at_last, "fsdp1"), "the last micro-batch does not use all of the module that is wrapped by "
         "FullyShardedDataParallel, and it synchronises only what that backward pass reaches."),
     "late, fsdp2": ((wrapped_late, "fsdp2", False), LATE.format("it is", "fully_shard")),
